@@ -147,7 +147,9 @@ def kill_its_siblings() -> None:
     template = os.getppid()
     for tasks in Path(f"/proc/{template}/task").iterdir():
         for sibling in map(int, (tasks / "children").read_text().split()):
-            if sibling != os.getpid():
+            if sibling == os.getpid():
+                continue
+            with contextlib.suppress(ProcessLookupError):  # it may have ended meanwhile
                 os.kill(sibling, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -60,6 +60,6 @@ def test_a_final_has_at_most_rep_samples(each_ms: float, rep: int, most_runs: in
 
     for is_exact in (True, False):
         taken[:] = [0, 0]
-        rounds = finals.play([contender(0), contender(1)], is_exact=is_exact, rep=rep, clock=lambda: 0.0)
+        rounds = finals.take_turns([contender(0), contender(1)], is_exact=is_exact, rep=rep, clock=lambda: 0.0)
         assert all(1 <= len(samples_ms) <= rep for samples_ms in rounds)
         assert max(taken) <= most_runs

@@ -401,6 +401,28 @@ def test_a_failure_is_passed_to_waiters_and_not_to_later_callers(make: Callable[
     late.release()
 
 
+def test_a_failure_is_passed_to_a_waiter_that_never_saw_its_holder(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, waiter = make(), make()
+    assert holder.try_acquire()
+    take = waiter.try_acquire
+
+    def refused_as_the_holder_ends() -> bool:
+        is_taken = take()
+        holder.leave_failure({"why": "all of them failed"})
+        holder.release()
+        return is_taken
+
+    monkeypatch.setattr(waiter, "try_acquire", refused_as_the_holder_ends)
+    seen: list[str] = []
+    answer = wait(
+        waiter, lambda: None, lambda who, _: seen.append(who), failed=lambda about: about["why"], poll_s=0.001
+    )
+    assert (answer, seen) == ("all of them failed", ["another job"])
+    assert not waiter.held
+
+
 def test_a_waiter_that_cannot_use_a_failure_tunes_by_itself(make: Callable[..., Claim]) -> None:
     holder, waiter = make(), make()
     assert holder.try_acquire()

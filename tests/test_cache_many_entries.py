@@ -18,7 +18,7 @@ from helpers import ends
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, tuning_cache
 from quarantune.cache import store as store_module
-from quarantune.cache.entry_file import EntryFile, encode
+from quarantune.cache.store import EntryFile, encode
 from quarantune.host import shared_files
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}

@@ -23,7 +23,7 @@ from test_speed import best_of
 
 from quarantune import cli
 from quarantune.cache import Journal, Store, TuningCache
-from quarantune.cache.entry_file import encode
+from quarantune.cache.store import encode
 from quarantune.cli.call_texts import ArrayText, Call, parse_call
 from quarantune.cli.parser import make_parser
 
@@ -213,7 +213,7 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("cache verify K:plain", "put @quarantune.autotune(configs) on it"),
         ("cache path --json", "there is no option '--json'"),
         ("report kernels.scal", "Did you mean 'kernels.scale'"),
-        ("report kernels.scale --device A100", "nothing is cached for kernels.scale on A100"),
+        ("report kernels.scale --device A100", "nothing is cached for the device 'A100'"),
         ("report kernels.scale -o nowhere/page.html", "give another file with -o"),
         ("replay nowhere", "'nowhere' cannot be read"),
         ("replay bad.txt", "bad.txt is no JSON"),
@@ -228,7 +228,7 @@ def test_bad_input_ends_with_code_2_and_one_line_that_names_the_fix(
     words: str, fix: str, run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "h100" in words:
-        monkeypatch.setattr("quarantune.devices.targets._plugins", set)
+        monkeypatch.setattr("quarantune.devices.targets.has_plugin", lambda platform: platform == "cpu")
     monkeypatch.setattr("quarantune.devices.discovery.accelerators", lambda: None)
     for library in ("distributed", "ray"):
         monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
@@ -299,7 +299,6 @@ def test_a_file_in_a_package_is_imported_under_its_full_name(
 
 def test_every_command_has_help_and_a_handler(run: Run) -> None:
     def walk(parser: Any) -> Iterator[Any]:
-        parser.complete()
         nodes = [choice for action in parser._actions if isinstance(action.choices, dict) for choice in action.choices]
         inner = next((action.choices for action in parser._actions if isinstance(action.choices, dict)), {})
         yield parser

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import quarantune
 from quarantune.sweep import sweep
-from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepRequest
+from quarantune.sweep.request import SweepEvents, SweepRequest
 from quarantune.values.options import Options
 from quarantune.values.settings import current
 from quarantune.values.shardings import MeshSpec

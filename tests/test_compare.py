@@ -336,7 +336,7 @@ def test_keys_must_be_equal_and_of_one_kind() -> None:
 
 
 def test_the_message_uses_the_given_name_of_the_output() -> None:
-    assert compare([None], [1], Tolerance(), what="gradient") == "gradient[0] is None, expected a Python int"
+    assert compare([None], [1], Tolerance()) == "output[0] is None, expected a Python int"
 
 
 def test_comparing_compiles_nothing(compiles: list[str]) -> None:
@@ -436,11 +436,10 @@ def test_a_wrong_derivative_rule_under_a_right_output_is_found() -> None:
         gradients(wrong, args, {}, JitOptions()),
         gradients(jnp.multiply, args, {}, JitOptions()),
         STRICT,
-        what="gradient",
     )
     assert message is not None
     assert message.startswith("16 of 16 elements (100%)")
-    assert "of gradient['args[1]']: got " in message
+    assert "of output['args[1]']: got " in message
 
 
 def test_a_function_without_floating_inputs_has_no_gradients() -> None:

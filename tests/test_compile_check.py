@@ -163,7 +163,7 @@ def test_the_table_has_the_compilers_figures_and_reasons() -> None:
         Trial(config={"BM": 16}, outcome=Outcome.ERROR, message=wanted),
     ).table()
     header, ok, _, _, over = table.splitlines()[:5]
-    assert header.split() == ["BM", "outcome", "compile", "s", "VMEM", "MiB", "GFLOP", "over"]
+    assert header.split() == ["BM", "outcome", "compile", "s", "VMEM", "MiB", "GFLOP", "over", "VMEM"]
     assert ok.split() == ["8", "ok", "1.25", "5", "2"]
     assert "over VMEM: 73.39 of 16.00 MiB" in over
 
@@ -173,9 +173,31 @@ def test_no_spills_are_told_where_another_config_has_some() -> None:
         CompilerFigures(registers=168, spilled_bytes=spilled, shared_bytes=8320, occupancy=0.1875) for spilled in (0, 8)
     ]
     trials = [Trial(config={"BM": n}, outcome=Outcome.OK, figures=figures) for n, figures in enumerate(each)]
-    header, *rows = (line.split() for line in report_of(*trials).table().splitlines()[:3])
-    assert header == ["BM", "outcome", "compile", "s", "registers", "spilled", "B", "shared", "KiB", "occupancy"]
-    assert rows == [["0", "ok", "168", "0", "8.125", "19%"], ["1", "ok", "168", "8", "8.125", "19%"]]
+    same, *lines = report_of(*trials).table().splitlines()[:4]
+    header, *rows = map(str.split, lines)
+    assert same == "all that compile: regs 168, shared KiB 8.125, occupancy 19%"
+    assert header == ["BM", "outcome", "compile", "s", "spilled", "B"]
+    assert rows == [["0", "ok", "0"], ["1", "ok", "8"]]
+
+
+@pytest.mark.parametrize("width", [120, 80])
+def test_each_config_of_four_tunables_has_one_line(width: int) -> None:
+    message = "Mosaic GPU kernel exceeds available shared memory: smem_bytes=278624 > max_smem_bytes=232448"
+    configs = [{"tile_m": 64 << (n % 2), "tile_n": 128 << n, "steps": n, "group_m": n > 2} for n in range(5)]
+    ended = [
+        {"outcome": Outcome.ERROR, "message": message}
+        if n == 4
+        else {
+            "outcome": Outcome.OK,
+            "compile_s": 0.5,
+            "figures": CompilerFigures(registers=168 - n, spilled_bytes=n, shared_bytes=8320 * n, occupancy=n / 10),
+        }
+        for n in range(5)
+    ]
+    trials: list[Any] = [Trial(config=config, **end) for config, end in zip(configs, ended, strict=True)]
+    lines = report_of(*trials).table(width=width).partition("\n\n")[0].splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line.split()[:4] for line in lines[-5:]] == [list(map(str, config.values())) for config in configs]
 
 
 def test_configs_that_need_too_much_share_a_note_and_keep_their_amounts() -> None:
@@ -183,7 +205,7 @@ def test_configs_that_need_too_much_share_a_note_and_keep_their_amounts() -> Non
     trials = [Trial(config={"BM": n}, outcome=Outcome.ERROR, message=wanted.format(n)) for n in (32, 64)]
     table = report_of(*trials).table(width=100)
     assert table.count("[1] error, 2 configs, for BM=32: over VMEM: 32.00 of 16.00 MiB; Scoped") == 1
-    assert all(f" VMEM: {n}.00 of 16.00 MiB" in table.split("\n\n")[0] for n in (32, 64))
+    assert all(f"  {n}.00 of 16.00 MiB" in table.split("\n\n")[0] for n in (32, 64))
 
 
 def test_shared_memory_overflows_state_their_amounts_first() -> None:

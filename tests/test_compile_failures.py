@@ -317,7 +317,7 @@ if __name__ == "__main__":
     resolver, arrays = product._resolver, (np.ones((512, 512), np.float16),) * 2
     for target, known in (("H200", [1]), ("H100", [])):
         keyed = keyed_to_tune(resolver.bind(arrays, {}), targets.find(target))
-        job = TuningJob(resolver._tuning, keyed, current(), start_over=True)
+        job = TuningJob(keyed, current(), resolver._known, resolver._seeds, print, start_over=True)
         assert list(job._known_not_to_compile()) == known, target
 """
 

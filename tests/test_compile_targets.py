@@ -39,9 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
-needs_cuda = pytest.mark.skipif(
-    not any("cuda" in name for name in targets._plugins()), reason="needs the `cuda-compile` extra"
-)
+needs_cuda = pytest.mark.skipif(not targets.has_plugin("cuda"), reason="needs the `cuda-compile` extra")
 
 
 X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
@@ -144,7 +142,7 @@ def test_what_exceeds_vmem_is_named_with_its_amount() -> None:
     report = quarantune.compile_check(scaled, {"scratch": [8, 1 << 17, 1 << 18]}, X, target="TPU v5e")
     assert ends(report) == ["ok", "error", "error"], report.table()
     assert "over VMEM: 64." in report.table()
-    assert "VMEM: 128.01 of 128.00 MiB" in report.table(), "known before compiling: this is more than a v5e has"
+    assert "128.01 of 128.00 MiB" in report.table(), "known before compiling: this is more than a v5e has"
     assert report.trials[0].figures is not None
     assert report.trials[0].figures.vmem_bytes
 
@@ -421,7 +419,7 @@ def test_jaxs_own_gpu_kernels_compile_or_not_per_config(
     assert 32 <= (figures.registers or 0) <= 255
     assert 1 << 10 < (figures.shared_bytes or 0) < 227 << 10
     assert 0 < (figures.occupancy or 0) < 1
-    assert all(heading in report.table(width=200) for heading in ("registers", "shared KiB", "occupancy"))
+    assert all(heading in report.table(width=200) for heading in ("regs", "shared KiB", "occupancy"))
 
 
 @needs_cuda
@@ -442,7 +440,12 @@ def blackwell_matmul(a: Any, b: Any, steps: int = 4) -> Any:
 
 
 @needs_cuda
-def test_the_diagnostic_behind_a_failed_pass_is_in_the_message() -> None:
+def test_what_a_compiler_says_of_a_kernel_for_another_gpu_is_told() -> None:
     arrays = (struct(1024, 1024, dtype=jnp.float16),) * 2
     report = quarantune.compile_check(blackwell_matmul, {"steps": [4]}, *arrays, target="H100")
-    assert "Pass pipeline failed: 'nvvm.tcgen05.alloc' op is not supported on sm_90a" in report.trials[0].message
+    (trial,) = report.trials
+    if trial.outcome is Outcome.ERROR:
+        assert "Pass pipeline failed: 'nvvm.tcgen05.alloc' op is not supported on sm_90a" in trial.message
+    else:  # the compiler of jaxlib 0.12 aborts
+        assert trial.outcome is Outcome.CRASHED
+        assert "LLVM ERROR: Cannot select: intrinsic %llvm.nvvm.tcgen05" in trial.log_tail

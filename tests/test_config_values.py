@@ -18,7 +18,7 @@ import pytest
 import quarantune
 from quarantune import Outcome
 from quarantune.sweep import sweep
-from quarantune.values import config_space, config_values, shown
+from quarantune.values import config_values, shown, space
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -81,8 +81,8 @@ def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"two classes called .*<locals>.Plan', of test_config_values and of test_config_values"
     ):
-        config_space.expand([{"plan": plan(1)}, {"plan": plan(1)}], fn_name="f")
-    config_space.expand([{"plan": plan(1)}, {"plan": plan(2)}], fn_name="f")
+        space.expand([{"plan": plan(1)}, {"plan": plan(1)}], fn_name="f")
+    space.expand([{"plan": plan(1)}, {"plan": plan(2)}], fn_name="f")
 
 
 def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., Any]:
@@ -240,7 +240,7 @@ def rounded(configs: Any, **options: Any) -> quarantune.Autotuned:
 )
 def test_a_dtype_is_told_by_its_name_and_rebuilt(value: Any, name: str) -> None:
     config = {"v": value, "inside": (value,)}
-    (checked,) = config_space.expand([config], fn_name="f")
+    (checked,) = space.expand([config], fn_name="f")
     encoded = json.loads(json.dumps(config_values.encode(checked)))
     assert encoded == {"v": {"$dtype": name}, "inside": [{"$dtype": name}]}
     back = config_values.restore(encoded, config_values.originals([checked]))
@@ -254,12 +254,12 @@ def test_a_dtype_is_told_by_its_name_and_rebuilt(value: Any, name: str) -> None:
 )
 def test_types_that_are_no_dtypes_of_numbers_are_refused(value: Any) -> None:
     with pytest.raises(TypeError, match=r"configs\[0\]\['v'\].*dtypes"):
-        config_space.expand([{"v": value}], fn_name="f")
+        space.expand([{"v": value}], fn_name="f")
 
 
 def test_one_dtype_given_twice_is_one_config() -> None:
     given = [{"v": jnp.float32}, {"v": np.float32}, {"v": np.dtype("float32")}, {"v": "float32"}]
-    assert config_space.expand(given, fn_name="f") == [{"v": jnp.float32}, {"v": "float32"}]
+    assert space.expand(given, fn_name="f") == [{"v": jnp.float32}, {"v": "float32"}]
 
 
 @pytest.mark.parametrize("search", ["auto", "surrogate"])

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import bad_payloads
 import jax
@@ -23,7 +19,6 @@ from misdeeds import MISDEEDS, kernel
 
 import quarantune
 from quarantune.sandbox import is_inside
-from quarantune.scheduler import workers
 from quarantune.sweep import routes
 from quarantune.values.trial import Trial
 
@@ -144,51 +139,6 @@ def test_a_file_that_a_config_enlarged_is_not_read_and_harms_no_other_config(mis
     for trial in (tracing, running):
         assert trial.outcome == "ok" or "enlarged" in trial.message
     assert psutil.Process().memory_info().rss < before + (1 << 28)
-
-
-class Fragile:
-    """An argument that misbehaves only where a standby worker rebuilds it."""
-
-    def __init__(self, x: Any, misdeed: str) -> None:
-        self.x, self.misdeed = x, misdeed
-
-
-def _rebuild(misdeed: str, children: tuple[Any]) -> Fragile:
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "prepare":
-        frame = frame.f_back
-    if frame is not None:
-        (Path(os.environ["SPARES"]) / str(os.getpid())).touch()
-        getattr(misdeeds, misdeed)()
-    return Fragile(children[0], misdeed)
-
-
-jax.tree_util.register_pytree_node(Fragile, lambda fragile: ((fragile.x,), fragile.misdeed), _rebuild)
-
-
-@pytest.mark.parametrize(
-    "misdeed", ["kill_itself", "segfault", pytest.param("hang_holding_the_gil", marks=pytest.mark.slow), "fail"]
-)
-def test_a_standby_worker_that_dies_costs_no_config_its_result(
-    misdeed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    spares = tmp_path / "spares"
-    spares.mkdir()
-    monkeypatch.setenv("SPARES", str(spares))
-    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
-    monkeypatch.setattr(workers, "STARTUP_DEADLINE_S", deadline_s(5.0))
-
-    @quarantune.autotune({"n": [1, 2, 3, 4]}, rep=1, ref_fn=None)
-    @functools.partial(jax.jit, static_argnames=["n"])
-    def add(fragile: Fragile, n: int = 1) -> Any:
-        return fragile.x + n
-
-    with nothing_is_left():
-        trials = add.tune(Fragile(X, misdeed)).trials
-    assert ends(trials) == ["ok"] * 4
-    # A mere exception does not end standby workers, because the config meets it again and reports it.
-    assert (len(os.listdir(spares)) == 3) == (misdeed == "fail")
-    assert os.listdir(spares)
 
 
 def test_a_fork_bomb_leaves_no_process() -> None:

@@ -17,7 +17,7 @@ import pytest
 from helpers import SOURCE
 
 import quarantune
-from quarantune.doctor import check, device_checks, failed, machine_checks, trial_checks
+from quarantune.doctor import check, failed, machine_checks, trial_checks
 from quarantune.values.compiling import CompilerFigures, CycleEstimate
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Outcome, Trial
@@ -205,7 +205,7 @@ def test_slow_clocks_and_other_tenants_are_found(
     (tmp_path / "nvidia-smi").write_text(SMI.format(gpu=gpu, app=app))
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    (found,) = device_checks.nvidia()
+    (found,) = machine_checks.nvidia()
     assert (found.status.value, words in found.found) == (status, True)
 
 

@@ -28,7 +28,7 @@ from aftermath import eventually
 from helpers import SOURCE
 
 import quarantune
-from quarantune.engine import contact, distributed, remote, replies, shards
+from quarantune.engine import contact, distributed, remote, shards
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import EngineError, Outcome, Trial
 
@@ -164,17 +164,17 @@ def test_finalists_come_from_every_machine_whatever_its_speed() -> None:
     assert groups == [list(range(8)), list(range(20, 28))]
     assert distributed.next_groups(groups, 39) == [[*range(8), *range(20, 28), 39]]
     many = {index: measured(index, 1.0 + index, f"host-{index}") for index in range(40)}
-    heats = distributed.next_groups(distributed.of_machines(many), None)
-    assert sorted(len(heat) for heat in heats) == [13, 13, 14]
-    assert sorted(index for heat in heats for index in heat) == list(range(40))
+    groups = distributed.next_groups(distributed.of_machines(many), None)
+    assert sorted(len(group) for group in groups) == [13, 13, 14]
+    assert sorted(index for group in groups for index in group) == list(range(40))
 
 
 def test_damaged_messages_of_shards_are_refused() -> None:
     good = {"index": 0, "trial": measured(0, 1.0, "a").to_json()}
 
     def read(message: Any) -> Any:
-        found = replies.read(message)
-        return found.read({0: {"n": 0}}, is_check=False) if isinstance(found, replies.Ended) else found
+        found = remote.read(message)
+        return found.read({0: {"n": 0}}, is_check=False) if isinstance(found, remote.Ended) else found
 
     assert read(good).time_ms == 1.0
     for damage in (

@@ -13,7 +13,7 @@ import pytest
 import quarantune
 from quarantune.results.report import failure_message, table
 from quarantune.values.trial import Outcome, Phase, Trial
-from quarantune.worker.error_report import describe_error
+from quarantune.worker.failures import describe_error
 
 
 def caught(act: Any) -> BaseException:
@@ -38,6 +38,18 @@ def test_the_message_comes_first_and_then_the_authors_lines_the_latest_first() -
     places = [re.fullmatch(rf"  {re.escape(__file__)}:\d+, in (\S+): .*", line) for line in lines]
     assert all(places), lines
     assert "in reshaped: return x.reshape(rows, 7)" in lines[0]
+
+
+def test_of_an_error_in_a_host_callback_the_callbacks_own_is_told() -> None:
+    def fails(x: Any) -> Any:
+        raise ArithmeticError("this config is no good")
+
+    function = jax.jit(lambda x: jax.pure_callback(fails, x, x))
+    described = describe_error(caught(lambda: jax.block_until_ready(function(jnp.ones(3)))))
+    assert described.text.endswith("error calling callback: ArithmeticError: this config is no good")
+    message, line, *_ = described.traceback.splitlines()
+    assert message == f"{described.error}: {described.text}"
+    assert re.fullmatch(rf"  {re.escape(__file__)}:\d+, in fails: raise ArithmeticError.*", line)
 
 
 def test_an_exception_is_told_with_those_that_it_came_from() -> None:

@@ -17,7 +17,7 @@ import quarantune
 from quarantune.cache import Store, TuningCache
 from quarantune.cli import main
 from quarantune.devices import targets
-from quarantune.resolve import compiling, tuning_job
+from quarantune.resolve import compiling, similar, tuning_job
 from quarantune.resolve.call_key import keyed, keyed_to_tune
 from quarantune.resolve.compile_failures import CompileFailures, note_check
 from quarantune.resolve.layers import more_thorough
@@ -146,7 +146,9 @@ def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
 def job_of(fn: Any) -> Any:
     resolver = fn._resolver
     described = keyed_to_tune(resolver.bind((X,), {}))
-    return tuning_job.TuningJob(resolver._tuning, described, environment.current(), start_over=False)
+    return tuning_job.TuningJob(
+        described, environment.current(), resolver._known, resolver._seeds, print, start_over=False
+    )
 
 
 def test_nothing_is_read_where_the_cache_is_off() -> None:
@@ -199,7 +201,7 @@ def test_the_nearest_result_is_rather_a_measured_one(cache_dir: Path) -> None:
     save(cache_dir, fn, MEASURED, key.replace('"shape":[8]', '"shape":[16]'))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said once in a process
-        known = fn._resolver._known.nearest(keyed(fn._resolver.bind((X,), {})), environment.current())
+        known = similar.nearest(fn._resolver._known, keyed(fn._resolver.bind((X,), {})), environment.current())
     assert known.config == {"n": 3}
 
 

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import functools
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -27,7 +26,6 @@ from quarantune.jax_internals import kernels
 from quarantune.sandbox import shared_names
 from quarantune.values.codec import DamageError
 from quarantune.worker import estimates
-from quarantune.worker.estimates import NoEstimateError
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
 compiles = [pytest.mark.target, pytest.mark.timeout(300), pytest.mark.usefixtures("two_slots")]
@@ -74,7 +72,7 @@ def test_a_grid_tells_its_steps_and_what_its_pipeline_moves() -> None:
     blocks = 128 * 128 * 2
     (grid,) = kernels.grids(jaxpr)
     # Both inputs change their block at each of the 8 * 8 * 4 steps, and the output after the last along k.
-    assert (grid.steps, grid.moved_bytes, grid.unknown) == (64, (2 * 256 + 64) * blocks, "")
+    assert (grid.steps, grid.moved_bytes) == (64, (2 * 256 + 64) * blocks)
 
 
 def test_a_smaller_grid_keeps_what_steps_depend_on_each_other_for() -> None:
@@ -118,8 +116,12 @@ def test_a_loop_in_a_kernel_whose_end_is_data_is_named(turns: Any) -> None:
         o_ref[...] = jax.lax.fori_loop(0, end, lambda i, total: total + 1.0, x_ref[...])
 
     call = pl.pallas_call(body, out_shape=struct(8, 128, dtype=jnp.float32))
-    (grid,) = kernels.grids(jax.jit(call).trace(struct(8, 128, dtype=jnp.float32)).jaxpr)
-    assert grid.unknown == ("" if turns == 3 else "it has a loop whose end depends on data")
+    jaxpr = jax.jit(call).trace(struct(8, 128, dtype=jnp.float32)).jaxpr
+    if turns == 3:
+        assert [grid.steps for grid in kernels.grids(jaxpr)] == [1]
+    else:
+        with pytest.raises(ValueError, match="it has a loop whose end depends on data"):
+            kernels.grids(jaxpr)
 
 
 # --- what libtpu writes -----------------------------------------------------------------------------------------
@@ -128,8 +130,8 @@ WRITTEN = 'hlo_op_estimate {\n  hlo_op_name: "copy.1"\n  estimated_cycles: 31280
 
 
 def test_the_cycles_of_an_operation_count_for_all_that_are_like_it() -> None:
-    assert estimates._parsed(WRITTEN) == {"copy.1": 62560.0}
-    assert estimates._parsed(WRITTEN + WRITTEN.replace("copy.1", "add")) == {"copy.1": 62560.0, "add": 62560.0}
+    assert estimates._parsed(WRITTEN) == ({"copy.1": 62560.0}, 0)
+    assert estimates._parsed(WRITTEN + WRITTEN.replace("copy.1", "add"))[0] == {"copy.1": 62560.0, "add": 62560.0}
 
 
 COPY = WRITTEN.replace("31280", "0").replace(
@@ -156,9 +158,7 @@ COPY = WRITTEN.replace("31280", "0").replace(
 
 
 def test_a_copy_without_cycles_counts_by_what_it_reads_and_writes() -> None:
-    assert estimates._parsed(COPY) == {"copy.1": 0.0}
-    assert estimates._copied_bytes(COPY) == 2 * 2 * (2 * 8 * 128)
-    assert estimates._copied_bytes(WRITTEN) == 0
+    assert estimates._parsed(WRITTEN + COPY) == ({"copy.1": 0.0}, 2 * 2 * (2 * 8 * 128))
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,8 @@ def test_a_copy_without_cycles_counts_by_what_it_reads_and_writes() -> None:
         WRITTEN.replace("31280", "nan"),
         WRITTEN.replace('"copy.1"', '""'),
         WRITTEN.replace("  estimated_cycles: 31280\n", ""),
+        WRITTEN.replace("hlos: 2", "hlos: -2"),
+        WRITTEN.replace("}\n", "") + WRITTEN,
         "<html>",
     ],
 )
@@ -204,7 +206,7 @@ def test_what_is_in_a_loop_counts_for_each_turn() -> None:
 
 
 def test_a_loop_without_a_constant_end_has_no_estimate() -> None:
-    with pytest.raises(NoEstimateError, match="a loop whose end depends on data"):
+    with pytest.raises(ValueError, match="a loop whose end depends on data"):
         estimates._turns(PROGRAM.replace("constant(10)", "parameter(0)"))
 
 
@@ -218,8 +220,10 @@ def test_what_is_in_a_loop_of_a_branch_counts_for_each_turn() -> None:
     assert (turns["copy.7"], turns["fusion.2"], turns["add.4"]) == (1.0, 10.0, 10.0)
 
 
-def about(*, whole: tuple[int, ...] = (100,), steps: tuple[int, ...] = ()) -> Any:
-    return estimates._About("", False, whole, steps, 5.0)
+def point(*, whole: tuple[int, ...] = (100,), steps: tuple[int, ...] = (), **cycles: float) -> Any:
+    return estimates._Point(
+        False, whole, steps, 5.0, {name.replace("__", "."): count for name, count in cycles.items()}
+    )
 
 
 def test_a_program_has_no_estimate_if_any_of_its_kernels_has_none(tmp_path: Path) -> None:
@@ -235,16 +239,16 @@ def test_a_program_has_no_estimate_if_any_of_its_kernels_has_none(tmp_path: Path
         traced_for=lambda *_, **__: contextlib.nullcontext((program.trace(struct(128, 128)), None))
     )
     target: Any = None
-    estimates._compile_growing(bench, {}, target, 1, tmp_path)
-    assert json.loads((tmp_path / "about").read_text())["unknown"] == "it has a loop whose end depends on data"
+    with pytest.raises(ValueError, match="it has a loop whose end depends on data"):
+        estimates._compile_growing(bench, {}, target, 1, tmp_path)
 
 
-@pytest.mark.parametrize("about", ["", '{"unknown": "', "[1]"])
+@pytest.mark.parametrize("points", ["", '{"whole": "', "[1]"])
 def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
-    about: str, monkeypatch: pytest.MonkeyPatch
+    points: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(work: Any, directory: Path, deadline: float) -> int:
-        (directory / "about").write_text(about)
+        (directory / "points").write_text(points)
         return 0
 
     monkeypatch.setattr(estimates, "_run_apart", write)
@@ -253,39 +257,40 @@ def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
     assert estimates.estimate(bench, {}, target).no_estimate
 
 
-@pytest.mark.parametrize(("kernels", "found"), [(0, 1), (1, 0)])
-def test_what_an_ended_process_wrote_counts_if_it_names_all_kernels(kernels: int, found: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kernels", "status", "found"), [(0, -signal.SIGABRT, 1), (1, -signal.SIGABRT, 0), (0, 1, 0)])
+def test_what_an_ended_process_wrote_counts_if_it_names_all_kernels(
+    kernels: int, status: int, found: int, tmp_path: Path
+) -> None:
     (tmp_path / f"copy.7{estimates._SUFFIX}").write_text(WRITTEN)
-    (tmp_path / "about").write_text(json.dumps(about(whole=(4,) * kernels, steps=(2,) * kernels).to_json()))
-    (tmp_path / "text").write_text(PROGRAM[:100])
-    estimates._keep(tmp_path, "about")
-    assert [point.is_whole for point in estimates._read(tmp_path)] == [False] * found
+    point(whole=(4,) * kernels, steps=(2,) * kernels).note(tmp_path)
+    assert [each.cycles for each in estimates._points(tmp_path, status)] == [{"copy.1": 62560.0}] * found
 
 
 def test_a_program_does_not_get_the_steps_of_the_next_that_wrote_nothing(tmp_path: Path) -> None:
     (tmp_path / f"kernel_0.1{estimates._SUFFIX}").write_text(WRITTEN.replace("copy", "kernel_0"))
-    (tmp_path / "about").write_text(json.dumps(about(steps=(1,)).to_json()))
-    estimates._keep(tmp_path, "about")
-    (tmp_path / "about").write_text(json.dumps(about(steps=(2,)).to_json()))
-    assert [point.about.steps for point in estimates._read(tmp_path)] == [(1,)]
+    point(steps=(1,)).with_cycles(tmp_path, {}).note(tmp_path)
+    point(steps=(2,)).note(tmp_path)
+    assert [each.steps for each in estimates._points(tmp_path, -signal.SIGABRT)] == [(1,)]
+
+
+def test_a_program_with_a_loop_that_was_ended_has_no_estimate(tmp_path: Path) -> None:
+    (tmp_path / f"copy.7{estimates._SUFFIX}").write_text(WRITTEN)
+    estimates._Point(True, (), (), 0.0).note(tmp_path)
+    with pytest.raises(ValueError, match="it has a loop, and libtpu was ended"):
+        estimates._points(tmp_path, -signal.SIGABRT)
 
 
 def test_further_steps_cost_what_the_last_ones_did() -> None:
-    points = [
-        estimates._Point(about(steps=(2,)), {"kernel_0.1": 300.0, "copy": 7.0}, True),
-        estimates._Point(about(steps=(4,)), {"kernel_0.1": 500.0, "copy": 7.0}, True),
-    ]
-    found = estimates._extrapolated(points, 5.0)
+    points = [point(steps=(2,), kernel_0__1=300.0, copy=7.0), point(steps=(4,), kernel_0__1=500.0, copy=7.0)]
+    found = estimates._extrapolated(points)
     assert (found.kernel_cycles, found.cycles, found.moved_bytes) == (500 + 96 * 100, 507 + 96 * 100, 5.0)
-    (alone,) = points[:1]
-    assert estimates._extrapolated([alone], 5.0).kernel_cycles == 300 * 50
+    assert estimates._extrapolated(points[:1]).kernel_cycles == 300 * 50
 
 
 @pytest.mark.parametrize(("steps", "told"), [(2, "it takes longer than 0 s"), (4, "")])
 def test_the_first_steps_alone_are_no_estimate_of_more(steps: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(work: Any, directory: Path, deadline: float) -> int:
-        (directory / "about").write_text(json.dumps(about(whole=(4,), steps=(steps,)).to_json()))
-        (directory / f"kernel_0.1{estimates._SUFFIX}").write_text(WRITTEN.replace("copy", "kernel_0"))
+        point(whole=(4,), steps=(steps,), kernel_0__1=300.0).note(directory)
         return 0 if steps == 4 else -signal.SIGKILL
 
     monkeypatch.setattr(estimates, "_run_apart", write)

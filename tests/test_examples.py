@@ -100,15 +100,15 @@ def test_the_tpu_example_names_what_each_generation_cannot_compile(tmp_path: Pat
     assert re.findall(r"^TPU v\w+", printed, re.MULTILINE) == ["TPU v5e", "TPU v6e"]
     assert len(re.findall(r"^ +\d+ +\d+ +(?:ok|error \[\d\]|timeout)", printed, re.MULTILINE)) == 2 * 12
     # Its compiler takes seconds to find out, which on a busy machine is longer than the example's deadline.
-    assert re.search(r"^ +1024 +4096 +(?:error .* VMEM: 20\.9\d of 16\.00 MiB|timeout)", printed, re.MULTILINE)
+    assert re.search(r"^ +1024 +4096 +(?:error .* 20\.9\d of 16\.00 MiB|timeout)", printed, re.MULTILINE)
     assert re.search(r"\d of 12 block sizes compile for TPU v5e and TPU v6e", printed)
 
 
 @pytest.mark.target
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not any("cuda" in name for name in targets._plugins()), reason="needs the `cuda-compile` extra")
+@pytest.mark.skipif(not targets.has_plugin("cuda"), reason="needs the `cuda-compile` extra")
 def test_the_hopper_example_tells_which_configs_compile(tmp_path: Path) -> None:
     printed = run("hopper_matmul.py", tmp_path, timeout_s=280)
     assert "14 of 24 configs compile for NVIDIA H100" in printed
-    over = re.findall(r"^ +\d+ +\d+ +\d .*error \[1\] +shared memory: [\d.]+ of 227 KiB$", printed, re.MULTILINE)
+    over = re.findall(r"^ +\d+ +\d+ +\d .*error \[1\] +[\d.]+ of 227 KiB$", printed, re.MULTILINE)
     assert len(over) == 10

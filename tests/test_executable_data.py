@@ -37,11 +37,11 @@ def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Pat
     @functools.partial(jax.jit, static_argnames=["n"])
     def forging(x: Any, n: int = 1) -> Any:
         if n == 2:
-            from quarantune.transport import executable
+            from quarantune.transport import executable, executable_data
 
             blob = pickle.dumps((Evil(mark), None, None, [0]))
-            for name in ("dumps", "dumps_as_data"):
-                setattr(executable, name, lambda compiled: blob)
+            for module in (executable, executable_data):
+                module.dumps = lambda compiled: blob  # type: ignore[assignment]
         return x * n
 
     with nothing_is_left():
@@ -56,7 +56,7 @@ def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Pat
 
 def blob_of(fn: Any, *args: Any) -> tuple[Any, bytes]:
     compiled = jax.jit(fn).lower(*args).compile()
-    return compiled, executable_data.dumps(compiled, [0])
+    return compiled, executable_data.dumps(compiled)
 
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -116,8 +116,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "devices": {"devices": [99]},
     "no devices": {"devices": []},
     "odd devices": {"devices": [[0]]},
-    "dtype": {"in": [[[4], "no dtype", False]]},
-    "shape": {"in": [["four", "float32", False]]},
+    "dtype": {"in_avals": [[[4], "no dtype", False]]},
+    "shape": {"in_avals": [["four", "float32", False]]},
     "layouts": {"in_layouts": [3]},
     "mesh": {
         "in_shardings": [{"mesh": [0], "shape": [2], "axes": ["a"], "kinds": ["Auto"], "spec": [], "memory": None}]

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import threading
 from pathlib import Path
 
 import misdeeds
@@ -14,6 +15,7 @@ import pytest
 import quarantune
 from quarantune import Outcome, Route
 from quarantune.devices import targets
+from quarantune.measure import clocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -196,6 +198,40 @@ def test_programs_whose_dots_xla_tunes_are_compiled_on_the_gpu(held):
     assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
 
 
+@functools.partial(jax.jit, static_argnames=["rows"])
+def sorted_rows(x, rows: int = 1):
+    return jnp.sort(jnp.sort(x.reshape(rows, -1), axis=-1).reshape(-1))
+
+
+def test_a_sort_takes_as_long_in_a_sweep_as_in_the_program_of_a_call(held):
+    result = quarantune.autotune({"rows": [1, 2]}, rep=5)(sorted_rows).tune(held)
+    flush = clocks.Flush(jax.jit(lambda: jnp.zeros(64 << 20, jnp.int32)).lower().compile())
+    for trial in result.trials:
+        compiled = sorted_rows.lower(held, **trial.config).compile()
+        own = clocks.DeviceClock(lambda compiled=compiled: compiled(held), flush).take(5)
+        assert trial.time_ms < 1.5 * min(sample.whole for sample in own), result.table()
+
+
+@functools.partial(jax.jit, static_argnames=["implementation", "scale"])
+def attention(q, implementation: str = "xla", scale: int = 1):
+    return jax.nn.dot_product_attention(q * scale, q, q, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"configs": {"implementation": ["xla", "cudnn"]}},
+        {"configs": {"scale": [1, 2], "implementation": ["cudnn"]}, "ref_fn": None},
+    ],
+    ids=["one of two", "all"],
+)
+def test_calls_of_cudnn_are_compiled_on_the_gpu_that_they_are_planned_for(held, options):
+    q = held[: 2 * 256 * 4 * 64].reshape(2, 256, 4, 64).astype(jnp.bfloat16) / 2**20
+    result = quarantune.autotune(**options, rep=5)(attention).tune(q)
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+    assert {trial.route for trial in result.trials} == {Route.HANDED_OVER}
+
+
 BAD = {"segfault": "crashed", "hold the gil": "timeout", "allocate": "oom", "scribble": "crashed", "raise": "error"}
 
 
@@ -310,6 +346,33 @@ def partly_doubled(x, part: int = 1):
 def test_memory_that_holds_the_right_values_does_not_pass_for_an_output(held):
     result = partly_doubled.tune(held[:65536])
     assert [trial.outcome for trial in result.trials] == [Outcome.OK, Outcome.WRONG], result.table()
+
+
+def test_other_work_while_the_clock_is_made_ready_takes_nothing_from_the_times(held):
+    """Threads of a worker compile, and move inputs, while its profiler is attached."""
+    steps = [jax.jit(lambda x: jnp.sort(x)).lower(held).compile() for _ in range(3)]
+
+    def of_several_kernels():
+        return [step(held) for step in steps]
+
+    def sample_ms(flush):
+        return min(sample.whole for sample in clocks.DeviceClock(of_several_kernels, flush).take(5))
+
+    zeros = jax.jit(lambda: jnp.zeros(1 << 20)).lower().compile()
+    quiet_ms = sample_ms(clocks.Flush(zeros))
+    for _ in range(5):
+        is_over = threading.Event()
+
+        def work(is_over=is_over):
+            while not is_over.is_set():
+                jax.block_until_ready(of_several_kernels())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        flush = clocks.Flush(zeros)
+        is_over.set()
+        thread.join()
+        assert sample_ms(flush) > 0.9 * quiet_ms
 
 
 def test_every_gpu_of_one_kind_takes_its_share(held, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from quarantune.devices import targets
 from quarantune.sandbox import shared_names
 from quarantune.values.compiling import NO_FIGURES, CompilerFigures, CompileTarget
-from quarantune.worker.kernel_figures import compiled, read
+from quarantune.worker.compiler_figures import compiled, read
 
 H100 = targets.packaged("nvidia_h100").config_text
 STARTED = """\
@@ -30,6 +30,17 @@ declare void @mosaic_gpu_launch_kernel(ptr, i32, i32, i32, i32, i32, i32, i32, i
 declare ptr @mosaic_gpu_get_function(ptr, ptr, i32, i32)
   call void @mosaic_gpu_launch_kernel(ptr %0, i32 132, i32 1, i32 1, i32 0, i32 0, i32 0, i32 384, i32 1, i32 1, i32 \
 {memory}, ptr %1, ptr %185)
+"""
+LLVM_OF_0_12 = """\
+declare void @mosaic_gpu_build_kernel_spec(ptr, i32, i32, i32, i32, i32, i32, i32, i32, i32, i32, i32, i32, ptr, ptr)
+define void @stages(ptr %0, ptr %1) {{
+  call void @mosaic_gpu_build_kernel_spec(ptr %0, i32 132, i32 1, i32 1, i32 0, i32 0, i32 0, i32 384, i32 1, i32 1, \
+i32 {memory}, i32 0, i32 1, ptr %337, ptr %339)
+  ret void
+}}
+define void @_mlir_ciface_stages(ptr %0, ptr %1) {{
+  call void @stages(ptr %0, ptr %1)
+}}
 """
 MOSAIC = 'custom_call_target="mosaic_gpu_v2", backend_config={{kernel_hash = "C\\E8\\15{}", module = "ML"}}'
 
@@ -56,8 +67,9 @@ def test_of_several_kernels_the_one_that_needs_most_counts() -> None:
     assert read(log, STARTED, "", H100) == figures
 
 
-def test_kernels_of_mosaic_gpu_of_one_name_are_told_apart() -> None:
-    log = "".join(told("stages", 168, rest=", 1 bytes smem") + LLVM.format(memory=kib << 10) for kib in (112, 152))
+@pytest.mark.parametrize(("name", "host"), [("stages", LLVM), ("stages_kernel", LLVM_OF_0_12)], ids=["0.10", "0.12"])
+def test_kernels_of_mosaic_gpu_of_one_name_are_told_apart(name: str, host: str) -> None:
+    log = "".join(told(name, 168, rest=", 1 bytes smem") + host.format(memory=kib << 10) for kib in (112, 152))
     program = "\n".join(map(MOSAIC.format, "abb"))
     figures = CompilerFigures(registers=168, spilled_bytes=0, shared_bytes=(152 << 10) + 1, occupancy=12 / 64)
     assert read(log, "001: kCustomCall [source | sink] kCustomCall", program, H100) == figures

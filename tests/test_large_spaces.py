@@ -18,7 +18,7 @@ import pytest
 
 import quarantune
 from quarantune import Outcome, Trial, search
-from quarantune.search import Space, strategy
+from quarantune.search import Space
 from quarantune.values.space import WatchedConfig
 from quarantune.values.trial import Config
 
@@ -68,7 +68,7 @@ def test_trying_all_of_a_billion_is_refused_before_any_process_starts(cache_dir:
 def test_the_first_config_of_a_long_function_space_is_tried_before_the_others_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(strategy, "_READ_FIRST_S", 0.01)
+    monkeypatch.setattr(search, "_READ_FIRST_S", 0.01)
     read: list[int] = []
     space = Space(many(200_000, read))
     made = search.make("surrogate", space)

@@ -126,7 +126,9 @@ def test_an_entry_of_changed_code_is_a_seed_and_not_an_answer(tmp_path: Path) ->
     with on_path(tmp_path):
         call = described(fn, X)
         assert known.find(call, environment.current()) is None
-        assert known.seeds(call, known.entries(environment.current())) == [{"n": 2}], "once, in the space, of this call"
+        assert similar.earlier_winners(call, known.entries(environment.current())) == [{"n": 2}], (
+            "once, in the space, of this call"
+        )
 
 
 # --- the nearest entry --------------------------------------------------------------------------------------
@@ -338,13 +340,14 @@ def test_a_package_answers_from_its_tables_without_writing_anything(tmp_path: Pa
         place,
         """
         from quarantune.resolve.call_key import keyed
+        from quarantune.resolve.similar import earlier_winners
         from quarantune.values.settings import current
         try:
             double(x)
         except quarantune.CacheMissError as error:
             print(error)
         resolver = double._resolver
-        seeds = resolver._known.seeds(keyed(resolver.bind((x,), {})), resolver._known.entries(current()))
+        seeds = earlier_winners(keyed(resolver.bind((x,), {})), resolver._known.entries(current()))
         print(*seeds, negate.lookup(x))
         """,
         user,

@@ -164,7 +164,7 @@ def test_defaults_far_behind_take_part_in_few_rounds_which_is_told() -> None:
 def test_a_contender_far_behind_takes_no_time_or_rounds_from_others(machine: str) -> None:
     def play(times_ms: list[float], seed: int) -> tuple[float, list[list[float]]]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
-        rounds = finals.play([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
+        rounds = finals.take_turns([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
         return simulated.now, rounds
 
     for seed in range(20):

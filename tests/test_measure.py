@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import types
@@ -39,7 +40,7 @@ class Time:
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stops the clocks of sampling and of finals, whose budgets a busy machine may use up between scripted samples."""
-    for fn in (sampling.measure, finals.play):
+    for fn in (sampling.measure, finals.take_turns):
         monkeypatch.setitem(fn.__kwdefaults__ or {}, "clock", Time())
 
 
@@ -112,7 +113,7 @@ def test_the_first_run_counts_towards_the_soft_budget() -> None:
 
 def test_finalists_are_chosen_by_median_or_fastest_depending_on_the_clock() -> None:
     samples = sampling.Samples(tuple(map(RunTime.exactly, (1.0, 2.0, 1000.0))))
-    assert (samples.level_ms(is_exact=True), samples.level_ms(is_exact=False)) == (2.0, 1.0)
+    assert (samples.ranking_ms(is_exact=True), samples.ranking_ms(is_exact=False)) == (2.0, 1.0)
 
 
 # --- ruled out ----------------------------------------------------------------------------------------------
@@ -165,7 +166,7 @@ def test_waits_for_a_cpu_rule_no_config_out() -> None:
     samples = sampling.measure(Sampler(itertools.repeat(waited)), rep=9, best_median_ms=1.0, margin=1.5)
     assert not samples.is_ruled_out
     assert set(samples.samples_ms) == {2.0}
-    assert (set(samples.cpu_ms), samples.level_ms(is_exact=False)) == ({1.8}, 1.8)
+    assert (set(samples.cpu_ms), samples.ranking_ms(is_exact=False)) == ({1.8}, 1.8)
     hardly = Sampler(itertools.repeat(RunTime(2.0, 1.8, 1.6)))
     assert sampling.measure(hardly, rep=9, best_median_ms=1.0, margin=1.5).is_ruled_out
 
@@ -175,10 +176,20 @@ def test_one_sample_rules_a_config_out_only_by_an_exact_clock() -> None:
     for last_ms in (None, 0.8, 1.4):
         samples = sampling.measure(Sampler(late), rep=20, best_median_ms=1.0, margin=1.5, last_ms=last_ms)
         assert not samples.is_ruled_out, last_ms
-        assert samples.level_ms(is_exact=False) == 0.79
+        assert samples.ranking_ms(is_exact=False) == 0.79
     assert sampling.measure(Sampler([180.0, 180.0]), rep=20, best_median_ms=1.0, margin=1.5).is_ruled_out
     assert sampling.measure(Sampler([180.0]), rep=20, best_median_ms=1.0, margin=1.5, last_ms=150.0).is_ruled_out
     assert sampling.measure(Sampler([180.0]), rep=20, best_median_ms=1.0, margin=1.5, is_exact=True).is_ruled_out
+
+
+def test_a_config_far_behind_by_an_exact_clock_takes_few_samples_unless_it_was_the_first_one_alone() -> None:
+    measure = functools.partial(sampling.measure, rep=20, best_median_ms=1.0, margin=1.15, is_exact=True)
+    behind = Sampler(itertools.repeat(2.5))
+    assert measure(behind).is_ruled_out
+    assert behind.taken == 1 + model.FEW
+    near = measure(Sampler([2.5, *[1.0] * 30]))
+    assert not near.is_ruled_out
+    assert len(near.samples_ms) >= model.ENOUGH
 
 
 def test_sampling_goes_on_while_every_run_is_disturbed() -> None:
@@ -187,7 +198,7 @@ def test_sampling_goes_on_while_every_run_is_disturbed() -> None:
     take = Sampler([spinning] * 9 + [RunTime.exactly(0.79)] * 30, time, 0.092)
     samples = sampling.measure(take, rep=20, best_median_ms=1.0, margin=1.5, last_ms=0.0, clock=time)
     assert not samples.is_ruled_out
-    assert samples.level_ms(is_exact=False) == 0.79
+    assert samples.ranking_ms(is_exact=False) == 0.79
     hopeless = Sampler(itertools.repeat(spinning), Time(), 0.0)
     assert len(sampling.measure(hopeless, rep=20, best_median_ms=1.0, margin=1.5).samples_ms) == 20
 
@@ -443,7 +454,7 @@ def verdicts(
 
             return take
 
-        rounds = finals.play([contender(time_ms) for time_ms in times_ms], clock=lambda: 0.0)
+        rounds = finals.take_turns([contender(time_ms) for time_ms in times_ms], clock=lambda: 0.0)
         return finals.decide(dict(enumerate(rounds)), default=default)
 
     return [play() for _ in range(TRIALS)]
@@ -501,9 +512,9 @@ def test_times_closer_than_the_noise_floor_tie_however_steady() -> None:
 
 
 def test_a_final_goes_on_until_the_fastest_is_clear() -> None:
-    far = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
-    clear = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.15))], clock=lambda: 0.0)
-    level = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
+    far = finals.take_turns([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
+    clear = finals.take_turns([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.15))], clock=lambda: 0.0)
+    level = finals.take_turns([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
     assert [len(rounds) for rounds in far] == [3, 3]
     assert [len(rounds) for rounds in clear] == [5, 5]
     assert len(level[0]) == len(level[1]) >= 10
@@ -513,19 +524,19 @@ def test_a_final_goes_on_until_the_fastest_is_clear() -> None:
 
 def test_a_final_of_equals_ends_when_its_time_is_up() -> None:
     time = Time()
-    rounds = finals.play([Sampler(noisy(seed), time, 0.1) for seed in (6, 7)], clock=time)
+    rounds = finals.take_turns([Sampler(noisy(seed), time, 0.1) for seed in (6, 7)], clock=time)
     assert len(rounds[0]) == 5
 
 
 def test_a_long_run_is_a_sample_by_itself() -> None:
     long, short = Sampler(noisy(8, 100.0)), Sampler(noisy(9, 1.0))
-    finals.play([long, short], clock=lambda: 0.0)
+    finals.take_turns([long, short], clock=lambda: 0.0)
     assert (long.taken, short.taken) == (1 + 3, 1 + 3 * 3)
 
 
 def test_a_round_takes_more_samples_of_short_runs() -> None:
     short, long = Sampler(noisy(8, 0.05, 0.001)), Sampler(noisy(9, 0.5, 0.001))
-    finals.play([short, long], clock=lambda: 0.0)
+    finals.take_turns([short, long], clock=lambda: 0.0)
     assert (short.taken, long.taken) == (1 + 3 * 10, 1 + 3 * 3)
 
 
@@ -539,20 +550,22 @@ def test_contenders_are_timed_in_turn() -> None:
 
         return take
 
-    finals.play([contender("a", 1.0), contender("b", 1.1), contender("c", 1.2)])
+    finals.take_turns([contender("a", 1.0), contender("b", 1.1), contender("c", 1.2)])
     assert "".join(turns) == "abc" * (1 + 5)
 
 
 def test_a_final_survives_impossible_samples() -> None:
     damaged = [1.0] * 4 + DAMAGED[:3] + [2.0, math.nan, 4.0]
-    ours, theirs = finals.play([Sampler([*damaged, *[1.0] * 99]), Sampler(itertools.repeat(1.1))], clock=lambda: 0.0)
+    ours, theirs = finals.take_turns(
+        [Sampler([*damaged, *[1.0] * 99]), Sampler(itertools.repeat(1.1))], clock=lambda: 0.0
+    )
     assert ours[:4] == [1.0, 1.0, 3.0, 1.0]
     assert len(ours) == len(theirs)
 
 
 def test_a_final_without_any_plausible_sample_is_an_error() -> None:
     with pytest.raises(ValueError, match="no plausible sample"):
-        finals.play([Sampler(itertools.repeat(1.0)), Sampler(itertools.repeat(math.nan))])
+        finals.take_turns([Sampler(itertools.repeat(1.0)), Sampler(itertools.repeat(math.nan))])
 
 
 def test_the_profiler_holds_the_outputs_of_one_run_at_a_time() -> None:
@@ -586,7 +599,7 @@ def test_finalists_by_a_devices_clock_are_close_to_the_fastest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples_ms", "own_ms", "is_doubtful"),
+    ("samples_ms", "cpu_ms", "is_unreliable"),
     [
         ([2.0, 2.1, 9.0], [2.0, 2.1, 3.0], False),
         ([2.0, 9.0, 9.0], [2.0, 3.0, 3.0], True),
@@ -597,7 +610,7 @@ def test_finalists_by_a_devices_clock_are_close_to_the_fastest() -> None:
         ([9.0, 1.0, 5.0], [], False),
     ],
 )
-def test_times_are_doubtful_unless_two_samples_hardly_waited(
-    samples_ms: list[float], own_ms: list[float], is_doubtful: bool
+def test_times_are_unreliable_unless_two_samples_hardly_waited(
+    samples_ms: list[float], cpu_ms: list[float], is_unreliable: bool
 ) -> None:
-    assert sampling.is_doubtful(samples_ms, own_ms) is is_doubtful
+    assert sampling.is_unreliable(samples_ms, cpu_ms) is is_unreliable

@@ -35,12 +35,10 @@ from quarantune.devices.device import Device
 from quarantune.measure import finals
 from quarantune.resolve.sweep_records import Suspects
 from quarantune.sweep import sweep
-from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, choose
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepRequest
-from quarantune.sweep.swept import Swept
-from quarantune.sweep.watchdog import Watched
+from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
+from quarantune.sweep.this_process import Watched
 from quarantune.transport import executable_data
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options

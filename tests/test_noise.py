@@ -70,22 +70,22 @@ def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial]
             clock=machine,
         )
         noise.add(samples.cpu_ms, min(samples.cpu_ms))
-        level_ms = samples.level_ms(is_exact=False)
+        ranking_ms = samples.ranking_ms(is_exact=False)
         trials[index] = Trial(
             config={"index": index},
             outcome=Outcome.SLOW if samples.is_ruled_out else Outcome.OK,
             time_ms=statistics.median(samples.samples_ms),
             samples_ms=samples.samples_ms,
-            own_ms=level_ms,
+            own_ms=ranking_ms,
             clock="wall",
         )
         if not samples.is_ruled_out:
-            best_median_ms = level_ms if best_median_ms is None else min(best_median_ms, level_ms)
+            best_median_ms = ranking_ms if best_median_ms is None else min(best_median_ms, ranking_ms)
     finalists = finals.finalists(trials)
     if len(finalists) < 2:
         return trials, finalists[0]
     takes = [machine.runs(times_ms[index]) for index in finalists]
-    rounds = finals.play(takes, is_exact=False, clock=machine)
+    rounds = finals.take_turns(takes, is_exact=False, clock=machine)
     final = finals.Final.of(finalists, rounds, [[] for _ in finalists])
     return trials, finals.conclude(trials, final, default=None)[1].winner
 
@@ -137,7 +137,7 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
     assert sum(taken) <= 9
     alone = [counted] * 2
     taken.clear()
-    finals.play(alone, is_exact=False, clock=machine)
+    finals.take_turns(alone, is_exact=False, clock=machine)
     assert machine.now < 1.0
 
 
@@ -145,7 +145,7 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
 def test_a_busy_machine_ends_a_final_as_soon_as_disturbances_do_not_explain_the_lead(machine: str) -> None:
     def play(times_ms: Sequence[float], seed: int) -> tuple[float, finals.Verdict]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
-        rounds = finals.play([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
+        rounds = finals.take_turns([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
         return simulated.now, finals.decide(dict(enumerate(rounds)), default=0)
 
     far = [play((48.0, 30.0, 45.0), seed) for seed in range(100)]
@@ -205,8 +205,8 @@ def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> No
     estimated, clean = RunTime(60.0, 0.5, 0.5), RunTime.exactly(1.1)
     assert fastest([estimated, clean, RunTime.exactly(1.2)]) == clean
     assert fastest([estimated, RunTime(60.0, 0.7, 0.7)]) == estimated
-    assert sampling.Samples((estimated, clean)).level_ms(is_exact=False) == 1.1
-    rounds = finals.play(
+    assert sampling.Samples((estimated, clean)).ranking_ms(is_exact=False) == 1.1
+    rounds = finals.take_turns(
         [lambda count: [estimated, clean], lambda count: [RunTime.exactly(1.0)] * count], is_exact=False
     )
     assert [set(samples_ms) for samples_ms in rounds] == [{1.1}, {1.0}]
@@ -271,4 +271,4 @@ def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
         clock=lambda: 0.0,
     )
     assert not samples.is_ruled_out
-    assert samples.level_ms(is_exact=False) == 0.14
+    assert samples.ranking_ms(is_exact=False) == 0.14

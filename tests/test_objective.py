@@ -20,7 +20,7 @@ import quarantune
 from quarantune import AutoTuner, Outcome, Trial, TuningFailedError, TuningResult
 from quarantune.measure import energy, finals
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.search.strategy import log_time
+from quarantune.search import log_time
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values.options import Options

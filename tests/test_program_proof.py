@@ -228,3 +228,21 @@ def test_the_lines_of_a_program_leave_out_what_processes_may_have_otherwise() ->
         _lines(lambda x, seed=seed: jax.random.normal(jax.random.key(seed), x.shape), X) for seed in (1 << 21, 1 << 22)
     ]
     assert keys[0].counts == keys[1].counts
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jax.grad(lambda y: jnp.fmax(y, 2.0).sum())(x),
+        lambda x: jax.grad(lambda y: (y + jnp.ones((3, 4))).sum())(x),
+        lambda x: jnp.searchsorted(jnp.arange(8.0), x),
+        lambda x: jax.nn.softplus(jnp.nan_to_num(x)),
+        lambda x: jax.scipy.special.logsumexp(x, b=x),
+    ],
+)
+def test_the_lines_of_a_program_are_those_of_one_traced_for_a_device_that_is_described(fn: Callable[..., Any]) -> None:
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=device)
+    here = _lines(lambda x: fn(x), X)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert _lines(lambda x: fn(x), X).counts == here.counts

@@ -77,6 +77,14 @@ def test_notes_for_profilers_are_removed_and_nothing_else() -> None:
     np.testing.assert_array_equal(lowered.compile()(X), noted(X))
 
 
+@pytest.mark.parametrize("target", ["__cudnn$fmhaSoftmax", "mosaic_gpu_v2"])
+def test_a_program_that_calls_cudnn_by_itself_is_told_from_others(target: str) -> None:
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(X.shape, X.dtype), has_side_effect=True)
+    text = jax.jit(call).trace(X).lower(lowering_platforms=("cuda",)).as_text()
+    assert target in text
+    assert program_text.calls_cudnn(text) == target.startswith("__cudnn$")
+
+
 def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -> None:
     def identity(rate: float) -> str | None:
         def step(x: Any) -> Any:

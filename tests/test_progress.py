@@ -24,11 +24,11 @@ from terminals import Recording, python, record
 
 import quarantune
 from quarantune.resolve import tuning_job
-from quarantune.results import display
+from quarantune.results import progress as display
 from quarantune.results.progress import Progress
 from quarantune.sweep import sweep
+from quarantune.values.call_text import array_text
 from quarantune.values.findings import Findings
-from quarantune.values.shown import format_array
 from quarantune.values.trial import READY, Outcome, Trial
 
 SOURCE = Path(quarantune.__file__).parents[1]
@@ -75,7 +75,14 @@ if __name__ == "__main__":
 
 def environ(**more: str) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if name != "QUARANTUNE_PROGRESS"}
-    return {**own, "TERM": "xterm-256color", "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "always", **more}
+    return {
+        **own,
+        "TERM": "xterm-256color",
+        "PYTHON_COLORS": "0",
+        "PYTHONPATH": str(SOURCE),
+        "PYTHONWARNINGS": "always",
+        **more,
+    }
 
 
 @pytest.fixture
@@ -351,10 +358,10 @@ def test_the_numbers_and_the_time_left_are_never_cut_off(columns: int, monkeypat
 
 
 def test_arrays_have_short_names() -> None:
-    assert format_array((512, 8), np.dtype("float32")) == "f32[512,8]"
-    assert format_array((), "bfloat16") == "bf16[]"
+    assert array_text((512, 8), np.dtype("float32")) == "f32[512,8]"
+    assert array_text((), "bfloat16") == "bf16[]"
     names = ("int8", "uint4", "float8_e4m3fn", "bool", "complex64")
-    assert [format_array((1,), name) for name in names] == ["i8[1]", "u4[1]", "f8_e4m3fn[1]", "bool[1]", "c64[1]"]
+    assert [array_text((1,), name) for name in names] == ["s8[1]", "u4[1]", "float8_e4m3fn[1]", "pred[1]", "c64[1]"]
 
 
 @pytest.mark.slow

@@ -229,12 +229,12 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
 ) -> None:
     resolver = tuner()._resolver
     described, settings = keyed(resolver.bind((1,), {})), environment.current()
-    us = resolver._ranks.coordination(settings)
-    assert us is not None
     with caplog.at_level("INFO", logger="quarantune"):
         for n in (1, 2):
             found = call_result(described, {"n": n}, Findings(1.0, None))
-            agreed = resolver._ranks.compare(described, settings, us, own=lambda: None, found=found)
+            agreement = resolver._ranks.agreement(described, settings)
+            assert agreement is not None
+            agreed = agreement.compare(found=found)
             assert agreed is not None
             assert agreed.known is not None
             assert agreed.known.config == {"n": 1}

@@ -140,6 +140,16 @@ def test_our_journals_and_trials_in_memory_replay(tmp_path: Path) -> None:
     expected(quarantune.replay(file, "exhaustive", seeds=[0]))
 
 
+@pytest.mark.parametrize("best", [0.0, -4.0])
+def test_a_score_of_zero_or_less_is_a_figure_like_any_other(best: float) -> None:
+    trials = [Trial(config={"n": at}, outcome=Outcome.OK, time_ms=1.0, score=best + at) for at in range(3)]
+    result = quarantune.replay(trials, "exhaustive", seeds=[0])
+    assert (result.optimum_ms, result.evaluations("exhaustive")) == (best, 1)
+    assert f"{best:.4g}" in result.table().splitlines()[-1]
+    alone = quarantune.replay(trials[:1], "exhaustive", seeds=[0])
+    assert alone.runs["exhaustive"][0].best_ms == (best,)
+
+
 def test_searches_are_compared_side_by_side() -> None:
     class Mine:
         def __init__(self, configs: list[Config], seed: int) -> None:

@@ -37,8 +37,7 @@ from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.sweep import sweep, sweep_inputs
-from quarantune.sweep.request import SweepRequest
-from quarantune.sweep.swept import Swept
+from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.transport import inputs, payload, program_text
 from quarantune.values.shown import format_config
 from quarantune.values.tolerance import Tolerance

@@ -319,6 +319,11 @@ def facts_of(sandbox: Sandbox, worker: History) -> dict[str, Any]:
     return dict(json.loads(lines[-1].removeprefix("facts:")))
 
 
+def forks_loaded(sandbox: Sandbox) -> bool:
+    """Whether workers are forks of a template that has loaded the payload, and not of the process's."""
+    return sandbox.template_pid not in (None, template.shared().pid)
+
+
 def sweep_template() -> psutil.Process:
     def running() -> list[psutil.Process]:
         children = psutil.Process(template.shared().pid).children()
@@ -337,7 +342,7 @@ METHODS = pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks
 @METHODS
 def test_a_worker_reports_each_phase_and_exits(method: str, load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
-        assert sandbox.forks_loaded == (method == "fork")
+        assert forks_loaded(sandbox) == (method == "fork")
         worker = run(sandbox, do="nothing")
         said = [(message["message"], message["phase"], message["trial"]) for message in worker.messages]
         loads_it_itself = [("PhaseEntered", "load", 0)] if method == "spawn" else []
@@ -408,7 +413,7 @@ def test_workers_do_not_inherit_blocked_or_ignored_signals(method: str, load: Ca
 def test_a_module_that_blocks_sigchld_hides_no_exit(load: Callable[..., ModuleType]) -> None:
     blocks = "    import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})"
     with sandbox_for(load(HOSTILE.format(hostility=blocks)).act) as sandbox:
-        assert sandbox.forks_loaded
+        assert forks_loaded(sandbox)
         assert run(sandbox).types == ["Compiled", "Measured"]
 
 
@@ -565,7 +570,7 @@ def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker(
     hostility: str, load: Callable[..., ModuleType]
 ) -> None:
     with sandbox_for(load(HOSTILE.format(hostility=hostility)).act) as sandbox:
-        assert not sandbox.forks_loaded
+        assert not forks_loaded(sandbox)
         for _ in range(2):
             worker = run(sandbox, do="nothing")
             assert worker.types == ["Compiled", "Measured"]
@@ -651,9 +656,9 @@ def test_a_killed_template_loses_its_workers_and_the_sweep_goes_on(
             worker = run(sandbox, do="nothing")
         assert worker.types == ["Compiled", "Measured"]
         assert (template.shared().pid == process.pid) == (victims in ("the sweep's template", "stopped and killed"))
-        assert not sandbox.forks_loaded
+        assert not forks_loaded(sandbox)
     with sandbox_for(load(WORKLOAD).act) as sandbox:
-        assert sandbox.forks_loaded
+        assert forks_loaded(sandbox)
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
@@ -706,7 +711,7 @@ def test_a_plugin_that_makes_a_template_unfit_is_loaded_by_no_later_one(
         patch.setattr(template, "_is_spoiled_by_warmth", False)
         for _ in range(2):
             with sandbox_for(load(WORKLOAD).act, warm_up=codec.encode(target)) as sandbox:
-                assert sandbox.forks_loaded
+                assert forks_loaded(sandbox)
                 assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
                 assert facts_of(sandbox, run(sandbox, do="say_who_i_am"))["extra"] is None
                 warmed.append(str(template.shared().pid))
@@ -724,7 +729,8 @@ def test_an_installed_package_is_imported_once_for_all_later_sweeps(
 ) -> None:
     library, notes = f"library_{secrets.token_hex(4)}", tmp_path / "notes"
     folder = tmp_path / "site"
-    (folder / "some-1.0.dist-info" if is_installed else folder).mkdir(parents=True)
+    (folder / "some-1.0.dist-info").mkdir(parents=True)
+    (folder / "some-1.0.dist-info" / "RECORD").write_text(f"{library if is_installed else 'another'}.py,,\n")
     (folder / f"{library}.py").write_text(
         f"import os\nos.environ['EXTRA'] = 'theirs'\n"
         f"with open({str(notes)!r}, 'a') as notes:\n    notes.write(f'{{os.getpid()}} ')\n"
@@ -735,7 +741,7 @@ def test_an_installed_package_is_imported_once_for_all_later_sweeps(
     template.close_shared()
     for _ in range(3):
         with sandbox_for(act) as sandbox:
-            assert sandbox.forks_loaded
+            assert forks_loaded(sandbox)
             facts = facts_of(sandbox, run(sandbox, do="say_who_i_am"))
     assert facts["extra"] == ("theirs" if is_installed else None), "no worker imports it after the template has"
     shared_pid = str(template.shared().pid)
@@ -780,7 +786,7 @@ def test_a_stopped_template_is_woken_and_starts_workers(load: Callable[..., Modu
     with sandbox_for(act) as sandbox:
         sweep_template().suspend()
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
-        assert sandbox.forks_loaded, "the sweep's template keeps its payload"
+        assert forks_loaded(sandbox), "the sweep's template keeps its payload"
         psutil.Process(template.shared().pid).suspend()
     with sandbox_for(act) as sandbox:
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
@@ -801,7 +807,7 @@ def test_a_template_that_cannot_be_woken_is_replaced(
             assert run(sandbox, do="nothing").status is None
         assert "does not answer" in caplog.text if seems == "silent" else "stays stopped" in caplog.text
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
-        assert not sandbox.forks_loaded
+        assert not forks_loaded(sandbox)
 
 
 # --- a forked owner -----------------------------------------------------------------------------------------
@@ -966,7 +972,7 @@ def test_no_worker_can_change_the_payload_or_the_arrays(method: str, load: Calla
         assert facts_of(sandbox, run(sandbox, do="sum_up")) == {"total": 100_000.0}
 
 
-def test_configs_compile_from_both_ends_of_their_list_and_doubtful_ones_last() -> None:
+def test_configs_compile_from_both_ends_of_their_list_and_troubled_ones_last() -> None:
     configs = {index: {"id": index} for index in range(7)}
     assert list(routes._from_both_ends(configs, last={1})) == [6, 0, 5, 2, 4, 3, 1]
     assert routes._from_both_ends(configs, last=()) == configs

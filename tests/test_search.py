@@ -393,6 +393,18 @@ def test_samplers_of_optuna_search_and_repeat_nothing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.clients
+def test_a_failure_counts_as_the_worst_config_also_where_that_has_a_score_of_0() -> None:
+    pytest.importorskip("optuna")
+    made = search.make("optuna:random", Space(GRID))
+    first, second, failed = made.ask(3)
+    made.tell(first, dataclasses.replace(ok(first), score=-1.0))
+    made.tell(second, dataclasses.replace(ok(second), score=0.0))
+    made.tell(failed, Trial(config=failed, outcome=Outcome.ERROR))
+    assert isinstance(made, optuna_search.OptunaSearch)
+    assert [trial.value for trial in made._study.trials][2] == 0.0
+
+
+@pytest.mark.clients
 def test_every_sampler_of_optuna_that_is_offered_can_search() -> None:
     samplers = pytest.importorskip("optuna").samplers
     with pytest.raises(ValueError, match="Give one of ") as refused:

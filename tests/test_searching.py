@@ -30,11 +30,11 @@ from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.values import config_space
 from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
 from quarantune.values.findings import Findings, Searched
 from quarantune.values.options import Options
+from quarantune.values.space import expand
 from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
 
 ROUTES = pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])
@@ -390,7 +390,7 @@ def test_several_searches_divide_their_budgets() -> None:
 
 def test_a_grid_is_a_list_that_is_not_kept() -> None:
     axes: dict[str, list[Any]] = {"b": [1, 2, 4], "a": ["x", True, None], "c": [(1, 2), 1.5]}
-    listed, computed = Space(config_space.expand(axes, fn_name="f")), Space(axes)
+    listed, computed = Space(expand(axes, fn_name="f")), Space(axes)
     assert list(computed) == [computed[index] for index in range(len(computed))] == list(listed)
     assert computed[-1] == listed[-1]
     assert computed[2:5] == listed[2:5]
@@ -453,6 +453,8 @@ def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
     everything = entry(1.2, "exhausted", 100)
     assert layers.more_thorough("gpu", "key", thorough, everything) is everything
     assert layers.more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
+    nothing_spent = thorough | {"score": 0.0}  # which is less than 0.5
+    assert layers.more_thorough("gpu", "key", nothing_spent, quick | {"score": 0.5}) is nothing_spent
     of_another_space = quick | {"space": {"configs": 7}}
     assert layers.more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
 
@@ -500,8 +502,8 @@ def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -
     )
     leftovers = scheduler.run({})
     scheduler.close()
-    assert 4 in leftovers.unfit_configs
-    assert leftovers.unfit_configs.keys() == leftovers.unfit.keys() == source.pending, "the other route runs them"
+    assert 4 in leftovers.unfit
+    assert leftovers.unfit.keys() == source.pending, "the other route runs them"
     assert source.left, "and asks for the rest"
 
     together = Scheduler(
@@ -512,7 +514,7 @@ def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -
         clock=clock,
         available_memory=lambda: 100 * GB,
     )
-    together.run(leftovers.unfit_configs)
+    together.run(leftovers.unfit)
     together.close()
     assert sorted(source.told) == list(range(30))
 

@@ -14,9 +14,8 @@ from helpers import run_on_devices
 from quarantune.devices.device import Device, cpu_device, grouped
 from quarantune.devices.leases import Lease
 from quarantune.sweep import sweep
-from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepRequest
+from quarantune.sweep.request import SweepEvents, SweepRequest
 from quarantune.transport import inputs
 from quarantune.values.options import Options
 from quarantune.values.settings import current

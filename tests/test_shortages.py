@@ -175,6 +175,7 @@ def test_a_full_disk_costs_neither_the_result_nor_the_next_one(tmp_path: Path) -
         (errno.ENOSPC, "set TMPDIR"),
         (errno.EDQUOT, "set TMPDIR"),
         (errno.ENFILE, "fs.file-max"),
+        (errno.ENODEV, "XLA_PYTHON_CLIENT_MEM_FRACTION"),
         (errno.ENOMEM, "smaller arguments"),
     ],
 )

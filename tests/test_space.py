@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.values.config_space import called, check_parameters, expand, grid
+from quarantune.values.config_space import called, check_parameters
+from quarantune.values.space import expand, grid
 
 
 class Size(enum.IntEnum):
@@ -69,7 +70,6 @@ def test_dicts_come_from_any_iterable(make: Any) -> None:
 def test_a_repeated_config_is_kept_once_at_its_first_place() -> None:
     configs = [{"a": 1, "b": 2}, {"a": 3, "b": 4}, {"b": 2, "a": 1}, {"a": np.int64(3), "b": 4}]
     assert expand(configs, fn_name="f") == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
-    assert expand(configs, fn_name="f", keep_repeated=True) == [{"a": 1, "b": 2}, {"a": 3, "b": 4}] * 2
 
 
 def test_values_of_different_types_are_different_configs() -> None:
@@ -146,7 +146,7 @@ def test_a_numpy_range_is_a_list_of_values() -> None:
         ([{"a": _within_itself()}], ValueError, r"\['a'\]\[1\] contains itself"),
         ([{"a": _nested(100)}], ValueError, "nested more than 32 deep"),
         (({"a": index} for index in itertools.count()), ValueError, "a generator has to end"),
-        ({"a": range(10**6), "b": range(10**6)}, ValueError, "a grid of 1,000,000,000,000 configs"),
+        ({"a": range(10**3), "b": range(10**3)}, ValueError, "a grid of 1,000,000 configs"),
         ([{"a": [1, {2}]}], TypeError, r"\['a'\]\[1\]"),
         ([{"a": np.ndarray}], TypeError, "look the object up"),
         ([{"a": 1j}], TypeError, "what JSON holds"),
@@ -155,7 +155,10 @@ def test_a_numpy_range_is_a_list_of_values() -> None:
         ([{"a": (1.0, np.float32("inf"))}], ValueError, "finite"),
     ],
 )
-def test_an_invalid_config_space_is_refused_with_a_remedy(configs: Any, error: type[Exception], says: str) -> None:
+def test_an_invalid_config_space_is_refused_with_a_remedy(
+    configs: Any, error: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quarantune.values.space.MOST_CONFIGS", 2000)
     with pytest.raises(error, match=says) as caught:
         expand(configs, fn_name="matmul")
     assert str(caught.value).startswith("matmul: ")

@@ -172,11 +172,12 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp
     optional = {"cli", "doctor", "engine", "measure", "scheduler", "search", "worker"}
     assert {name for name in ours if name.partition(".")[0] in optional} == set()
     assert not ours & {
-        f"resolve.{name}" for name in ("tuning_job", "compiling", "ranks", "agreement", "contextual_job")
+        f"resolve.{name}"
+        for name in ("tuning_job", "compilation_seeds", "compiling", "ranks", "agreement", "contextual_job")
     }
-    assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep.sweep"))]
-    assert len(ours) <= 90
-    recording = {"resolve.recorded", "api.recording", "cache.journal"}
+    assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep", "transport.pickling"))]
+    assert len(ours) <= 75
+    recording = {"resolve.recorded", "cache.journal"}
     assert not recording & ours
     assert not recording & imported(QUARANTUNE_RECORD=str(tmp_path / "recorded")), "the call has a result"
     assert not (tmp_path / "recorded").exists()

@@ -147,19 +147,22 @@ def saved_as(function: Any, cache_dir: Path, time_ms: float) -> quarantune.Tunin
 
 
 @pytest.fixture
-def measured_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
-    """Has winners and defaults measured with given times."""
+def measured_as(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has winners and defaults measured with given times, and perhaps scores."""
 
-    def give(time_ms: float, default_ms: float) -> None:
+    def give(time_ms: float, default_ms: float, *, scores: tuple[float | None, float | None] = (None, None)) -> None:
         ours, own = (
-            Trial(config={"n": n}, outcome=Outcome.OK, time_ms=ms) for n, ms in ((1, time_ms), (2_000, default_ms))
+            Trial(config={"n": n}, outcome=Outcome.OK, time_ms=ms, score=score)
+            for n, ms, score in zip((1, 2_000), (time_ms, default_ms), scores, strict=True)
         )
-        best = min((ours, own), key=lambda trial: trial.time_ms or 0)
+        best = min((ours, own), key=lambda trial: trial.figure or 0)
         result = TuningResult(
             best_config=best.config,
             time_ms=best.time_ms or 0,
             default_config=own.config,
             default_time_ms=default_ms,
+            score=best.score,
+            default_score=own.score,
             trials=(ours, own),
             key="",
             device="",
@@ -170,9 +173,20 @@ def measured_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], Non
 
 
 @pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(("scores", "told"), [((1.0, 0.0), "1 against 0"), ((0.0, -2.0), "0 against -2")])
+def test_a_score_of_0_is_a_score(
+    scores: tuple[float, float], told: str, cache_dir: Path, measured_as: Callable[..., None]
+) -> None:
+    function = chained("scored")
+    measured_as(1.2, 5.0, scores=scores)
+    (entry,) = saved_as(function, cache_dir, 1.0).verify(function).entries
+    assert entry.reason == f"the defaults are better: {told}"
+
+
+@pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize(("most", "verdict"), [(None, "current"), (30, "current"), (10, "stale")])
 def test_a_winner_that_lost_more_than_the_bound_is_stale(
-    most: float | None, verdict: str, cache_dir: Path, measured_as: Callable[[float, float], None]
+    most: float | None, verdict: str, cache_dir: Path, measured_as: Callable[..., None]
 ) -> None:
     function = chained("losing")
     measured_as(1.2, 5.0)

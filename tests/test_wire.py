@@ -16,7 +16,7 @@ import pytest
 
 from quarantune.sandbox import wire
 from quarantune.sandbox.template_messages import Kill, Started
-from quarantune.sandbox.wire import Connection, Decoder, WireClosedError, WireError, encode
+from quarantune.sandbox.wire import Connection, WireClosedError, WireError, connection_pair, encode
 from quarantune.values.codec import Frame
 
 
@@ -51,14 +51,13 @@ MESSAGES: list[Frame] = [
 def test_messages_survive_any_splitting_of_the_stream(chunk_bytes: int) -> None:
     messages = MESSAGES if chunk_bytes > 1 else MESSAGES[:3]
     stream = b"".join(encode(message) for message in messages)
-    decoder = Decoder()
-
+    ours, theirs = connection_pair()
     received: list[Frame] = []
-    for start in range(0, len(stream), chunk_bytes):
-        received += decoder.feed(stream[start : start + chunk_bytes])
-
+    with theirs, contextlib.closing(ours):
+        for start in range(0, len(stream), chunk_bytes):
+            theirs.sendall(stream[start : start + chunk_bytes])
+            received += [message for message, _ in ours.receive()]
     assert received == messages
-    assert not decoder.is_partial
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
@@ -141,12 +140,10 @@ def test_a_flipped_bit_never_makes_another_message() -> None:
     for bit in range(8 * len(frame)):
         damaged = bytearray(frame)
         damaged[bit // 8] ^= 1 << bit % 8
-        decoder = Decoder()
-        try:
-            assert decoder.feed(bytes(damaged)) == []
-            assert decoder.is_partial
-        except WireError:
-            continue
+        ours, theirs = connection_pair()
+        with theirs, contextlib.closing(ours), contextlib.suppress(WireError):
+            theirs.sendall(damaged)
+            assert ours.receive() == []
 
 
 def test_random_garbage_raises_only_wire_errors() -> None:
@@ -157,8 +154,10 @@ def test_random_garbage_raises_only_wire_errors() -> None:
         for _ in range(generator.randrange(1, 4)):
             position = generator.randrange(len(stream))
             stream[position : position + generator.randrange(3)] = generator.randbytes(generator.randrange(4))
-        with contextlib.suppress(WireError):
-            Decoder().feed(bytes(stream))
+        ours, theirs = connection_pair()
+        with theirs, contextlib.closing(ours), contextlib.suppress(WireError):
+            theirs.sendall(stream)
+            ours.receive()
 
 
 def test_a_message_and_its_descriptors_arrive_together(ends: tuple[Connection, socket.socket]) -> None:

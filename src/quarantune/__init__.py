@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from quarantune.api.contextual import Contextual as Contextual
     from quarantune.api.contextual import contextual_autotune as contextual_autotune
     from quarantune.api.jit import jit as jit
-    from quarantune.api.recording import calls_in as calls_in
-    from quarantune.api.recording import recording as recording
     from quarantune.api.tune_many import tune_many as tune_many
     from quarantune.api.tuner import AutoTuner as AutoTuner
     from quarantune.api.tuning_cache import TuningCache as TuningCache
@@ -26,6 +24,8 @@ if TYPE_CHECKING:
     from quarantune.metrics import compute_elementwise_metrics as compute_elementwise_metrics
     from quarantune.metrics import compute_gemm_metrics as compute_gemm_metrics
     from quarantune.resolve.recorded import RecordedCall as RecordedCall
+    from quarantune.resolve.recorded import calls_in as calls_in
+    from quarantune.resolve.recorded import recording as recording
     from quarantune.results.replay import ReplayResult as ReplayResult
     from quarantune.results.replay import replay as replay
     from quarantune.results.report import CompileReport as CompileReport
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from quarantune.spaces import generate_configs as generate_configs
     from quarantune.spaces import get_default_config as get_default_config
     from quarantune.sweep.sweep_inputs import set_autotune_inputs as set_autotune_inputs
-    from quarantune.values.config_space import grid as grid
     from quarantune.values.search_choice import Search as Search
     from quarantune.values.settings import settings as settings
+    from quarantune.values.space import grid as grid
     from quarantune.values.trial import CacheMissError as CacheMissError
     from quarantune.values.trial import EngineError as EngineError
     from quarantune.values.trial import Outcome as Outcome
@@ -55,23 +55,22 @@ _NAMES = {
     "api.compile_check": ("compile_check", "compile_configs"),
     "api.contextual": ("Contextual", "contextual_autotune"),
     "api.jit": ("jit",),
-    "api.recording": ("calls_in", "recording"),
     "api.tuner": ("AutoTuner",),
     "api.tuning_cache": ("TuningCache",),
     "api.tune_many": ("tune_many",),
     "cache": ("CacheWarning", "CacheWriteError"),
     "devices.targets": ("Target", "targets"),
     "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
-    "resolve.recorded": ("RecordedCall",),
+    "resolve.recorded": ("RecordedCall", "calls_in", "recording"),
     "results.replay": ("ReplayResult", "replay"),
     "results.report": ("CompileReport",),
     "results.result": ("ContextualResult", "KernelChoice", "TuningResult"),
     "results.saved_files": ("SavedResultError",),
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
     "sweep.sweep_inputs": ("set_autotune_inputs",),
-    "values.config_space": ("grid",),
     "values.search_choice": ("Search",),
     "values.settings": ("settings",),
+    "values.space": ("grid",),
     "values.trial": (
         "CacheMissError",
         "EngineError",

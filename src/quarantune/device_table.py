@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quarantune.values.compiling import CompilerFigures
@@ -44,13 +44,6 @@ class DevicePeaks:
     ghz: float | None = None
 
 
-class _Row(NamedTuple):
-    """One row of the table; `peaks` is None where no vendor's figures are in it."""
-
-    limits: DeviceLimits
-    peaks: DevicePeaks | None = None
-
-
 def limits_of(kind: str) -> DeviceLimits:
     """Returns the limits of a kind of device; all None for one that is not in the table.
 
@@ -58,8 +51,8 @@ def limits_of(kind: str) -> DeviceLimits:
         kind: JAX's `device_kind`. A slice of a GPU (`... MIG 1g.10gb`) has the limits of the whole: it
             has fewer multiprocessors, each as big as ever.
     """
-    whole, _, _ = kind.partition(" MIG ")
-    return _TABLE[whole].limits if whole in _TABLE else DeviceLimits()
+    limits, _ = _TABLE.get(kind.partition(" MIG ")[0], _UNKNOWN)
+    return limits
 
 
 def peaks_of(kind: str) -> DevicePeaks | None:
@@ -68,7 +61,8 @@ def peaks_of(kind: str) -> DevicePeaks | None:
     Args:
         kind: JAX's exact `device_kind`, so that neither a slice of a device nor a similar device gets its peaks.
     """
-    return _TABLE[kind].peaks if kind in _TABLE else None
+    _, peaks = _TABLE.get(kind, _UNKNOWN)
+    return peaks
 
 
 def estimated_ms(figures: CompilerFigures | None, kind: str) -> float | None:
@@ -143,36 +137,37 @@ _TPU_V5E = DevicePeaks(gbps=819.0, tflops={"bfloat16": 197.0, "int8": 393.0}, gh
 _TPU_V5P = DevicePeaks(gbps=2765.0, tflops={"bfloat16": 459.0}, ghz=1.75)
 _TPU_V6E = DevicePeaks(gbps=1638.0, tflops={"bfloat16": 918.0, "int8": 1836.0}, ghz=1.75)
 
-_TABLE: Mapping[str, _Row] = {
-    "Tesla T4": _Row(_TURING),
-    "NVIDIA A100-SXM4-40GB": _Row(_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1555.0, tflops=_A100)),
-    "NVIDIA A100-SXM4-80GB": _Row(_AMPERE_DATA_CENTRE, DevicePeaks(gbps=2039.0, tflops=_A100)),
-    "NVIDIA A100-PCIE-40GB": _Row(_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1555.0, tflops=_A100)),
-    "NVIDIA A100 80GB PCIe": _Row(_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1935.0, tflops=_A100)),
-    "NVIDIA A10": _Row(_AMPERE_AND_ADA),
-    "NVIDIA A10G": _Row(_AMPERE_AND_ADA),
-    "NVIDIA GeForce RTX 3090": _Row(_AMPERE_AND_ADA),
-    "NVIDIA L4": _Row(_AMPERE_AND_ADA, DevicePeaks(gbps=300.0, tflops=_L4)),
-    "NVIDIA L40": _Row(_AMPERE_AND_ADA),
-    "NVIDIA L40S": _Row(_AMPERE_AND_ADA, DevicePeaks(gbps=864.0, tflops=_L40S)),
-    "NVIDIA GeForce RTX 4090": _Row(_AMPERE_AND_ADA, DevicePeaks(gbps=1008.0, tflops=_RTX_4090)),
-    "NVIDIA H100 80GB HBM3": _Row(_HOPPER, DevicePeaks(gbps=3350.0, tflops=_HOPPER_SXM)),
-    "NVIDIA H100 PCIe": _Row(_HOPPER, DevicePeaks(gbps=2000.0, tflops=_HOPPER_PCIE)),
-    "NVIDIA H100 NVL": _Row(_HOPPER, DevicePeaks(gbps=3900.0, tflops=_HOPPER_NVL)),
-    "NVIDIA H200": _Row(_HOPPER, DevicePeaks(gbps=4800.0, tflops=_HOPPER_SXM)),
-    "NVIDIA H200 NVL": _Row(_HOPPER, DevicePeaks(gbps=4800.0, tflops=_HOPPER_NVL)),
-    "NVIDIA GH200 480GB": _Row(_HOPPER),
-    "NVIDIA B200": _Row(_BLACKWELL_DATA_CENTRE),
-    "NVIDIA GB200": _Row(_BLACKWELL_DATA_CENTRE),
-    "NVIDIA GeForce RTX 5090": _Row(_BLACKWELL_GEFORCE),
-    "AMD Instinct MI300X": _Row(_CDNA3_LIMITS, _MI300X),
-    "AMD Instinct MI300X OAM": _Row(_CDNA3_LIMITS, _MI300X),
-    "AMD Instinct MI325X": _Row(_CDNA3_LIMITS, DevicePeaks(gbps=6000.0, tflops=_CDNA3_TFLOPS)),
-    "TPU v4": _Row(_TPU_V4_LIMITS, _TPU_V4),
-    "TPU v5 lite": _Row(_TPU_V5E_LIMITS, _TPU_V5E),
-    "TPU v5e": _Row(_TPU_V5E_LIMITS, _TPU_V5E),
-    "TPU v5": _Row(_TPU_V5P_LIMITS, _TPU_V5P),
-    "TPU v5p": _Row(_TPU_V5P_LIMITS, _TPU_V5P),
-    "TPU v6 lite": _Row(_TPU_V6E_LIMITS, _TPU_V6E),
-    "TPU v6e": _Row(_TPU_V6E_LIMITS, _TPU_V6E),
+_UNKNOWN: tuple[DeviceLimits, DevicePeaks | None] = DeviceLimits(), None
+_TABLE: Mapping[str, tuple[DeviceLimits, DevicePeaks | None]] = {
+    "Tesla T4": (_TURING, None),
+    "NVIDIA A100-SXM4-40GB": (_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1555.0, tflops=_A100)),
+    "NVIDIA A100-SXM4-80GB": (_AMPERE_DATA_CENTRE, DevicePeaks(gbps=2039.0, tflops=_A100)),
+    "NVIDIA A100-PCIE-40GB": (_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1555.0, tflops=_A100)),
+    "NVIDIA A100 80GB PCIe": (_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1935.0, tflops=_A100)),
+    "NVIDIA A10": (_AMPERE_AND_ADA, None),
+    "NVIDIA A10G": (_AMPERE_AND_ADA, None),
+    "NVIDIA GeForce RTX 3090": (_AMPERE_AND_ADA, None),
+    "NVIDIA L4": (_AMPERE_AND_ADA, DevicePeaks(gbps=300.0, tflops=_L4)),
+    "NVIDIA L40": (_AMPERE_AND_ADA, None),
+    "NVIDIA L40S": (_AMPERE_AND_ADA, DevicePeaks(gbps=864.0, tflops=_L40S)),
+    "NVIDIA GeForce RTX 4090": (_AMPERE_AND_ADA, DevicePeaks(gbps=1008.0, tflops=_RTX_4090)),
+    "NVIDIA H100 80GB HBM3": (_HOPPER, DevicePeaks(gbps=3350.0, tflops=_HOPPER_SXM)),
+    "NVIDIA H100 PCIe": (_HOPPER, DevicePeaks(gbps=2000.0, tflops=_HOPPER_PCIE)),
+    "NVIDIA H100 NVL": (_HOPPER, DevicePeaks(gbps=3900.0, tflops=_HOPPER_NVL)),
+    "NVIDIA H200": (_HOPPER, DevicePeaks(gbps=4800.0, tflops=_HOPPER_SXM)),
+    "NVIDIA H200 NVL": (_HOPPER, DevicePeaks(gbps=4800.0, tflops=_HOPPER_NVL)),
+    "NVIDIA GH200 480GB": (_HOPPER, None),
+    "NVIDIA B200": (_BLACKWELL_DATA_CENTRE, None),
+    "NVIDIA GB200": (_BLACKWELL_DATA_CENTRE, None),
+    "NVIDIA GeForce RTX 5090": (_BLACKWELL_GEFORCE, None),
+    "AMD Instinct MI300X": (_CDNA3_LIMITS, _MI300X),
+    "AMD Instinct MI300X OAM": (_CDNA3_LIMITS, _MI300X),
+    "AMD Instinct MI325X": (_CDNA3_LIMITS, DevicePeaks(gbps=6000.0, tflops=_CDNA3_TFLOPS)),
+    "TPU v4": (_TPU_V4_LIMITS, _TPU_V4),
+    "TPU v5 lite": (_TPU_V5E_LIMITS, _TPU_V5E),
+    "TPU v5e": (_TPU_V5E_LIMITS, _TPU_V5E),
+    "TPU v5": (_TPU_V5P_LIMITS, _TPU_V5P),
+    "TPU v5p": (_TPU_V5P_LIMITS, _TPU_V5P),
+    "TPU v6 lite": (_TPU_V6E_LIMITS, _TPU_V6E),
+    "TPU v6e": (_TPU_V6E_LIMITS, _TPU_V6E),
 }

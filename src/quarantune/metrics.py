@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from quarantune import device_table
-from quarantune.device_table import DevicePeaks
+from quarantune.device_table import DevicePeaks as DevicePeaks
+from quarantune.device_table import peaks_of as device_peaks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,15 +43,6 @@ class KernelMetrics:
         if self.bandwidth_gbps is not None:
             parts.append(f"{self.bandwidth_gbps:.4g} GB/s{_of_peak(self.bandwidth_utilization)}")
         return ", ".join(parts)
-
-
-def device_peaks(kind: str) -> DevicePeaks | None:
-    """Returns the peaks of a kind of device, None for one not in the table.
-
-    Args:
-        kind: JAX's exact `device_kind`.
-    """
-    return device_table.peaks_of(kind)
 
 
 def from_counts(

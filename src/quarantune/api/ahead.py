@@ -13,23 +13,20 @@ from typing import Any, TypeAlias, TypeGuard
 from quarantune.api.autotune import Autotuned
 from quarantune.api.contextual import Contextual
 from quarantune.api.tuner import AutoTuner
-from quarantune.resolve import compiling
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import keyed_to_tune
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.resolve.resolver import Resolver, keyed_for_engine
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep
-from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepRequest
+from quarantune.sweep.request import SweepEvents, SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.json_object import JsonObject
 from quarantune.values.texts import did_you_mean
-from quarantune.values.trial import Config, Trial
+from quarantune.values.trial import Trial
 
 Tuned: TypeAlias = "Autotuned[..., Any] | Contextual[..., Any] | AutoTuner"
 
@@ -77,13 +74,6 @@ def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     """
     resolver, call = _bound(tuned, args, kwargs)
     return resolver.tune(call) if anew else resolver.result(call)
-
-
-def save_estimated(
-    tuned: Autotuned[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], report: CompileReport
-) -> Config | None:
-    """Saves the config with the best estimate of a check for a call, as `compiling.save_estimated` does."""
-    return compiling.save_estimated(BoundCall(function_of(tuned), args, kwargs), report)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from quarantune.api.on_engine import on_engine
 from quarantune.host import caller, locks
 from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
-from quarantune.transport import binding, differentiation, pickling
+from quarantune.transport import binding
 from quarantune.transport.call import Arguments
 from quarantune.values import naming, remembered
 from quarantune.values.config_space import MadeConfigs
@@ -93,7 +93,23 @@ def autotune(
     return decorate
 
 
-class Autotuned(Generic[_P, _R]):
+class AsMethod(Generic[_P, _R]):
+    """A callable that becomes a method in the body of a class, as functions do."""
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: AsMethod[Concatenate[_I, _Q], _R], instance: _I, owner: type | None = None
+    ) -> BoundMethod[_Q, _R]: ...
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Binds to an instance, as a function does."""
+        return self if instance is None else BoundMethod(self, instance)
+
+
+class Autotuned(AsMethod[_P, _R]):
     """A jitted function with tuned static parameters; made by `autotune`.
 
     A call runs the function with the best config for the shapes of the arguments on their device: the first such call
@@ -308,24 +324,14 @@ class Autotuned(Generic[_P, _R]):
         """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
         jax_internals.clear_caches(self._jitted)
 
-    @overload
-    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
-
-    @overload
-    def __get__(
-        self: Autotuned[Concatenate[_I, _Q], _R], instance: _I, owner: type | None = None
-    ) -> BoundMethod[_Q, _R]: ...
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """Binds to an instance, as a function does."""
-        return self if instance is None else BoundMethod(self, instance)
-
     def __repr__(self) -> str:
         """Returns the name of the tuned function, marked as tuned."""
         return f"<autotuned {self.name}>"
 
     def __reduce__(self) -> Any:
         """Pickles by name, or as the function with its configs and options; results stay in this process."""
+        from quarantune.transport import pickling  # calls do not need it
+
         if pickling.travels_by_name(self):
             return self.__qualname__
         self._jit_options.check_can_travel(_name_of(self))
@@ -359,6 +365,8 @@ class Autotuned(Generic[_P, _R]):
             if not choice.is_settled:
                 return bound(*args, **kwargs)
             if key is None and not self._options.time_grad:
+                from quarantune.transport import differentiation  # calls outside a trace do not need it
+
                 differentiation.explain_failure(self._jitted, config, args, kwargs, name=self.name)
         if key is not None:
             memo[key] = bound
@@ -385,7 +393,7 @@ class BoundMethod(Generic[_P, _R]):
 
     __wrapped__: Callable[..., _R]
 
-    def __init__(self, function: Callable[..., _R], instance: object) -> None:
+    def __init__(self, function: Any, instance: object) -> None:
         functools.update_wrapper(self, function)
         self._instance = instance
 

@@ -67,4 +67,5 @@ class MemoKeys:
 
 
 def _is_x64() -> bool:
-    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    config: Any = jax.config  # its options are typed in some versions
+    return bool(config.jax_enable_x64)

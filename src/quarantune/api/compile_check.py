@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
+import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from quarantune.api.autotune import Autotuned
@@ -24,6 +24,7 @@ from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
 from quarantune.values.options import Options
 from quarantune.values.shown import format_config
+from quarantune.values.space import expand
 from quarantune.values.trial import Config
 
 
@@ -123,17 +124,22 @@ def compile_configs(
     """
     fn, signature, _ = describe_function(fn)
     label = naming.cache_name(fn)
-    listed = _listed(configs, args, kwargs, label, signature)
-    expanded = config_space.distinct(listed)
+    given: Any = (
+        config_space.called(configs, *as_structs(args, kwargs), fn_name=label) if callable(configs) else configs
+    )
+    if isinstance(given, Mapping):
+        given = expand(given, fn_name=label)
+    elif isinstance(given, Iterable):
+        given = list(itertools.islice(given, config_space.MOST_CONFIGS + 1))
+    expanded = expand(given, fn_name=label, parameters=signature)
+    listed = [config_space.checked(raw, fn_name=label, names=list(expanded[0]), parameters=signature) for raw in given]
     function = TunedFunction.of(fn, expanded, Options(), compiled_by="compile_configs")
     call = BoundCall(function, args, kwargs)
-    if target is None:
-        compiled = compiling.compile_all(call, num_workers=num_workers)
-    else:
-        checked = compiling.check_all(call, targets.usable(target), num_workers=num_workers, again=False)
-        compiled = [(trial, None) for trial in checked.trials]
+    found = None if target is None else targets.usable(target)
+    compiled = compiling.compile_all(call, found, num_workers=num_workers)
     functions: dict[str, Callable[..., Any] | None] = {}
-    for config, (trial, executable) in zip(expanded, compiled, strict=True):
+    for index, (config, trial) in enumerate(zip(expanded, compiled.trials, strict=True)):
+        executable = compiled.executables.get(index)
         functions[text_of(config)] = _callable_of(fn, config, executable, args, kwargs)
         if not executable and trial.outcome.is_failure:
             ended = f"{format_config(config)} did not compile: {trial.outcome.value}: {trial.message}"
@@ -153,12 +159,3 @@ def _callable_of(
         with contextlib.suppress(ValueError):  # a config may have forged it
             return Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
     return binding.bind(fn, config)
-
-
-def _listed(
-    configs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: str, signature: inspect.Signature
-) -> list[Config]:
-    """Returns the configs for a call in order, with repeated ones."""
-    if callable(configs):
-        configs = config_space.called(configs, *as_structs(args, kwargs), fn_name=label)
-    return config_space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)

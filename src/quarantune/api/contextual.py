@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from quarantune import jax_internals
-from quarantune.api.autotune import Autotuned, BoundMethod
+from quarantune.api.autotune import AsMethod, Autotuned
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
 from quarantune.api.on_engine import on_engine
 from quarantune.host import caller, locks
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_I = TypeVar("_I")
-_Q = ParamSpec("_Q")
 _MOST_REMEMBERED = 1024
 """The memo is cleared beyond this many calls, as those of a function of Python values may differ without end."""
 
@@ -91,7 +89,7 @@ def contextual_autotune(
     return decorate if fn is None else decorate(fn)
 
 
-class Contextual(Generic[_P, _R]):
+class Contextual(AsMethod[_P, _R]):
     """A function whose autotuned kernels are tuned together; made by `contextual_autotune`.
 
     A call runs the function with the best config for each kernel in it: the first such call tunes, and later ones
@@ -182,18 +180,6 @@ class Contextual(Generic[_P, _R]):
     def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with every kernel at its own defaults, tuned or not."""
         return self._run(args, kwargs, assignment.encode({}, others=assignment.DEFAULT))
-
-    @overload
-    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
-
-    @overload
-    def __get__(
-        self: Contextual[Concatenate[_I, _Q], _R], instance: _I, owner: type | None = None
-    ) -> BoundMethod[_Q, _R]: ...
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        """Binds to an instance, as a function does."""
-        return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
         """Returns the name of the tuned function, marked as tuned."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import operator
+import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -82,11 +81,10 @@ def _tuned(function: Any) -> TunedFunction:
 
 
 def _imported(text: str) -> Any:
-    module, colon, name = text.partition(":")
-    if not (module and colon and name):
+    if not all(text.partition(":")):
         raise ValueError(f"{text!r} names no function: write it as 'module:function'")
     try:
-        return operator.attrgetter(name)(importlib.import_module(module))
+        return pkgutil.resolve_name(text)
     except ImportError as error:
         raise ValueError(f"{text!r} cannot be imported ({error}): correct the name, or set PYTHONPATH") from None
     except AttributeError as error:

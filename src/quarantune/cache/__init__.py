@@ -4,9 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quarantune.cache.described import plain_function as plain_function
-from quarantune.cache.entry_file import SCHEMA as SCHEMA
-from quarantune.cache.entry_file import Contents as Contents
-from quarantune.cache.entry_file import Entry as Entry
 from quarantune.cache.errors import CacheWarning as CacheWarning
 from quarantune.cache.errors import CacheWriteError as CacheWriteError
 from quarantune.cache.errors import report_once as report_once
@@ -16,6 +13,9 @@ from quarantune.cache.keys import canonical_json as canonical_json
 from quarantune.cache.keys import plain as plain
 from quarantune.cache.keys import safe_name as safe_name
 from quarantune.cache.keys import short_hash as short_hash
+from quarantune.cache.store import SCHEMA as SCHEMA
+from quarantune.cache.store import Contents as Contents
+from quarantune.cache.store import Entry as Entry
 from quarantune.cache.store import Store as Store
 
 if TYPE_CHECKING:

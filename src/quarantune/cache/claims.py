@@ -9,7 +9,7 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -55,6 +55,19 @@ class Holder(Record):
     def __str__(self) -> str:
         """Returns the holder as people read it."""
         return f"process {self.owner.pid} on {self.host_name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure(Record):
+    """What a holder leaves instead of an answer.
+
+    Attributes:
+        token: that of its claim.
+        about: its words for the jobs that wait.
+    """
+
+    token: _Text
+    about: JsonObject
 
 
 class Claim(contextlib.AbstractContextManager["Claim"]):
@@ -156,19 +169,18 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             about: JSON-able data for those jobs.
         """
         if self._place is not None:
-            record = json.dumps({"token": self._token, "about": dict(about)}).encode()
+            record = json.dumps(_Failure(self._token, dict(about)).to_json()).encode()
             with contextlib.suppress(OSError):  # without it, each of them finds out for itself
                 self._place.replace(self._failure_name, record)
 
-    def failure(self, tokens: Container[str]) -> JsonObject | None:
-        """Returns the record that a holder left instead of an answer, if its token is one of these; else None."""
+    def failure(self) -> _Failure | None:
+        """Returns the record that the last holder without an answer left; None if there is none."""
         try:
-            record = content.decode(self._content(self._failure_name, largest_bytes=content.LARGEST_FAILURE_BYTES))
+            return _Failure.from_json(
+                content.decode(self._content(self._failure_name, largest_bytes=content.LARGEST_FAILURE_BYTES))
+            )
         except (OSError, ValueError):
             return None
-        if not isinstance(record, dict) or not isinstance(record.get("about"), dict):
-            return None
-        return record["about"] if isinstance(token := record.get("token"), str) and token in tokens else None
 
     def holder(self) -> Holder | None:
         """Returns the holder of the claim, dead or alive, or None."""
@@ -320,14 +332,13 @@ def wait(
     Raises:
         CacheWriteError: the claim cannot be made; the message says why.
     """
-    started = time.monotonic()
-    waited_for: set[str] = set()
+    started, earlier = time.monotonic(), claim.failure()
 
     def look() -> T | None:
-        if (answer := done()) is not None or not waited_for:
-            return answer
-        about = claim.failure(waited_for)
-        return None if about is None else failed(about)
+        # A failure counts if it was left during this wait, by whichever holder.
+        if (answer := done()) is None and (left := claim.failure()) is not None and left != earlier:
+            return failed(left.about)
+        return answer
 
     while True:
         if (answer := look()) is not None:
@@ -342,7 +353,5 @@ def wait(
         if answer is not None:
             claim.release()
             return answer
-        if (holder := claim.holder()) is not None:
-            waited_for.add(holder.token)
-        on_wait(str(holder or "another job"), time.monotonic() - started)
+        on_wait(str(claim.holder() or "another job"), time.monotonic() - started)
         time.sleep(poll_s)

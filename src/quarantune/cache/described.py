@@ -232,11 +232,6 @@ def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 # --- code ----
 
 
-def nested_code(code: types.CodeType) -> list[types.CodeType]:
-    """Returns the code of the functions defined directly in a function."""
-    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-
 def code_text(function: types.FunctionType, *, with_decorators: bool = True) -> str:
     """Returns the code of a function as text, made once.
 
@@ -278,7 +273,7 @@ def _is_source_of(definition: ast.FunctionDef | ast.AsyncFunctionDef, function: 
     compiled = compile(
         ast.fix_missing_locations(shell), "shell", "exec", flags=code.co_flags & _FUTURES, dont_inherit=True
     )
-    candidates = [found for found in nested_code(nested_code(compiled)[0]) if found.co_name == code.co_name]
+    candidates = [found for found in reach.nested_code(reach.nested_code(compiled)[0]) if found.co_name == code.co_name]
     return describe_code(code) in [describe_code(found) for found in candidates]
 
 

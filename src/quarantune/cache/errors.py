@@ -13,6 +13,10 @@ class CacheWriteError(RuntimeError):
     """A result could not be saved; the message names the result, the reason and a remedy."""
 
 
+class LeaseLostError(Exception):
+    """Another writer took this lease for abandoned and withdrew it: nothing was written; acquire another."""
+
+
 _reported: set[str] = set()
 _reported_lock = locks.new()
 

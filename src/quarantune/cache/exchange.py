@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from quarantune.cache.entry_file import Contents, Entry, encode
 from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.keys import canonical_json, safe_name
-from quarantune.cache.store import Store
+from quarantune.cache.store import Contents, Entry, Store, encode
 from quarantune.host.shared_files import Directory
 from quarantune.values.call_text import call_text
 from quarantune.values.findings import Findings
@@ -125,8 +124,9 @@ class Merging:
         """Notes the entries of the other cache for a function."""
         self._offered |= dict(entries_of(name, contents))
 
-    def prefer(self, key: CacheKey, present: Entry, offered: Entry) -> Entry:
+    def prefer(self, name: str, device: str, problem: str, present: Entry, offered: Entry) -> Entry:
         """Returns which of two entries stays: of the same config the one with more samples, else the newer one."""
+        key = CacheKey(name, problem, device)
         if present == self._kept.get(key):
             return present  # the file is written once more, because another process wrote it meanwhile
         if _config_of(present) == _config_of(offered):

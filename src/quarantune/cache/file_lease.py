@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated
 
 from quarantune.cache import content
-from quarantune.cache.errors import CacheWriteError
+from quarantune.cache.errors import CacheWriteError, LeaseLostError
 from quarantune.cache.keys import short_hash
 from quarantune.host import proc, shared_files
 from quarantune.host.shared_files import Directory, Draft, SideLock
@@ -33,10 +33,6 @@ _STALE_S = 30.0
 """An announcement that has not changed for this long no longer counts; a lease is held for milliseconds."""
 _ANNOUNCEMENT = re.compile(r"(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp")
 _serial = itertools.count()
-
-
-class LeaseLostError(Exception):
-    """Another writer took this lease for abandoned and withdrew it: nothing was written; acquire another."""
 
 
 @contextlib.contextmanager

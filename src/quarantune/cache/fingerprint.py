@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import dis
 import enum
 import functools
 import inspect
@@ -122,7 +121,7 @@ class _Walk:
         function = described.plain_function(value)
         if function is not None and function.__globals__ is self._module:
             self._visit_helper(f"helper:{name}", value, function)
-        elif isinstance(value, type) and value.__module__ == self._module.get("__name__"):
+        elif isinstance(value, type) and self._is_own(value):
             self._visit_class(value)
         else:
             self.parts[f"{kind}:{name}"] = _hash(described.describe(value))
@@ -145,7 +144,7 @@ class _Walk:
         if id(cls) in self._seen:
             return
         self._seen.add(id(cls))
-        is_own = cls.__module__ == self._module.get("__name__")
+        is_own = self._is_own(cls)
         label = cls.__qualname__ if is_own else described.type_name(cls)
         self.parts[f"class:{label}"] = _hash([described.type_name(base) for base in cls.__mro__])
         for name, member in list(vars(cls).items()):  # describing one may add another
@@ -170,7 +169,8 @@ class _Walk:
                 self._visit(kind, name, value)
             else:  # their values are in the description of the function
                 self._follow(value)
-        for name in sorted(_global_names(function.__code__)):
+        chains = reach.chains(function.__code__)
+        for name in sorted({chain.root for chain in chains if chain.kind == "global"}):
             if name in function.__globals__:
                 self.reached[function.__globals__.get("__name__", ""), name] = function.__globals__[name]
                 self._visit("global", prefix + name, function.__globals__[name])
@@ -180,7 +180,7 @@ class _Walk:
                 if module is not None and not reach.is_library(module.__name__):
                     used = reach.names(function.__code__) & vars(module).keys()
                     self.reached |= {(module.__name__, item): vars(module)[item] for item in used}
-        for chain in reach.chains(function.__code__):
+        for chain in chains:
             if chain.kind == "first":
                 self._visit_chain("class", owner, chain.path[:1], function)
             else:
@@ -366,13 +366,6 @@ _CLASS_MACHINERY = frozenset(
     {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "__firstlineno__"}
     | {"__static_attributes__", "__abstractmethods__", "_abc_impl"}
 )
-
-
-@functools.lru_cache(maxsize=4096)
-def _global_names(code: types.CodeType) -> frozenset[str]:
-    instructions = dis.get_instructions(code)
-    own = (item.argval for item in instructions if item.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return frozenset(own).union(*map(_global_names, described.nested_code(code)))
 
 
 def _hash(description: Any) -> str:

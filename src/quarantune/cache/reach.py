@@ -35,6 +35,11 @@ class Chain:
     path: tuple[str, ...]
 
 
+def nested_code(code: types.CodeType) -> list[types.CodeType]:
+    """Returns the code of the functions defined directly in a function."""
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
 @functools.lru_cache(maxsize=4096)
 def chains(code: types.CodeType) -> list[Chain]:
     """Returns the dotted names in a function's code and in the functions within it, sorted and each once."""
@@ -63,22 +68,21 @@ def _chains(code: types.CodeType, first: str | None, *, nested: bool = False) ->
             open_chain = ("first", last) if last == first else None
     if open_chain:
         yield Chain(*open_chain, tuple(path))
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _chains(constant, first, nested=True)
+    for inner in nested_code(code):
+        yield from _chains(inner, first, nested=True)
 
 
 @functools.lru_cache(maxsize=4096)
 def imports(code: types.CodeType) -> frozenset[str]:
     """Returns the names of modules in the import statements of a function's code, including nested functions."""
-    inner = (imports(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    inner = map(imports, nested_code(code))
     own = (item.argval for item in dis.get_instructions(code) if item.opname == "IMPORT_NAME")
     return frozenset(own).union(*inner)
 
 
 def names(code: types.CodeType) -> frozenset[str]:
     """Returns all names of globals and attributes in a function's code, also as texts, including nested functions."""
-    inner = (names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    inner = map(names, nested_code(code))
     texts = (constant for constant in code.co_consts if isinstance(constant, str))
     return frozenset(code.co_names).union(texts, *inner)
 

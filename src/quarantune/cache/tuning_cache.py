@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quarantune.cache import content, exchange, journal
-from quarantune.cache.entry_file import SCHEMA, Contents, Entry
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.exchange import CacheDiff, CacheKey, MergeReport
 from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
-from quarantune.cache.store import Store
+from quarantune.cache.store import SCHEMA, Contents, Entry, Store
 from quarantune.host import locks, shared_files
 from quarantune.host.shared_files import paths
 from quarantune.values import remembered
@@ -195,7 +194,7 @@ class TuningCache:
         for name, contents in other._contents():
             if contents:
                 merging.offer(name, contents)
-                store.merge(name, contents, prefer=functools.partial(_chosen, merging, name))
+                store.merge(name, contents, prefer=functools.partial(merging.prefer, name))
         with self._lock:
             self._configs.clear()
         return merging.report()
@@ -306,10 +305,6 @@ def _opened(other: TuningCache | str | os.PathLike[str]) -> TuningCache:
     opened = TuningCache(directory)
     opened._store = Store(directory, read_only=True)
     return opened
-
-
-def _chosen(merging: exchange.Merging, name: str, device: str, key: str, present: Entry, offered: Entry) -> Entry:
-    return merging.prefer(CacheKey(name, key, device), present, offered)
 
 
 _DRAFT_AGE_S = 3600.0

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, exchange, safe_name, tuning_cache
-from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, counted, input_errors
+from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import freeze
 from quarantune.values.findings import Findings, ratio_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
-from quarantune.values.texts import printable, shown
+from quarantune.values.texts import columns, printable, shown
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _HIDDEN = ("schema", "config", "key_values", "kernels", "time_ms", "default_time_ms", "speedup_interval")

@@ -11,6 +11,8 @@ from quarantune.api.compile_check import compile_check
 from quarantune.cli import calls
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.devices import targets
+from quarantune.resolve import compiling
+from quarantune.resolve.bound_call import BoundCall
 from quarantune.results.report import CompileReport
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
@@ -53,7 +55,7 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
         if report.known:
             out.line("--again compiles all of them")
         if saves:
-            best = ahead.save_estimated(tuned, call.args, call.kwargs, report)
+            best = compiling.save_estimated(BoundCall(function, call.args, call.kwargs), report)
             told = "no config has an estimate" if best is None else f"{format_config(best)}, estimated, never measured"
             out.line(told)
             ended_well &= best is not None
@@ -77,11 +79,6 @@ def _record(report: CompileReport, call: str) -> JsonObject:
 
 
 def _trial(trial: Trial) -> JsonObject:
-    return {
-        "config": encode(trial.config),
-        "outcome": trial.outcome.value,
-        "phase": trial.phase.value if trial.phase else None,
-        "compile_s": trial.compile_s,
-        "figures": dataclasses.asdict(trial.figures) if trial.figures else None,
-        "message": trial.message,
-    }
+    figures = dataclasses.asdict(trial.figures) if trial.figures else None
+    ended = {name: getattr(trial, name) for name in ("outcome", "phase", "compile_s", "message")}
+    return {"config": encode(trial.config), "figures": figures} | ended

@@ -27,23 +27,15 @@ _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command, whose errors are one line; it gets its options when it is used."""
+    """A parser of one command, whose errors are one line."""
 
-    def __init__(self, words: str, **options: Any) -> None:
-        """Makes the parser of a command, of which words are the name; the other arguments are those of argparse."""
-        self._words: str | None = words
+    def __init__(self, **options: Any) -> None:
+        """Makes a parser without options; the arguments are those of argparse."""
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(**options, allow_abbrev=False, add_help=False, formatter_class=formatter)
 
-    def complete(self) -> None:
-        """Gives the parser its options, and the commands within it."""
-        words, self._words = self._words, None
-        if words is not None:
-            _complete(self, words)
-
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Reads the words of this command, and refuses what it does not take, so that its own help is named."""
-        self.complete()
         self._given = list(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(args, namespace)
         if rest:
@@ -350,12 +342,14 @@ COMMANDS: Mapping[str, Command] = {
 
 def make_parser() -> Parser:
     """Returns the parser of all commands; `run` names the function that handles one, as `module:function`."""
-    parser = Parser("", prog="quarantune", **_texts(COMMANDS[""]))
+    parser = Parser(prog="quarantune", **_texts(COMMANDS[""]))
     parser.epilog = _EPILOG
+    _complete(parser, "")
     return parser
 
 
 def _complete(parser: Parser, words: str) -> None:
+    """Gives the parser of a command its options, and the commands within it."""
     for option in [_HELP, *COMMANDS[words].options]:
         is_choice = isinstance(option, list)
         holder: Any = parser.add_mutually_exclusive_group(required=True) if is_choice else parser
@@ -366,7 +360,7 @@ def _complete(parser: Parser, words: str) -> None:
         parser.set_defaults(run="", parser=parser)
         commands: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
         for name, command in within.items():
-            commands.add_parser(name, words=f"{words} {name}".strip(), help=command.about, **_texts(command))
+            _complete(commands.add_parser(name, help=command.about, **_texts(command)), f"{words} {name}".strip())
 
 
 def commands_within(words: str) -> dict[str, Command]:

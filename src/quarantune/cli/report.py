@@ -17,7 +17,7 @@ from quarantune.results.result import ResultData
 def _results(name: str, device: str | None, when: str) -> list[ResultData]:
     directory, _, function = name.rpartition("/") if when else ("", "", name)
     store = cache.another(directory) if directory else cache.opened()
-    with input_errors(LookupError):
+    with input_errors(ValueError):
         found = cached_results(store.directory, function, device=device)
     return [dataclasses.replace(data, when=when) for data in found]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from quarantune.cli.output import DONE, Output, columns
+from quarantune.cli.output import DONE, Output
 from quarantune.devices import targets as known
+from quarantune.values.texts import columns
 
 _FIELDS = ("name", "platform", "device_kind", "is_here", "origin")
 

@@ -62,7 +62,7 @@ class Device:
 
 
 def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment in which a process creates the context of a single device fastest.
+    """Returns the environment that lets a process create the context of a single device fastest.
 
     The driver creates and destroys contexts one after another, however many cores there are. More than half of the
     time goes into the eight hardware queues that CUDA requests: 0.15 s on an H200, and 0.06 s with one queue. The

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import socket
@@ -72,7 +71,9 @@ class Lease:
             return True
         if self._had_turn:
             self._had_turn = False
-            self._not_before = now + _YIELD_S if self._others_wait() else now
+            probes = _bind_all(self._names("queue"))
+            _close_all(probes)
+            self._not_before = now if probes else now + _YIELD_S  # others wait
         if now < self._not_before:
             return False
         self._held = _bind_all(self._names("lease"))
@@ -115,20 +116,15 @@ class Lease:
         elif now >= self._next_check:
             self._next_check = now + _CHECK_S
             holders = [_holder(name) for name in self._names("lease")]
-            reasons = [reason for holder in holders if (reason := holder.reason)]
-            if reasons and (reasons[0] == self._last_reason or any(holder.is_foreign for holder in holders)):
-                self._pass(f"{self._device.name} is held by {reasons[0]}")
-            self._last_reason = reasons[0] if reasons else ""
+            reason = next((reason for reason, _ in holders if reason), "")
+            if reason and (reason == self._last_reason or any(is_foreign for _, is_foreign in holders)):
+                self._pass(f"{self._device.name} is held by {reason}")
+            self._last_reason = reason
 
     def _pass(self, reason: str) -> None:
         _logger.warning("%s; measuring beside it", reason)
         self._is_passed_over = True
         self._stop_waiting()
-
-    def _others_wait(self) -> bool:
-        probes = _bind_all(self._names("queue"))
-        _close_all(probes)
-        return not probes
 
     def _stop_waiting(self) -> None:
         self._waits_since = None
@@ -141,20 +137,11 @@ class Lease:
         return [f"\0quarantune-{role}-{owner}-{device.name}" for device in self._device.members]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Holder:
-    """The process that holds a name.
+def _holder(name: str) -> tuple[str, bool]:
+    """Returns a reason not to wait for the process that holds a name, and whether that is another user's.
 
-    Attributes:
-        reason: a reason not to wait for it, as a description of the process; empty where there is none.
-        is_foreign: whether it belongs to another user, so that it cannot be a tuner of this user.
+    The reason describes the process, and is empty where there is none. A process of another user is no tuner of ours.
     """
-
-    reason: str = ""
-    is_foreign: bool = False
-
-
-def _holder(name: str) -> _Holder:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -162,15 +149,13 @@ def _holder(name: str) -> _Holder:
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except ConnectionRefusedError:
             # The holder may have gone, or may not listen yet, so this counts only if the next check finds the same.
-            return _Holder("a process that is no tuner, as it does not listen")
+            return "a process that is no tuner, as it does not listen", False
         except OSError:
-            return _Holder()
+            return "", False
     pid, user, _ = _CREDENTIALS.unpack(credentials)
     if user != os.geteuid():
-        return _Holder(f"process {pid} of another user ({user})", is_foreign=True)
-    if pid and machine.is_stopped(pid):
-        return _Holder(f"process {pid}, which is stopped")
-    return _Holder()
+        return f"process {pid} of another user ({user})", True
+    return (f"process {pid}, which is stopped" if pid and machine.is_stopped(pid) else ""), False
 
 
 def _bind(name: str) -> socket.socket | None:

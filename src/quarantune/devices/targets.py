@@ -48,7 +48,12 @@ _GPUS = {
     "NVIDIA B200": "nvidia_b200",
 }
 """The name of each GPU whose description the package holds, with the description's file."""
-
+_COMPILERS = {
+    "tpu": ("libtpu", "pip install 'quarantune[tpu]'"),
+    "cuda": ("JAX's CUDA plugin", "pip install 'quarantune[cuda-compile]'"),
+    "rocm": ("JAX's ROCM plugin", "install jax-rocm7-plugin"),
+}
+"""What compiles for each platform, and how to install it."""
 
 _TEXTS_FOLDER = "targets"
 _ORIGIN = "# Origin: "
@@ -60,14 +65,14 @@ _LARGEST_BYTES = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(CompileTarget):
     """A device that programs are compiled for; it need not be here.
 
     Attributes:
         name: its name for `compile_check`.
         platform: `cpu`, `cuda`, `rocm` or `tpu`.
         device_kind: JAX's name of the device, which is also its name in the cache.
-        topology: the topology by which libtpu knows a TPU; empty for other devices.
+        topology: libtpu's name of a TPU's topology; empty for other devices.
         config_text: XLA's description of a GPU; empty for other devices.
         num_cores: the number of its cores, as JAX counts them; None where it is not known.
         origin: where its description comes from.
@@ -76,14 +81,8 @@ class Target:
     """
 
     name: str
-    platform: str
-    device_kind: str
-    topology: str = ""
-    config_text: str = dataclasses.field(default="", repr=False)
-    num_cores: int | None = None
     origin: str = ""
     is_here: bool = False
-    estimates: bool = False
 
     @property
     def device(self) -> Device:
@@ -95,8 +94,7 @@ class Target:
         """Its description for a compile worker; None for the CPU, since every process can compile for it."""
         if self.platform == "cpu":
             return None
-        names = [field.name for field in dataclasses.fields(CompileTarget)]
-        return CompileTarget(**{name: getattr(self, name) for name in names})
+        return CompileTarget(**{field.name: getattr(self, field.name) for field in dataclasses.fields(CompileTarget)})
 
 
 def targets() -> tuple[Target, ...]:
@@ -133,9 +131,7 @@ def find(name: str | Target) -> Target:
 def of_tpu(kind: str) -> CompileTarget | None:
     """Returns what compile workers need to know of a kind of TPU; None where no worker can compile for it."""
     known = next((target for target in _by_name() if target.device_kind == kind), None)
-    if known is None or importlib.util.find_spec("libtpu") is None:
-        return None
-    return known.for_compiling
+    return known.for_compiling if known is not None and has_plugin("tpu") else None
 
 
 def usable(name: str | Target) -> Target:
@@ -147,20 +143,20 @@ def usable(name: str | Target) -> Target:
         ImportError: JAX's plugin for it is not installed; the message says how to install it.
     """
     target = find(name)
-    _check_plugin(target)
+    if not has_plugin(target.platform):
+        needed, remedy = _COMPILERS[target.platform]
+        raise ImportError(f"compiling for {target.name} needs {needed}, which is not installed: {remedy}")
     return target
 
 
-def _check_plugin(target: Target) -> None:
-    """Raises ImportError where this Python has no compiler for a target."""
-    if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-        raise ImportError(
-            f"compiling for {target.name} needs libtpu, which is not installed: pip install 'quarantune[tpu]'"
-        )
-    if target.platform in ("cuda", "rocm") and not any(target.platform in name for name in _plugins()):
-        plugin = f"JAX's {target.platform.upper()} plugin"
-        remedy = "pip install 'quarantune[cuda-compile]'" if target.platform == "cuda" else "install jax-rocm7-plugin"
-        raise ImportError(f"compiling for {target.name} needs {plugin}, which is not installed: {remedy}")
+def has_plugin(platform: str) -> bool:
+    """Returns whether JAX's plugin for a platform is installed, found as JAX finds it; for TPUs, that is libtpu."""
+    if platform in ("cpu", "tpu"):
+        return platform == "cpu" or importlib.util.find_spec("libtpu") is not None
+    names = {entry.name for entry in installed.entry_points("jax_plugins")}
+    if (spec := importlib.util.find_spec("jax_plugins")) is not None:
+        names |= {module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)}
+    return any(platform in name for name in names)
 
 
 def remember(target: CompileTarget | None, settings: Settings) -> None:
@@ -265,13 +261,11 @@ def _here() -> Iterator[Target]:
     except SandboxError as error:
         _logger.warning("the devices of this machine are not listed: %s", error)
         return
-    kinds = set()
-    for device in () if backend is None else backend.devices:
-        if device.kind in kinds or device.platform == "cpu":
-            continue
-        kinds.add(device.kind)
+    if backend is None:
+        return
+    for device in {each.kind: each for each in backend.devices if each.platform != "cpu"}.values():
         known = next((target for target in _by_name() if target.device_kind == device.kind), None)
-        if backend is not None and backend.config_text is not None and device.platform != "tpu":
+        if backend.config_text is not None and device.platform != "tpu":
             yield Target(
                 name=device.kind if known is None else known.name,
                 platform=device.platform,
@@ -283,14 +277,6 @@ def _here() -> Iterator[Target]:
             )
         elif known is not None:
             yield dataclasses.replace(known, is_here=True)
-
-
-def _plugins() -> set[str]:
-    """Returns the names of JAX's plugins that are installed, found as JAX finds them."""
-    names = {entry.name for entry in installed.entry_points("jax_plugins")}
-    if (spec := importlib.util.find_spec("jax_plugins")) is not None:
-        names |= {module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)}
-    return names
 
 
 def _folded(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from quarantune import sandbox
-from quarantune.doctor import device_checks, machine_checks, trial_checks
+from quarantune.doctor import machine_checks, trial_checks
 from quarantune.doctor.check import Check, Status, fail, failed, first_line, warn
 from quarantune.values import settings as environment
 from quarantune.values.settings import Settings
@@ -40,8 +40,8 @@ def _all() -> Iterator[Check]:
         yield fail("sandbox", "this process is a worker of another sweep", "run the doctor outside of a tuned function")
         return
     steps: dict[str, Callable[[], Check | Iterable[Check]]] = {
-        "versions": device_checks.jax_versions,
-        "plugins": device_checks.plugins,
+        "versions": machine_checks.jax_versions,
+        "plugins": machine_checks.plugins,
         "cores": lambda: machine_checks.cores(settings),
         "memory": lambda: machine_checks.memory(settings),
         "/dev/shm": machine_checks.shared_memory,
@@ -50,7 +50,7 @@ def _all() -> Iterator[Check]:
         "processes": lambda: machine_checks.processes(settings),
         "thread variables": machine_checks.thread_variables,
         "cache directory": lambda: machine_checks.cache_directory(settings),
-        "devices": device_checks.devices,
+        "devices": machine_checks.devices,
         "ranks": lambda: trial_checks.ranks(settings),
         "trials": trial_checks.trials,
         "TPU compiler": trial_checks.tpu_compiler,

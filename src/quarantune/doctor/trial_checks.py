@@ -22,7 +22,7 @@ import numpy as np
 import quarantune
 from quarantune import jax_internals
 from quarantune.api.tuner import AutoTuner
-from quarantune.devices import discovery
+from quarantune.devices import discovery, targets
 from quarantune.doctor.check import Check, first_line, judged, ok, warn
 from quarantune.host import origins, variables
 from quarantune.results.result import TuningResult
@@ -56,7 +56,7 @@ def _jitted(x: jax.Array, scale: int = 2) -> jax.Array:
 
 def tpu_compiler() -> Iterator[Check]:
     """Yields what the compiler for TPUs gives without a TPU, where it is installed."""
-    if importlib.util.find_spec("libtpu") is not None:
+    if targets.has_plugin("tpu"):
         x = jax.ShapeDtypeStruct(_SHAPE, np.float32)
         with settings(disable_cache=True):
             report = quarantune.compile_check(_jitted, {"scale": [1]}, x, target="TPU v5e", estimate=True)

@@ -68,26 +68,15 @@ class Address(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """A shard has said something.
+    """A shard has said something, or its connection has ended.
 
     Attributes:
         shard: its number.
-        message: the message.
+        message: the message; None at the end.
     """
 
     shard: int
-    message: JsonObject
-
-
-@dataclasses.dataclass(frozen=True)
-class Gone:
-    """The connection of a shard has ended.
-
-    Attributes:
-        shard: its number.
-    """
-
-    shard: int
+    message: JsonObject | None
 
 
 class Contacts:
@@ -128,13 +117,13 @@ class Contacts:
         with contextlib.suppress(OSError):
             self._waker.send(b"!")
 
-    def poll(self, timeout_s: float) -> list[Said | Gone]:
+    def poll(self, timeout_s: float) -> list[Said]:
         """Returns what shards have said, in order; waits for the first of it.
 
         Args:
             timeout_s: the longest wait.
         """
-        events: list[Said | Gone] = []
+        events: list[Said] = []
         must_accept = False
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._wakes:
@@ -182,7 +171,7 @@ class Contacts:
             if place >= MOST_UNKNOWN // 2 or time.monotonic() > peer.since + _GREETS_S:
                 self._drop(peer)
 
-    def _read(self, peer: _Peer) -> Iterator[Said | Gone]:
+    def _read(self, peer: _Peer) -> Iterator[Said]:
         for message in peer.receive():
             if peer.shard is not None:
                 yield Said(peer.shard, message)
@@ -192,7 +181,7 @@ class Contacts:
             shard = peer.shard
             self._drop(peer)
             if shard is not None:
-                yield Gone(shard)
+                yield Said(shard, None)
 
     def _greet(self, peer: _Peer, message: JsonObject) -> bool:
         """Answers the first message of a shard; returns whether it may go."""

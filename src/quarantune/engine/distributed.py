@@ -10,16 +10,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from quarantune.engine import parcel, shards
-from quarantune.engine.replies import End
+from quarantune.engine import remote, shards
+from quarantune.engine.remote import End
 from quarantune.engine.shards import Shard, Shards
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
 from quarantune.scheduler.plan import NOTHING_MORE, Proof
-from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.proof import comparison
-from quarantune.sweep.request import SweepRequest
-from quarantune.sweep.swept import Swept
+from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport.problem import Problem
 from quarantune.values.trial import END, UNTUNED, Config, Outcome, Trial
 
@@ -53,7 +51,7 @@ def run(
     """
     whole = executor.check() if isinstance(executor, WholeSweeps) else None
     problem, source, is_check = request.problem, request.source, request.target is not None
-    packed, call = parcel.pack(request, request.possible(configs))
+    packed, call = remote.pack(request, request.possible(configs))
     measured = dict(known or {})
     proof = Proof(comparison(problem, call, request.options, is_check=is_check))
     request = dataclasses.replace(request, proof=proof, events=_relayed(request.events, measured, whole))
@@ -81,7 +79,7 @@ def _finish(
 ) -> Swept:
     """Returns the findings of the only whole sweep, or those of the final between machines."""
     if len(first) == 1 and first[0].is_whole and len(ends) == 1 and not _lacks(ends[0], measured):
-        return _swept(ends[0][1])
+        return ends[0][1].swept
     return _Final(given, problem, measured).run(next((end.complaint for _, end in ends if end.complaint), ""))
 
 
@@ -117,10 +115,6 @@ def _relayed(events: SweepEvents, measured: dict[int, Trial], whole: WholeSweeps
 def _lacks(ended: tuple[Shard, End], trials: Mapping[int, Trial]) -> bool:
     """Returns whether configs may win that a shard did not have, because another shard died with them."""
     return any(index not in ended[0].given for index, trial in trials.items() if is_usable(trial))
-
-
-def _swept(end: End) -> Swept:
-    return Swept(end.final, untuned=end.untuned, complaint=end.complaint)
 
 
 class _Final:
@@ -159,10 +153,8 @@ class _Final:
                 end = ends[0][1]
                 ran = trials if end.untuned is None else {**trials, UNTUNED: end.untuned}
                 fastest = finals.conclude(ran, Final(), default=None)[1].winner
-                final = end.final if end.final.rounds_ms else _alone(fastest, ran)
-                return dataclasses.replace(
-                    _swept(end), final=final, complaint=end.complaint or complaint, retimed=trials
-                )
+                final = end.swept.final if end.rounds_ms else _alone(fastest, ran)
+                return dataclasses.replace(end.swept, final=final, complaint=end.complaint or complaint, retimed=trials)
             groups = [[winner] for winner in winners]
 
     def _run_groups(self, groups: Sequence[Sequence[int]], trials: dict[int, Trial]) -> list[tuple[Shard, End]]:
@@ -190,7 +182,7 @@ def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:
     group = {index: trials[index] for index in shard.given if index in trials}
     if not any(map(is_usable, group.values())):
         return None
-    return finals.conclude(group, end.final, default=None)[1].winner
+    return finals.conclude(group, end.swept.final, default=None)[1].winner
 
 
 def _alone(index: int, trials: Mapping[int, Trial]) -> Final:

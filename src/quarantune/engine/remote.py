@@ -1,32 +1,53 @@
-"""Runs one shard of a sweep where an engine has put it: in a sandbox of that machine, as a local sweep."""
+"""A shard: its sweep packed for an engine, and run where that has put it, in a sandbox of the machine."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import dataclasses
 import os
+import pickle
 import platform
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
 
+import jax
+
+from quarantune import jax_internals
 from quarantune.devices import discovery, targets
+from quarantune.devices.targets import Target
 from quarantune.engine import contact
 from quarantune.engine.contact import Address, Contact
-from quarantune.engine.parcel import Parcel, unpack
-from quarantune.host import locks
-from quarantune.sandbox import template
-from quarantune.sweep import sweep
-from quarantune.sweep.events import SweepEvents
+from quarantune.host import locks, variables
+from quarantune.measure.finals import Final
+from quarantune.sandbox import spool, template
+from quarantune.sweep import sweep, sweep_inputs
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepRequest
-from quarantune.sweep.swept import Swept
+from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
+from quarantune.transport import payload
+from quarantune.transport.call import Call, PackedCall
+from quarantune.transport.problem import Problem
 from quarantune.values import settings as environment
 from quarantune.values import versions
+from quarantune.values.codec import DamageError, Record, one_of
+from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Trial
+from quarantune.values.options import TIME, Options
+from quarantune.values.trial import (
+    END,
+    READY,
+    Config,
+    EngineError,
+    Outcome,
+    Phase,
+    ReferenceFailedError,
+    Samples,
+    Trial,
+)
 
 DONE, STOPPED, LATE, REFUSED, FAILED, INVALID = "done", "stopped", "late", "refused", "failed", "invalid"
 """How a shard ends on its machine."""
@@ -36,6 +57,292 @@ REFUSAL_S = 0.3
 """A machine that cannot run a shard stays busy for this long, times the number of refusals, after it has said so: the
 machines that can run it should get it next."""
 _LONGEST_REFUSAL_S = 2.0
+
+
+# --- the call as a shard has it -----------------------------------------------------------------------------
+
+_THREADS = ("OMP", "MKL", "OPENBLAS", "BLIS", "NUMEXPR")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """One call as the shards of its sweep run it.
+
+    Attributes:
+        problem: the call, without its arguments; a stand-in takes the place of the function.
+        is_jitted: whether the function is jitted.
+        packed: the call as a sweep sends it to its workers; only these unpack it.
+        options: the author's options; stand-ins take the place of functions, which travel with the call.
+        settings: the settings that hold on every machine, by name.
+        threads: the variables that limit threads of numerical libraries, with their values in the submitter's process.
+        target: the device to compile for, which the machines need not have; None where configs are measured.
+    """
+
+    problem: Problem
+    is_jitted: bool
+    packed: PackedCall
+    options: Options
+    settings: Mapping[str, Any]
+    threads: Mapping[str, str | None]
+    target: Target | None
+
+
+def stand_in(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a function that only the workers of a sandbox load.
+
+    Raises:
+        RuntimeError: it was called.
+    """
+    raise RuntimeError("this function stands for another one, and is never called")
+
+
+_jitted_stand_in = jax.jit(stand_in)
+
+
+def pack(request: SweepRequest, configs: Sequence[Config]) -> tuple[bytes, Call]:
+    """Returns the call of a sweep packed for `unpack`, and as it is in this process.
+
+    Args:
+        request: the sweep.
+        configs: configs with all values that the configs of the space have.
+
+    Raises:
+        TypeError: a part of the call cannot be pickled.
+    """
+    problem, options, settings, limits = request.problem, request.options, request.settings, request.limits
+    packed = sweep.pack(problem, configs, options, with_values=sweep_inputs.are_given(options.supply))
+    values = _values_of(packed)
+    untuned = None if problem.untuned is None else encode(problem.untuned)
+    parcel = Parcel(
+        problem=dataclasses.replace(problem, fn=stand_in, args=(), kwargs={}, untuned=untuned),
+        is_jitted=jax_internals.is_jitted(problem.fn),
+        packed=dataclasses.replace(
+            packed,
+            call=Call(fn=stand_in, args=(), kwargs={}, specs=packed.call.specs),
+            sources=(None,) * len(packed.call.specs),
+            spool=values,
+        ),
+        options=_plain(options),
+        settings={
+            "compile_timeout": limits.compile_timeout_s,
+            "timeout": limits.timeout_s,
+            "memory_limit": limits.memory_limit_bytes,
+            "configs_per_worker": settings.configs_per_worker,
+            "start_method": settings.start_method,
+            "isolation": "process",
+            "disable_cache": True,  # only the submitter writes
+        },
+        threads={name: os.environ.get(name) for name in (f"{library}_NUM_THREADS" for library in _THREADS)},
+        target=request.target,
+    )
+    return pickle.dumps(parcel), packed.call
+
+
+def unpack(data: bytes) -> Parcel:
+    """Returns the parcel that `pack` packed in a process with the same versions."""
+    parcel = pickle.loads(data)
+    assert isinstance(parcel, Parcel)
+    if not parcel.is_jitted:
+        return parcel
+    return dataclasses.replace(parcel, problem=dataclasses.replace(parcel.problem, fn=_jitted_stand_in))
+
+
+def _values_of(packed: PackedCall) -> bytes:
+    if not packed.call.spool_bytes:
+        return b""
+    fd = spool.create("arrays", size_bytes=packed.call.spool_bytes)
+    try:
+        payload.write_arrays(packed, fd)
+        return spool.read(fd)
+    finally:
+        os.close(fd)
+
+
+def _plain(options: Options) -> Options:
+    """Returns options without what only the submitter needs, and with stand-ins for functions of the user's."""
+    return dataclasses.replace(
+        options,
+        key_fn=None,
+        prune_fn=None,
+        objective=TIME,
+        supply="auto" if callable(options.supply) else options.supply,
+        ref_fn=stand_in if callable(options.ref_fn) else options.ref_fn,
+        check_fn=None if options.check_fn is None else stand_in,
+        search="exhaustive",
+        max_trials=None,
+        time_budget=None,
+        patience=None,
+        tables=None,
+    )
+
+
+# --- the messages of a shard, which are checked like any other input, and the errors of engines ---------------
+
+_MOST_TEXT = 20_000
+_DEATHS = ("Killed", "Crashed", "Died", "Lost", "Terminated", "Unreachable")
+"""Parts of the names of the errors by which engines report that a worker has died."""
+_ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError, ImportError)}
+
+
+def _cut(text: str) -> str:
+    return text[:_MOST_TEXT]
+
+
+_Text: TypeAlias = Annotated[str, _cut]
+_Rounds: TypeAlias = tuple[tuple[int, Samples], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended(Record):
+    """A config has ended.
+
+    Attributes:
+        index: its index.
+        trial: its trial, as `Trial.to_json` describes it.
+    """
+
+    index: int
+    trial: JsonObject
+
+    def read(self, configs: Mapping[int, Config], *, is_check: bool) -> Trial:
+        """Returns the trial.
+
+        Args:
+            configs: the configs by index; those of messages do not count.
+            is_check: whether configs are only compiled.
+
+        Raises:
+            DamageError: the message describes none.
+        """
+        if self.index not in configs:
+            raise DamageError(f"there is no config {self.index}")
+        is_compiled = is_check and self.trial.get("outcome") == Outcome.OK
+        # In files, a trial that is ok has a time.
+        found = Trial.from_json(self.trial | ({"outcome": Outcome.NOT_RUN.value} if is_compiled else {}))
+        outcome = Outcome.OK if is_compiled else found.outcome
+        return dataclasses.replace(found, config=configs[self.index], outcome=outcome)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entered(Record):
+    """A config has entered a phase.
+
+    Attributes:
+        phase: its index, and the phase.
+    """
+
+    phase: tuple[int, Annotated[str, one_of(*Phase, READY, END)]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lowered(Record):
+    """A config has been lowered.
+
+    Attributes:
+        program: the config, and the lines of its program.
+    """
+
+    program: tuple[JsonObject, Mapping[str, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End(Record):
+    """A shard has ended on its machine.
+
+    Attributes:
+        end: how: `DONE` or another of these.
+        host: the machine.
+        error: the reason, where it failed or was refused.
+        kind: the type of the error, where the call itself is at fault.
+        rounds_ms: the comparison of its fastest configs, where it was whole, as in `Final`.
+        warm_ms: as in `Final`.
+        untuned: as `Swept.untuned`.
+        complaint: as `Swept.complaint`.
+        trials: all that have ended, in the result of a shard.
+    """
+
+    end: str
+    host: _Text = ""
+    error: _Text = ""
+    kind: _Text = ""
+    rounds_ms: _Rounds = ()
+    warm_ms: _Rounds = ()
+    untuned: Trial | None = None
+    complaint: _Text = ""
+    trials: tuple[Ended, ...] = ()
+
+    @property
+    def swept(self) -> Swept:
+        """The findings of its sweep."""
+        return Swept(Final(dict(self.rounds_ms), dict(self.warm_ms)), untuned=self.untuned, complaint=self.complaint)
+
+
+def read(message: JsonObject) -> End | Entered | Lowered | Ended:
+    """Returns the message of a shard.
+
+    Raises:
+        DamageError: it is none.
+    """
+    if "end" in message:
+        return End.from_json(message)
+    if "phase" in message:
+        return Entered.from_json(message)
+    return Lowered.from_json(message) if "program" in message else Ended.from_json(message)
+
+
+def error_of(end: End, name: str, host: str) -> Exception:
+    """Returns the error of a call that cannot be tuned, as a machine has found.
+
+    Args:
+        end: the end of its shard.
+        name: the function's name.
+        host: the machine.
+    """
+    if (kind := _ERRORS.get(end.kind)) is not None:
+        return kind(f"{end.error} (on {host})")
+    return EngineError(f"{name}: {host} cannot take part: {end.error}; give all machines the same versions")
+
+
+def means_death(error: BaseException) -> bool:
+    """Returns whether an engine's error says that a worker has died, and not only that it gave up the work."""
+    return isinstance(error, concurrent.futures.BrokenExecutor) or any(part in type(error).__name__ for part in _DEATHS)
+
+
+def cannot_import(error: BaseException) -> str | None:
+    """Returns the text of an error that says that a worker lacks this package; None for any other error."""
+    found: BaseException | None = error
+    while found is not None:
+        if "No module named 'quarantune" in str(found):
+            return next(line for line in str(found).splitlines() if "No module named 'quarantune" in line)
+        found = found.__cause__ or found.__context__
+    return None
+
+
+def lacks_package(text: str) -> str:
+    """Returns the end of a sentence that says that a worker lacks this package, and the remedy.
+
+    Args:
+        text: the worker's error.
+    """
+    ours = versions_here()
+    return f"cannot import quarantune ({text}): install quarantune {ours['quarantune']} with jax {ours['jax']} there"
+
+
+def check_description(found: Any) -> None:
+    """Raises where a worker's description of itself shows that it can take no part.
+
+    Raises:
+        EngineError: it has other versions, or no device that could be found.
+    """
+    if not isinstance(found, dict) or not isinstance(found.get("versions"), dict):
+        raise EngineError(f"a worker of the executor described itself as {found!r:.80}: give it this quarantune")
+    if reason := differing(versions_here(), found["versions"]):
+        raise EngineError(f"{found['host']} cannot take part: {reason}; give all machines the same versions")
+    if "kind" not in found:
+        raise EngineError(f"{found['host']} cannot take part, because its devices are not known: {found['error']}")
+
+
+# --- the shard on its machine ---------------------------------------------------------------------------------
 
 
 class _StopError(Exception):
@@ -205,15 +512,15 @@ _LINGER_S = 20.0
 _lock = locks.new()
 _running = 0
 _begun = 0
-_before: dict[str, str | None] = {}
+_variables = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def prepared(variables: Mapping[str, str | None]) -> Iterator[None]:
+def prepared(threads: Mapping[str, str | None]) -> Iterator[None]:
     """Prepares this process for a shard, and keeps its template for the next one unless the shard is interrupted.
 
     Args:
-        variables: the submitter's limits of threads, None for those that are not set. A numerical library reads them
+        threads: the submitter's limits of threads, None for those that are not set. A numerical library reads them
             when it is loaded, in the template, and engines set them to 1 for their own workers. Where shards of several
             sweeps run in one process at a time, those of the first hold.
     """
@@ -222,8 +529,7 @@ def prepared(variables: Mapping[str, str | None]) -> Iterator[None]:
         _running += 1
         _begun += 1
         if _running == 1:
-            _before.update({name: os.environ.get(name) for name in variables})
-            _set(variables)
+            _variables.enter_context(variables.given(threads))
     linger_s = 0.0
     try:
         yield
@@ -232,17 +538,8 @@ def prepared(variables: Mapping[str, str | None]) -> Iterator[None]:
         with _lock:
             _running -= 1
             if not _running:
-                _set(_before)
-                _before.clear()
+                _variables.close()
         _end_template_after(linger_s, _begun)
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        elif os.environ.get(name) != value:
-            os.environ[name] = value
 
 
 def _end_template_after(linger_s: float, begun: int) -> None:

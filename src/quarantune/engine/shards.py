@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
-from quarantune.engine import remote, replies
-from quarantune.engine.contact import MOST_UNKNOWN, Contacts, Gone
-from quarantune.engine.replies import End, Ended, Entered, Lowered
+from quarantune.engine import remote
+from quarantune.engine.contact import MOST_UNKNOWN, Contacts
+from quarantune.engine.remote import End, Ended, Entered, Lowered
 from quarantune.host import machine
 from quarantune.scheduler.plan import ConfigSource
 from quarantune.sweep.request import SweepRequest
@@ -107,7 +107,7 @@ class Shards:
                 shard = self._shards.get(event.shard)
                 if shard is None:
                     continue
-                if isinstance(event, Gone):
+                if event.message is None:
                     self._die(shard)
                 else:
                     self._hear(shard, event.message)
@@ -197,7 +197,7 @@ class Shards:
 
     def _hear(self, shard: Shard, message: JsonObject) -> None:
         try:
-            match replies.read(message):
+            match remote.read(message):
                 case End() as end:
                     self._finish(shard, end)
                 case Entered(phase=(index, phase)):
@@ -283,7 +283,7 @@ class Shards:
         elif end.end == remote.REFUSED:
             self._refuse(shard, end.error)
         elif end.end == remote.INVALID:
-            raise replies.error_of(end, self._name, shard.host)
+            raise remote.error_of(end, self._name, shard.host)
         elif end.end == remote.FAILED:
             self._repeat_failed(shard, f"on {shard.host}: {end.error}")
         else:
@@ -333,14 +333,14 @@ class Shards:
         if isinstance(error, concurrent.futures.BrokenExecutor):
             # A broken pool stays broken, and may take work for a moment before it knows; no config is to blame for it.
             raise self._exhausted(error) from error
-        text, is_dead = replies.cannot_import(error), replies.means_death(error)
+        text, is_dead = remote.cannot_import(error), remote.means_death(error)
         if text is not None or (is_dead and self._is_heard):
             # It ended before it could say that it begins, and so would every other shard that it gets at once: the
             # other machines must have time to take some.
             self._resumes_at = time.monotonic() + remote.REFUSAL_S
             shard.host = shard.process = f"a worker of {_shown(self._executor)}"
-            ended = f"it ends before it begins to work; perhaps it {replies.lacks_package(str(error))}"
-            self._refuse(shard, ended if text is None else f"it {replies.lacks_package(text)}")
+            ended = f"it ends before it begins to work; perhaps it {remote.lacks_package(str(error))}"
+            self._refuse(shard, ended if text is None else f"it {remote.lacks_package(text)}")
         elif is_dead:
             self._repeat_dead(shard)
         else:
@@ -407,9 +407,6 @@ _KEPT_DESCRIPTORS = 64
 """Descriptors that are left to the journal, the engine and the user's program."""
 
 
-_OF_ONE_RUN = frozenset({"given", "number", "future", "host", "process", "began", "is_accepted", "running"})
-
-
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Shard:
     """Some configs that are tried on one machine.
@@ -439,14 +436,14 @@ class Shard:
     deaths: tuple[str, ...] = ()
     failures: int = 0
     refusals: int = 0
-    given: tuple[int, ...] = ()
-    number: int = 0
-    future: Future[Any] | None = None
-    host: str = ""
-    process: str = ""
-    began: float | None = None
-    is_accepted: bool = False
-    running: set[int] = dataclasses.field(default_factory=set)
+    given: tuple[int, ...] = dataclasses.field(default=(), init=False)
+    number: int = dataclasses.field(default=0, init=False)
+    future: Future[Any] | None = dataclasses.field(default=None, init=False)
+    host: str = dataclasses.field(default="", init=False)
+    process: str = dataclasses.field(default="", init=False)
+    began: float | None = dataclasses.field(default=None, init=False)
+    is_accepted: bool = dataclasses.field(default=False, init=False)
+    running: set[int] = dataclasses.field(default_factory=set, init=False)
 
     @property
     def may_grow(self) -> bool:
@@ -471,17 +468,15 @@ def partition(indices: Sequence[int], last: Sequence[int] = ()) -> list[Shard]:
     return shards
 
 
-def again(shard: Shard, **counts: int) -> Shard:
+def again(shard: Shard, **counts: Any) -> Shard:
     """Returns a shard to run again, all of it if it is a final.
 
     Args:
         shard: the shard.
         **counts: the fields that count why.
     """
-    indices = list(shard.given) if shard.is_final else shard.indices
-    fields = dataclasses.fields(Shard)
-    kept = {field.name: getattr(shard, field.name) for field in fields if field.name not in _OF_ONE_RUN}
-    return Shard(**{**kept, "indices": indices, **counts})
+    # Fields that the constructor does not take, which are about one run, are as in a new shard.
+    return dataclasses.replace(shard, indices=list(shard.given) if shard.is_final else shard.indices, **counts)
 
 
 def largest(configs: int) -> int:

@@ -1,4 +1,4 @@
-"""Tells the commit of the user's repository, for results to say from which code they are."""
+"""Tells the commit of the user's repository, so that results can name the code that was tuned."""
 
 from __future__ import annotations
 

@@ -38,11 +38,10 @@ def compile_slots(*, utilization: float, count: int, max_count: int, root: Path 
 
 
 def available_memory_bytes(*, root: Path = _ROOT) -> int:
-    """Returns how much more memory can be used before the machine, or a cgroup around us, runs out."""
+    """Returns how much more memory can be used before the machine, or a cgroup of this process, runs out."""
     free = [_available(root)]
-    for directory in _limited_groups(root):
-        limit = _memory_limit(directory)
-        if limit is not None:
+    for directory in _cgroup_directories("memory", root):
+        if (limit := _memory_limit(directory)) is not None:
             free.append(limit - _working_set(directory))
     return max(0, min(free))
 
@@ -186,14 +185,6 @@ def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
             levels = (base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
             directories |= dict.fromkeys(level for level in levels if level.is_dir())
     return tuple(directories)
-
-
-@functools.cache
-def _limited_groups(root: Path) -> tuple[Path, ...]:
-    """Returns the directories of this process's groups that can have a memory limit."""
-    files = ("memory.max", "memory.limit_in_bytes")
-    directories = _cgroup_directories("memory", root)
-    return tuple(directory for directory in directories if any((directory / file).exists() for file in files))
 
 
 def _threads_of_user(root: Path) -> int:

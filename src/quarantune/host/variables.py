@@ -8,17 +8,23 @@ from collections.abc import Iterator, Mapping
 
 
 @contextlib.contextmanager
-def given(values: Mapping[str, str]) -> Iterator[None]:
+def given(values: Mapping[str, str | None]) -> Iterator[None]:
     """Sets environment variables within the block; afterwards, they are as they were.
 
     Args:
-        values: the variables by name.
+        values: the variables by name; None for those that are not set.
     """
     before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    _set(values)
     try:
         yield
     finally:
-        for name in values:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
             os.environ.pop(name, None)
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+        else:
+            os.environ[name] = value

@@ -1,8 +1,11 @@
-"""JAX's backends: whether one is initialised, its plugins, and the answers to code traced for an absent device."""
+"""JAX's backends and plugins, answers for an absent device, and the store that a program's processes share."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +15,7 @@ import jax
 from jax._src import xla_bridge
 from jax._src.array import ArrayImpl
 
-from quarantune.host import variables
+from quarantune.host import caller, variables
 
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
 """The functions of JAX that say what `get_backend` returned."""
@@ -157,3 +160,114 @@ def target_config(devices: Sequence[Any]) -> str | None:
         return str(xla_client.get_topology_for_devices(list(devices)).target_config)
     except (AttributeError, RuntimeError, TypeError):
         return None
+
+
+# --- the processes of one program ---
+
+_inherited: Any = None
+"""The client that this process has from the process it was forked from, whose threads it lacks: calls would hang."""
+
+
+class CoordinationError(RuntimeError):
+    """The coordination service of the program did not answer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coordination:
+    """This process's access to the key-value store of its program.
+
+    Attributes:
+        client: JAX's client of the coordination service.
+        rank: the number of this process in the program.
+        ranks: how many processes the program has.
+    """
+
+    client: Any
+    rank: int
+    ranks: int
+
+    def read(self, key: str) -> str | None:
+        """Returns the value of a key; None where it has none. Never waits for one.
+
+        Raises:
+            CoordinationError: the service did not answer.
+        """
+        with _answered(without="NOT_FOUND"):
+            return str(self.client.key_value_try_get(key))
+        return None
+
+    def write(self, key: str, value: str) -> bool:
+        """Gives a key its value, unless it has one; returns whether this was the first writer.
+
+        Raises:
+            CoordinationError: the service did not answer.
+        """
+        with _answered(without="ALREADY_EXISTS"):
+            self.client.key_value_set(key, value, allow_overwrite=False)
+            return True
+        return False
+
+    def count(self, directory: str) -> int:
+        """Returns how many keys begin with `directory` and a slash.
+
+        Raises:
+            CoordinationError: the service did not answer.
+        """
+        with _answered(without="NOT_FOUND"):
+            return len(self.client.key_value_dir_get(f"{directory}/"))
+        return 0
+
+
+def coordination() -> Coordination | None:
+    """Returns this process's access to the key-value store; None in a program of one process.
+
+    Private (`distributed.global_state`) because JAX makes public only whether it is initialised: neither the client nor
+    the number of processes, for which `jax.process_count` would initialise a backend.
+    """
+    from jax._src import distributed
+
+    try:
+        state = distributed.global_state
+        client = state.client
+        if client is None or client is _inherited:
+            return None
+        client.key_value_try_get, client.key_value_set, client.key_value_dir_get  # noqa: B018 - are they there?
+        rank, ranks = int(state.process_id), int(state.num_processes)
+    except (AttributeError, TypeError, ValueError):
+        if jax.distributed.is_initialized():
+            _warn_missing()
+        return None
+    return Coordination(client=client, rank=rank, ranks=ranks) if ranks > 1 else None
+
+
+@functools.cache
+def _warn_missing() -> None:
+    caller.warn(
+        f"quarantune finds no key-value store in jax.distributed of jax {jax.__version__}: each process of this "
+        f"program tunes for itself, and a program whose collectives depend on the config may hang; let the processes "
+        f"share a QUARANTUNE_CACHE_DIR that has been tuned before, or set QUARANTUNE_AGREE=0 to silence this warning",
+        RuntimeWarning,
+    )
+
+
+@contextlib.contextmanager
+def _answered(*, without: str) -> Iterator[None]:
+    """Ends the block at an answer of the service that says so, and raises `CoordinationError` where there is none."""
+    try:
+        yield
+    except Exception as error:
+        if without not in str(error):
+            raise CoordinationError(
+                f"the coordination service of this jax.distributed program did not answer, so its processes cannot "
+                f"agree on a config ({str(error).partition(chr(10))[0]}): see whether process 0 still runs, or set "
+                f"QUARANTUNE_AGREE=0 in all processes"
+            ) from error
+
+
+def _forget_inherited() -> None:
+    global _inherited
+    distributed = sys.modules.get("jax._src.distributed")
+    _inherited = getattr(getattr(distributed, "global_state", None), "client", None)
+
+
+os.register_at_fork(after_in_child=_forget_inherited)

@@ -1,12 +1,20 @@
-"""Compiled programs: takes one apart into plain parts, and rebuilds it from them in another process."""
+"""Compiled programs: taken apart, rebuilt in another process, and kept in JAX's persistent cache of them."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import logging
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax._src import compilation_cache
+from jax._src.compilation_cache_interface import CacheInterface
+
+from quarantune.host import locks
 
 
 def interface(lowered: jax.stages.Lowered) -> str | None:
@@ -150,3 +158,141 @@ def executable_from_parts(parts: ExecutableParts, *, in_tree: Any, out_tree: Any
     )
     infos = [jax.stages.ArgInfo(aval, index in parts.donated) for index, aval in enumerate(parts.all_in_avals)]
     return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(infos), out_tree)
+
+
+# --- the persistent compilation cache -------------------------------------------------------------------------
+
+
+class _MemoryCache(CacheInterface):
+    """Compiled programs by JAX's key.
+
+    Private because the interface of JAX's persistent compilation cache is.
+    """
+
+    _path = pathlib.Path("memory")
+
+    def __init__(self) -> None:
+        self.programs: dict[str, bytes] = {}
+        self.modules: dict[str, bytes] = {}
+        self.used: set[str] = set()
+
+    def get(self, key: str) -> bytes | None:
+        found = self.programs.get(key) or self.modules.pop(key.rpartition("-")[0], None)
+        if found is not None:
+            self.used.add(key)
+        return found
+
+    def put(self, key: str, value: bytes) -> None:
+        self.programs[key] = value
+
+
+class _MemoryCacheBlocks:
+    """The cache in use and the state of JAX before it, shared by overlapping `compilation_cache_in_memory` blocks."""
+
+    def __init__(self) -> None:
+        self.lock = locks.new()
+        self.open_count = 0
+        self.cache: Any = None
+        self.before = contextlib.ExitStack()
+
+
+_blocks = _MemoryCacheBlocks()
+
+
+def _restore_in_fork() -> None:
+    """Restores JAX's cache in a fork, where a block that was open in another thread never ends."""
+    if _blocks.open_count:
+        _blocks.open_count = 0
+        _restore_compilation_cache()
+
+
+os.register_at_fork(after_in_child=_restore_in_fork)
+
+
+_CACHE_OPTIONS: dict[str, Any] = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+@contextlib.contextmanager
+def compilation_cache_in_memory(
+    programs: Mapping[str, bytes], *, modules: Mapping[str, bytes] | None = None, named: str | None = None
+) -> Iterator[Any]:
+    """Replaces JAX's persistent compilation cache by one in memory while the block runs.
+
+    Private because JAX's public options can only name a directory: programs would have to be written to files, which
+    would stay behind when a worker is killed. Blocks in several threads may overlap; they share one cache, and the last
+    to end restores JAX's own.
+
+    Args:
+        programs: compiled programs by JAX's key, to start with.
+        modules: executables as serialised by XLA, by the name of the module that JAX will look for first, whatever its
+            key.
+        named: the cache directory that JAX's options name meanwhile, as some versions make it part of the key; None
+            leaves the option unchanged. Nothing is read or written there.
+
+    Yields:
+        The cache, with attributes `programs` (by key) and `used` (the keys that were found).
+    """
+    with _blocks.lock:
+        if not _blocks.open_count:
+            _blocks.cache = _MemoryCache()
+            state = {"_cache": _blocks.cache, "_cache_initialized": True, "_cache_checked": True, "_cache_used": True}
+            for name, value in state.items():
+                _blocks.before.callback(setattr, compilation_cache, name, getattr(compilation_cache, name))
+                setattr(compilation_cache, name, value)
+            for name, value in (
+                _CACHE_OPTIONS | ({} if named is None else {"jax_compilation_cache_dir": named})
+            ).items():
+                _blocks.before.callback(jax.config.update, name, jax.config.values[name])
+                jax.config.update(name, value)
+        _blocks.open_count += 1
+        cache = _blocks.cache
+        cache.programs.update(programs)
+        for name, executable in (modules or {}).items():
+            whole = compilation_cache.combine_executable_and_time(executable, 0)
+            cache.modules[name] = compilation_cache.compress_executable(whole)
+    try:
+        yield cache
+    finally:
+        with _blocks.lock:
+            if _blocks.cache is cache:  # False in a fork, which has restored JAX's cache already
+                _blocks.open_count -= 1
+                if not _blocks.open_count:
+                    _restore_compilation_cache()
+
+
+def _restore_compilation_cache() -> None:
+    _blocks.before.close()
+    _blocks.cache = None
+
+
+def has_compilation_cache() -> bool:
+    """Returns whether the caller has configured a persistent compilation cache."""
+    return bool(jax.config.values["jax_compilation_cache_dir"] and jax.config.values["jax_enable_compilation_cache"])
+
+
+def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
+    """Seeds JAX's compilation cache with programs that workers compiled.
+
+    Private because JAX has no public way to add a program to its cache.
+
+    Args:
+        programs: compiled programs by JAX's key.
+
+    Returns:
+        Whether the caller has configured a persistent compilation cache, and it accepted the programs.
+    """
+    if not has_compilation_cache():
+        return False
+    try:
+        cache = compilation_cache._get_cache(jax.local_devices()[0].client)
+        if cache is None:
+            return False
+        for key, value in programs.items():
+            cache.put(key, value)
+    except OSError as error:  # a full or read-only disk; JAX itself only warns
+        logging.getLogger("quarantune").info("JAX's compilation cache cannot be written: %s", error)
+        return False
+    return True

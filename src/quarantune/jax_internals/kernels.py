@@ -7,9 +7,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
-from quarantune.jax_internals.tracing import equations
+from quarantune.jax_internals import equations
 
 _KERNEL = "pallas_call"
 _IN_VMEM = ("default", "vmem")
@@ -25,17 +27,19 @@ class Grid:
         steps: how many steps it has along the axes that may be made smaller: those declared `parallel`, and those on
             which every output depends.
         moved_bytes: what its pipeline reads and writes in the device's main memory: a block whenever its index changes.
-        unknown: why nobody can say before it runs how many steps or turns of a loop there are; empty if one can.
     """
 
     steps: int
     moved_bytes: float
-    unknown: str = ""
 
 
 def grids(jaxpr: Any) -> list[Grid]:
-    """Returns the grid of each Pallas kernel in a jaxpr, in the order in which `with_smaller_grids` numbers them."""
-    return [_grid(equation.params) for equation in equations(jaxpr, closed={_KERNEL}) if _is_kernel(equation)]
+    """Returns the grid of each Pallas kernel in a jaxpr, in the order in which `with_smaller_grids` numbers them.
+
+    Raises:
+        ValueError: nobody can say before a kernel runs how many steps, or turns of a loop, it has.
+    """
+    return list(map(_grid, _kernels(jaxpr)))
 
 
 def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[Any, list[int]]:
@@ -53,23 +57,22 @@ def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[An
     """
     steps: list[int] = []
 
-    def smaller(params: _Params) -> _Params:
-        mapping, left = params["grid_mapping"], most_steps
-        grid = list(mapping.grid)
+    def smaller(equation: Any) -> Any:
+        params, left = equation.params, most_steps
+        grid = list(params["grid_mapping"].grid)
         for axis in reversed(_free_axes(params)):
             least = min(grid[axis], cores if axis in _parallel_axes(params) else 1)
             grid[axis] = min(grid[axis], least * max(1, left))
             left //= grid[axis] // least
         steps.append(math.prod(grid[axis] for axis in _free_axes(params)))
-        return {**params, "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid))}
-
-    def named(equation: Any) -> Any:
-        made = equation.replace(params=smaller(equation.params))
         # The compiler names an operation after the innermost scope of its source.
         source, scope = equation.source_info, f"kernel_{len(steps) - 1}"
-        return made.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
+        return equation.replace(
+            params={**params, "grid_mapping": dataclasses.replace(params["grid_mapping"], grid=tuple(grid))},
+            source_info=source.replace(name_stack=source.name_stack.extend(scope)),
+        )
 
-    return closed.replace(jaxpr=_replaced(closed.jaxpr, named)), steps
+    return closed.replace(jaxpr=_replaced(closed.jaxpr, smaller)), steps
 
 
 def vmem_needs(jaxpr: Any) -> list[tuple[int, int | None]]:
@@ -78,45 +81,40 @@ def vmem_needs(jaxpr: Any) -> list[tuple[int, int | None]]:
     It needs its blocks and its scratch once each; the compiler keeps most blocks twice. What it may have is None where
     its author has not said.
     """
-    found = [equation.params for equation in equations(jaxpr, closed={_KERNEL}) if _is_kernel(equation)]
     return [
         (
             sum(_bytes(each.aval) for each in params["jaxpr"].invars if str(each.aval.memory_space) in _IN_VMEM),
             getattr(params["compiler_params"], "vmem_limit_bytes", None),
         )
-        for params in found
+        for params in _kernels(jaxpr)
         if not params["interpret"]
     ]
 
 
 def _bytes(array: Any) -> int:
     """Returns the size of an array whose elements may be smaller than a byte."""
-    is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    if not is_float and not jnp.issubdtype(array.dtype, jnp.integer):
-        return 0
-    limits: Any = jnp.finfo if is_float else jnp.iinfo
-    return int(math.prod(array.shape) * limits(array.dtype).bits) // 8
+    is_number = jnp.issubdtype(array.dtype, jnp.number)  # and not a semaphore, for one
+    return int(math.prod(array.shape) * jax.dtypes.itemsize_bits(array.dtype)) // 8 if is_number else 0
 
 
-def _is_kernel(equation: Any) -> bool:
-    return bool(equation.primitive.name == _KERNEL)
+def _kernels(jaxpr: Any) -> list[_Params]:
+    return [each.params for each in equations(jaxpr, closed={_KERNEL}) if each.primitive.name == _KERNEL]
 
 
 def _replaced(jaxpr: Any, named: Callable[[Any], Any]) -> Any:
     """Returns a jaxpr with other equations for its kernels, visited in the order of `equations`."""
 
     def replaced(value: Any) -> Any:
-        if isinstance(value, (tuple, list)) and any(hasattr(getattr(item, "jaxpr", item), "eqns") for item in value):
-            return type(value)(map(replaced, value))
-        if hasattr(getattr(value, "jaxpr", None), "eqns"):
-            return value.replace(jaxpr=_replaced(value.jaxpr, named))
-        return _replaced(value, named) if hasattr(value, "eqns") else value
+        inner = getattr(value, "jaxpr", value)
+        if not hasattr(inner, "eqns"):
+            return value
+        return _replaced(value, named) if inner is value else value.replace(jaxpr=_replaced(inner, named))
 
     return jaxpr.replace(
         eqns=[
             named(equation)
-            if _is_kernel(equation)
-            else equation.replace(params={name: replaced(value) for name, value in equation.params.items()})
+            if equation.primitive.name == _KERNEL
+            else equation.replace(params={name: jax.tree.map(replaced, each) for name, each in equation.params.items()})
             for equation in jaxpr.eqns
         ]
     )
@@ -125,9 +123,9 @@ def _replaced(jaxpr: Any, named: Callable[[Any], Any]) -> Any:
 def _grid(params: _Params) -> Grid:
     mapping = params["grid_mapping"]
     if not all(isinstance(size, int) for size in mapping.grid):
-        return Grid(1, 0.0, "its grid depends on data")
+        raise ValueError("its grid depends on data")
     if any(equation.primitive.name == "while" for equation in equations(params["jaxpr"])):
-        return Grid(1, 0.0, "it has a loop whose end depends on data")
+        raise ValueError("it has a loop whose end depends on data")
     moved = sum(_moved_bytes(mapping.grid, block) for block in mapping.block_mappings)
     return Grid(math.prod(mapping.grid[axis] for axis in _free_axes(params)), moved)
 
@@ -135,8 +133,7 @@ def _grid(params: _Params) -> Grid:
 def _free_axes(params: _Params) -> list[int]:
     """Returns the axes of a kernel's grid along which one step costs as much as any other."""
     mapping = params["grid_mapping"]
-    outputs = mapping.block_mappings[len(mapping.block_mappings) - mapping.num_outputs :]
-    used = [_axes_of(block, len(mapping.grid)) for block in outputs]
+    used = [_axes_of(block, len(mapping.grid)) for block in mapping.block_mappings_output]
     return sorted(_parallel_axes(params) | (set.intersection(*used) if used else set()))
 
 
@@ -148,11 +145,8 @@ def _parallel_axes(params: _Params) -> set[int]:
 def _axes_of(block: Any, axes: int) -> set[int]:
     """Returns the axes of the grid on which a block's index depends."""
     jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
-    reached = {variable for variable in jaxpr.outvars if not hasattr(variable, "val")}
-    for equation in reversed(jaxpr.eqns):
-        if reached.intersection(equation.outvars):
-            reached.update(variable for variable in equation.invars if not hasattr(variable, "val"))
-    return {axis for axis, variable in enumerate(jaxpr.invars[:axes]) if variable in reached}
+    _, is_used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return {axis for axis in range(axes) if is_used[axis]}
 
 
 def _moved_bytes(grid: tuple[int, ...], block: Any) -> float:

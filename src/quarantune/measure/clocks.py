@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -147,6 +148,8 @@ class Flush:
     def __init__(self, dispatch: Callable[[], object]) -> None:
         """Profiles one flush, which loads and attaches the profiler: half of a fresh worker's time.
 
+        Other threads may use the device meanwhile. The profiler then sees their kernels, too.
+
         Args:
             dispatch: queues the write and returns its output without waiting.
 
@@ -154,7 +157,12 @@ class Flush:
             NoDeviceClockError: there is no profiler.
         """
         self.dispatch = dispatch
-        self.kernels = len(_kernels(_Run(dispatch, None), 1)[0])
+        _kernels(_Run(dispatch, None), 1)
+
+    @functools.cached_property
+    def kernels(self) -> int:
+        """How many kernels a flush launches; nothing else may run on the device when this is first asked."""
+        return len(_kernels(_Run(self.dispatch, None), 1)[0])
 
     def detach(self) -> None:
         """Detaches the profiler from this process, so that other tools can use it: 0.13 s."""

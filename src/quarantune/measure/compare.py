@@ -125,7 +125,6 @@ def compare(
     expected: Flat,
     allowances: Sequence[Allowance],
     *,
-    what: str = "output",
     shortcut: Compare | None = None,
     same_dtypes: bool = False,
     truths: Sequence[Any] = (),
@@ -140,7 +139,6 @@ def compare(
         output: the output.
         expected: the expected output.
         allowances: how far apart the elements of each leaf may be.
-        what: the name of `output` in the message.
         shortcut: tried on each pair of arrays before they are brought to the host.
         same_dtypes: whether floats must be as wide as expected.
         truths: what the leaves would be but for rounding; one that is as near to it as the expected one is right. Empty
@@ -149,7 +147,7 @@ def compare(
     Returns:
         One sentence about the first leaf that disagrees, or None where all agree.
     """
-    pairs = _pairs(output, expected, what)
+    pairs = _pairs(output, expected)
     if isinstance(pairs, str):
         return pairs
     truths = truths or [None] * len(pairs)
@@ -164,7 +162,7 @@ def compare(
 
 def compare_shapes(output: Flat, expected: Flat) -> str | None:
     """Returns why two pytrees cannot agree, by structures, shapes and kinds of dtypes alone; None where they may."""
-    pairs = _pairs(output, expected, "output")
+    pairs = _pairs(output, expected)
     if isinstance(pairs, str):
         return pairs
     for where, output_leaf, expected_leaf in pairs:
@@ -176,12 +174,12 @@ def compare_shapes(output: Flat, expected: Flat) -> str | None:
 # --- structures and leaves ----------------------------------------------------------------------------------
 
 
-def _pairs(output: Flat, expected: Flat, what: str) -> list[tuple[str, Any, Any]] | str:
+def _pairs(output: Flat, expected: Flat) -> list[tuple[str, Any, Any]] | str:
     """Returns the leaves of two pytrees side by side, each pair with its place; or how their structures differ."""
     if output.structure != expected.structure:
-        return f"the structure of {what} differs: {_show_structures(output.shown, expected.shown)}"
+        return f"the structure of output differs: {_show_structures(output.shown, expected.shown)}"
     pairs = zip(output.leaves, expected.leaves, strict=True)
-    return [(what + path, mine, its) for (path, mine), (_, its) in pairs]
+    return [(f"output{path}", mine, its) for (path, mine), (_, its) in pairs]
 
 
 def _show_structures(*texts: str) -> str:

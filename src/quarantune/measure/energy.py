@@ -23,7 +23,7 @@ _RESOLUTION = 0.01
 _LEAST_S = 0.45
 """The least time between them, as steps may come late: by 2 of 100 ms on an H200."""
 _SKIPPED = 1
-"""Steps before that, in which the mean power is still that of a GPU that begins to work."""
+"""Steps before that, while the mean power is still that of a GPU that begins to work."""
 _LONGEST_S = 5.0
 """After this time, what was reached counts, however coarse it is."""
 _QUEUED_S = 0.01

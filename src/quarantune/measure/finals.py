@@ -17,8 +17,6 @@ from quarantune.values.trial import UNTUNED, Outcome, Trial, is_plausible_ms
 FINALISTS = 4
 MOST_FINALISTS = 8
 """The number of finalists where the machine was busy, which makes the times that they are chosen by less reliable."""
-_FEW_SAMPLES = 4
-"""Other processes can have disturbed all samples of a config with fewer: on a busy machine it is measured again."""
 FAR = 1.2
 """A finalist this many times slower in each of the `FEW` first rounds will not win in two more."""
 _PREFERENCE = 0.015
@@ -97,13 +95,13 @@ def _noise(trials: Mapping[int, Trial]) -> float:
 
 
 def _ruled_out_by_few(trials: Mapping[int, Trial], limit_ms: float) -> list[int]:
-    """Returns the configs that few samples ruled out, and that may be fast, given the machine's noise."""
+    """Returns the configs that few samples ruled out, and that may be fast: others may have disturbed all runs."""
     return [
         index
         for index, trial in trials.items()
         if trial.outcome is Outcome.SLOW
         and trial.merit is not None
-        and len(trial.samples_ms) < _FEW_SAMPLES
+        and len(trial.samples_ms) <= FEW
         and trial.merit <= limit_ms
     ]
 
@@ -115,8 +113,8 @@ def with_same_program(rounds: Mapping[int, Sequence[float]], trials: Mapping[int
         rounds: each finalist's samples, by index.
         trials: the trials that may win, by index, as before the final.
     """
-    played = {_program(index, trials): samples_ms for index, samples_ms in rounds.items()}
-    return {index: played[program] for index in trials if (program := _program(index, trials)) in played}
+    timed = {_program(index, trials): samples_ms for index, samples_ms in rounds.items()}
+    return {index: timed[program] for index in trials if (program := _program(index, trials)) in timed}
 
 
 def _program(index: int, trials: Mapping[int, Trial]) -> object:
@@ -260,11 +258,11 @@ def conclude(
     }
     may_win = usable.keys() if untuned_wins else usable.keys() - {UNTUNED}
     fastest = min(may_win, key=lambda index: usable[index].merit or 0.0)
-    played, warm, energy_mj = (
+    timed, warm, energy_mj = (
         {index: rounds[index] for index in rounds.keys() & usable.keys()}
         for rounds in (final.rounds_ms, final.warm_ms, final.energy_mj)
     )
-    rounds = with_same_program(played or {fastest: usable[fastest].samples_ms}, usable)
+    rounds = with_same_program(timed or {fastest: usable[fastest].samples_ms}, usable)
     settled, figures = dict(trials), dict(rounds)
     spent = with_same_program(energy_mj, usable)
     for index, samples_ms in rounds.items():
@@ -284,7 +282,7 @@ def conclude(
 
 
 def _with_rounds(trial: Trial, rounds_mj: Sequence[float], by: Objective) -> tuple[Trial, Sequence[float]]:
-    """Returns a finalist with its energy and its score, and the score of each round in which it has one."""
+    """Returns a finalist with its energy and its score, and the score of each round that has one."""
     energy_mj = statistics.median(rounds_mj) if rounds_mj else trial.energy_mj
     each_mj: Sequence[float | None] = rounds_mj or [energy_mj] * len(trial.samples_ms)
     times_ms = [trial.time_ms] * len(rounds_mj) or trial.samples_ms
@@ -340,7 +338,7 @@ def _ratio(ours: float, theirs: float) -> float:
     return 1.0 if ours == theirs else 1.0 + (theirs - ours) / abs(ours) if ours else math.inf
 
 
-# --- playing the final ---
+# --- the rounds of the final ---
 
 
 _MOST_PER_ROUND = 10
@@ -363,7 +361,7 @@ _SCATTERED = 1.08
 """Where a typical round of one contender is this many times longer than its fastest, other processes disturbed it."""
 
 
-def play(
+def take_turns(
     contenders: Sequence[Callable[[int], Sequence[RunTime]]],
     *,
     floor: float = NOISE_FLOOR,
@@ -379,7 +377,7 @@ def play(
         floor: the smallest share by which two contenders can be told apart.
         is_exact: whether samples are free of the effects of other processes. These make rounds longer and never
             shorter, so that the fastest of several rounds stands for all of them.
-        budget_s: seconds after which the rounds that were played must do.
+        budget_s: seconds after which the rounds so far must do.
         rep: the largest number of samples of a contender. Rounds of short runs are several times as many, and count
             together.
         clock: seconds.
@@ -393,12 +391,12 @@ def play(
     taken: dict[int, list[RunTime]] = {index: [] for index in rounds}
     racing, spent_s = dict.fromkeys(rounds), dict.fromkeys(rounds, 0.0)
     started = clock()
-    for played in range(1, _MAX_ROUNDS + 1):
+    for count in range(1, _MAX_ROUNDS + 1):
         for index in racing:
             began = clock()
             # Instead of an implausible batch, the last round counts again, so that rounds stay aligned.
             last = rounds[index][-1:] or [sample.cpu for sample in warmed[index]]
-            is_enough = played == 1 and bool(last) and last[-1] > _VERY_LONG_MS
+            is_enough = count == 1 and bool(last) and last[-1] > _VERY_LONG_MS
             samples = warmed[index] if is_enough else _plausible(contenders[index](_samples_for(last)))
             samples = samples or [RunTime.exactly(ms) for ms in last]
             if not samples:
@@ -411,20 +409,20 @@ def play(
         run, marks = {index: taken[index] for index in racing}, {index: rounds[index] for index in racing}
         passed_s = clock() - started - sum(spent_s[index] for index in rounds.keys() - racing.keys())
         is_long = any(samples_ms[-1] > LONG_RUN_MS for samples_ms in marks.values())
-        is_over = played >= (rep if is_long else ENOUGH * rep)
+        is_over = count >= (rep if is_long else ENOUGH * rep)
         if not is_exact and any(map(_is_disturbed, run.values())):
-            if played >= ENOUGH and _is_won(run):
+            if count >= ENOUGH and _is_won(run):
                 rounds = {index: _fastest_rounds(each) for index, each in taken.items()}
                 break
             folded = _folded(taken)
-            is_settled = played >= _BUSY_ROUNDS and is_clear({index: folded[index] for index in racing}, floor=floor)
-            if is_over or (played >= ENOUGH and (is_settled or passed_s > _BUSY_BUDGET_S)):
+            is_settled = count >= _BUSY_ROUNDS and is_clear({index: folded[index] for index in racing}, floor=floor)
+            if is_over or (count >= ENOUGH and (is_settled or passed_s > _BUSY_BUDGET_S)):
                 rounds = folded
                 break
             continue
-        if played >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > budget_s):
+        if count >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > budget_s):
             break
-        if is_over or (played >= FEW and is_clear(marks, floor=FAR - 1)):
+        if is_over or (count >= FEW and is_clear(marks, floor=FAR - 1)):
             break
     joined = statistics.median if is_exact else min
     return [

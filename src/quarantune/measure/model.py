@@ -12,7 +12,7 @@ follows.
 
 **A config is out** when even its fastest run is a clock's `margin` times slower than the best config, unless every
 single run may have been interrupted for that long. Runs are interrupted independently of each other, with the
-probability by which the latest runs of all configs were; before there are any, one in four (a Beta(1, 3) prior). The
+probability that the latest runs of all configs show; before there are any, one in four (a Beta(1, 3) prior). The
 config is out after so many runs that all of them were interrupted with a probability below `ALL_DISTURBED`.
 
 **A first run** may be cold, too. It is judged by how much longer than later ones first runs were here, and only if it
@@ -41,7 +41,7 @@ LONG_RUN_MS = 5.0
 """Runs longer than this are informative one by one: interruptions that disturb single samples are much shorter, and so
 is what a second run still has of a cold start."""
 STRAY = 0.25
-"""A share of the time by which runs of one config differ that nothing but an interruption explains."""
+"""Where runs of one config differ by more than this share of their time, only an interruption explains it."""
 ALL_DISTURBED = 0.0025
 """The highest acceptable probability that all runs that rule a config out were interrupted."""
 _MAD_TO_SIGMA = 1.4826

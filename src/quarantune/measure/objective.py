@@ -14,7 +14,7 @@ Objective: TypeAlias = str | Callable[[Trial], float]
 
 
 def scored(trial: Trial, objective: Objective) -> Trial:
-    """Returns a trial with its score; one of which the objective makes no finite number is an error."""
+    """Returns a trial with its score; it is an error if the objective makes no finite number of it."""
     if objective == TIME or trial.outcome is not Outcome.OK or trial.time_ms is None:  # it was only compiled
         return trial
     try:

@@ -66,7 +66,7 @@ class Samples:
         """The samples without the time that they waited for a CPU."""
         return tuple(sample.cpu for sample in self.taken)
 
-    def level_ms(self, *, is_exact: bool) -> float:
+    def ranking_ms(self, *, is_exact: bool) -> float:
         """Returns the time by which finalists are chosen: the median, or the fastest sample of an inexact clock.
 
         Args:
@@ -176,13 +176,11 @@ def measure(
     )
     if sampler.is_informed and before_ms is not None:
         sampler.least_ms = before_ms
-    if not sampler.begin(may_be_cold=not is_exact, last_ms=last_ms):
-        return sampler.result(is_ruled_out=True)
-    while True:
-        if sampler.is_ruled_out():
-            return sampler.result(is_ruled_out=True)
+    is_slow = not sampler.begin(may_be_cold=not is_exact, last_ms=last_ms)
+    while not is_slow and not (is_slow := sampler.is_ruled_out()):
         if sampler.is_done() or not sampler.extend():
-            return sampler.result(is_ruled_out=False)
+            break
+    return Samples(tuple(sampler.samples[:rep]), is_slow)
 
 
 @dataclasses.dataclass
@@ -196,7 +194,7 @@ class _Sampler:
         best_ms: the time of the fastest config so far; infinite for none.
         noise: how much other processes disturb runs; None where they do not.
         clock: seconds.
-        started_s: the time at which sampling began.
+        started_s: when sampling began.
         is_informed: whether a long warm run came before the first sample, and counts.
         least_ms: the shortest time that any run that counts can have taken.
         samples: the samples that count.
@@ -224,17 +222,18 @@ class _Sampler:
             False where the very first sample rules the config out.
         """
         self.samples = self._more(1)
-        beyond_doubt_ms = self.limit_ms if self.is_informed else max(_ALONE_MS, _COLD * self.limit_ms)
-        if self.samples and self.least_ms > beyond_doubt_ms and not self.is_informed and may_be_cold:
+        certain_ms = self.limit_ms if self.is_informed else max(_ALONE_MS, _COLD * self.limit_ms)
+        if self.samples and self.least_ms > certain_ms and not self.is_informed and may_be_cold:
             if last_ms is None:
                 self._more(1)
             else:
                 self.least_ms = min(self.least_ms, last_ms)
-        if self.samples and self.least_ms > beyond_doubt_ms and self._runs_needed() <= _FEWEST_RUNS:
+        if self.samples and self.least_ms > certain_ms and self._runs_needed() <= _FEWEST_RUNS:
             return False
         if not self.is_informed:
+            is_far_behind = self.least_ms > _COLD * self.limit_ms
             self.least_ms = math.inf
-            self.samples = self._more(min(self.rep, FEW if may_be_cold else ENOUGH))
+            self.samples = self._more(min(self.rep, FEW if may_be_cold or is_far_behind else ENOUGH))
         return True
 
     def is_ruled_out(self) -> bool:
@@ -269,10 +268,6 @@ class _Sampler:
             raise ValueError("the clock gave no plausible sample")
         return bool(further)
 
-    def result(self, *, is_ruled_out: bool) -> Samples:
-        """Returns the samples taken, at most as many as allowed."""
-        return Samples(tuple(self.samples[: self.rep]), is_ruled_out)
-
     def _more(self, count: int) -> list[RunTime]:
         samples = [sample for sample in self.take(count) if is_plausible_ms(sample.whole)]
         self.least_ms = min([self.least_ms, *(sample.least for sample in samples)])
@@ -293,14 +288,14 @@ class _Sampler:
         return bool(self.samples) and all(sample.is_disturbed for sample in self.samples)
 
 
-def is_doubtful(samples_ms: Sequence[float], own_ms: Sequence[float]) -> bool:
+def is_unreliable(samples_ms: Sequence[float], cpu_ms: Sequence[float]) -> bool:
     """Returns whether a config waited for a CPU in so many of its samples that none of them may be its own time.
 
     Args:
         samples_ms: the samples.
-        own_ms: the same without waits for a CPU; empty for a clock that is free of the effects of other processes.
+        cpu_ms: the same without waits for a CPU; empty for a clock that is free of the effects of other processes.
     """
-    waited = [own <= (1 - _WAITED) * whole for whole, own in zip(samples_ms, own_ms, strict=False)]
+    waited = [own <= (1 - _WAITED) * whole for whole, own in zip(samples_ms, cpu_ms, strict=False)]
     return waited.count(False) < min(2, len(waited))
 
 
@@ -321,7 +316,7 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
 
 
 def longest_first_run(fastest_ms: float, *, noise: Noise) -> float:
-    """Returns the time without waits after which a first run that has not ended rules its config out.
+    """Returns how long a first run may take, without waits, before it rules its config out.
 
     As many consecutive runs as must agree would all have been hopeless in that time.
 

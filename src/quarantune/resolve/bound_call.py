@@ -120,9 +120,9 @@ class BoundCall:
                 return self.configs[index]
             return self.defaults if self.untuned is not None and text_of(raw) == text_of(self.defaults) else None
         with contextlib.suppress(TypeError, ValueError):  # a file may hold anything
-            found = config_space.expand([raw], fn_name=self.name)
-            self.function.check(found)
-            return found[0]
+            found = config_space.checked(raw, fn_name=self.name)
+            self.function.check([found])
+            return found or None
         return None
 
     @locks.lazy
@@ -187,7 +187,7 @@ class BoundCall:
         parameters = self.function.parameters
         defaults = {name: parameters[name].default for name in self.configs.names if name in parameters}
         try:
-            return config_space.expand([defaults], fn_name=self.name, parameters=None)[0]
+            return config_space.checked(defaults, fn_name=self.name)
         except (TypeError, ValueError):
             return {}
 

@@ -15,17 +15,16 @@ from quarantune.jax_internals import state as jax_state
 from quarantune.resolve import suitable
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.transport import assignment as assignments
-from quarantune.transport import manual_axes
-from quarantune.transport.manual_axes import Axes
 from quarantune.transport.problem import CallDescription, Problem, describe_call, is_array, key_part, named
 from quarantune.values import naming, shardings
+from quarantune.values.call_text import array_text
 from quarantune.values.describe import describe_static
 from quarantune.values.json_object import JsonObject
-from quarantune.values.shown import format_array
 from quarantune.values.texts import printable
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
+    from quarantune.transport.manual_axes import Axes
 
 _MOST_KINDS = 3
 _STATE = "jax settings"
@@ -92,7 +91,7 @@ class KeyedCall:
     def label(self) -> str:
         """The function and the kinds of its arrays, for progress: `matmul f32[512,512]`."""
         leaves = jax.tree.leaves((self.call.args, self.call.kwargs))
-        kinds = dict.fromkeys(format_array(leaf.shape, leaf.dtype) for leaf in leaves if is_array(leaf))
+        kinds = dict.fromkeys(array_text(leaf.shape, leaf.dtype) for leaf in leaves if is_array(leaf))
         few = [*kinds][:_MOST_KINDS] + (["..."] if len(kinds) > _MOST_KINDS else [])
         return " ".join([printable(self.call.name.rpartition(".")[2]), *few])
 
@@ -142,6 +141,8 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
         platform, kind = target.platform, target.device_kind
     axes = None
     if description.has_tracers and function.is_jitted:
+        from quarantune.transport import manual_axes  # calls outside a trace do not need it
+
         axes = manual_axes.communicated_over(function.fn, call.args, call.kwargs)
     values = _key_values(call, description)
     if axes is not None:

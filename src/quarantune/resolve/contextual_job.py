@@ -14,7 +14,6 @@ from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Entry
-from quarantune.host import locks
 from quarantune.measure import finals
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_result import call_result, findings_now
@@ -22,18 +21,16 @@ from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.layers import space_of
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.resolve.tuning_job import Tuning, TuningJob
+from quarantune.resolve.tuning_job import TuningJob
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep
-from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
-from quarantune.sweep.request import SweepRequest
+from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.search_limits import EXHAUSTED, SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.sweep.swept import Swept
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.transport.problem import Problem
@@ -321,7 +318,7 @@ class ContextualJob(TuningJob):
 
         def on_trial(index: int, trial: Trial) -> None:
             trials[index] = dataclasses.replace(trial, config=dict(shown[index]), ended_s=time.time())
-            self._claim.refresh()
+            self._records.refresh()
             progress.step(trials[index])
 
         with contextlib.closing(progress):
@@ -330,7 +327,7 @@ class ContextualJob(TuningJob):
                 options=self._options,
                 settings=self._settings,
                 limits=self._limits.compiling_as_it_runs(),
-                events=SweepEvents(on_trial=on_trial, on_tick=self._claim.refresh, on_phase=progress.enter),
+                events=SweepEvents(on_trial=on_trial, on_tick=self._records.refresh, on_phase=progress.enter),
                 space=Space(possible),
                 source=source,
             )
@@ -392,14 +389,12 @@ class ContextualJob(TuningJob):
         return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=known.findings.baseline_ms)
 
 
-class KernelSearch:
+class KernelSearch(ConfigSource):
     """The search over one kernel's configs, each as an assignment of configs to all kernels."""
 
     def __init__(self, searching: Searching, texts: Sequence[str]) -> None:
         self._searching = searching
         self._texts = texts
-        self.ended = searching.ended
-        self.reason_to_stop = searching.reason_to_stop
 
     @property
     def is_closed(self) -> bool:
@@ -409,6 +404,14 @@ class KernelSearch:
     def take(self, count: int) -> dict[int, Config]:
         """Returns the next configs to try, at most `count`, by index."""
         return {index: {KEY: self._texts[index]} for index in self._searching.take(count)}
+
+    def ended(self, index: int, trial: Trial) -> None:
+        """Tells the search of a trial."""
+        self._searching.ended(index, trial)
+
+    def reason_to_stop(self) -> str:
+        """Returns why configs that are not being measured should not go on."""
+        return self._searching.reason_to_stop()
 
 
 _MOST_CONFIGS = 256
@@ -477,6 +480,6 @@ class ContextualResolver(Resolver):
 
     _known_results = KnownAssignments
 
-    @locks.lazy
-    def _tuning(self) -> Tuning:
-        return Tuning(self._known, self._seeds, self._on_phase, job=ContextualJob)
+    @property
+    def _job(self) -> type[TuningJob]:
+        return ContextualJob

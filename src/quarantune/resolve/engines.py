@@ -17,8 +17,7 @@ from quarantune.values.trial import Config, EngineError, Trial
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
-    from quarantune.sweep.request import SweepRequest
-    from quarantune.sweep.swept import Swept
+    from quarantune.sweep.request import SweepRequest, Swept
 
 _MOST_ASKED = 6
 """How many further answers are asked for where a first machine cannot take part."""
@@ -81,14 +80,14 @@ def _ask(executor: Executor) -> Target:
         EngineError: none of those that answered can, or none answered.
     """
     from quarantune.devices.targets import Target
-    from quarantune.engine import replies
+    from quarantune.engine import remote
 
     faults: dict[str, None] = {}
     for count in (1, _MOST_ASKED):  # at a time, so that other machines get some of them
         for answer in _answers(executor, count):
             try:
                 found = answer()
-                replies.check_description(found)
+                remote.check_description(found)
             except EngineError as error:
                 faults[str(error)] = None
                 continue
@@ -100,7 +99,7 @@ def _ask(executor: Executor) -> Target:
 
 def _answers(executor: Executor, count: int) -> list[Callable[[], Any]]:
     """Asks machines of an engine to describe themselves; returns functions that wait for their answers."""
-    from quarantune.engine import remote, replies
+    from quarantune.engine import remote
     from quarantune.engine.shards import Silence
 
     silence = Silence(executor)
@@ -117,8 +116,8 @@ def _answers(executor: Executor, count: int) -> list[Callable[[], Any]]:
         except EngineError:
             raise
         except Exception as error:
-            if (text := replies.cannot_import(error)) is not None:
-                reason = replies.lacks_package(text)
+            if (text := remote.cannot_import(error)) is not None:
+                reason = remote.lacks_package(text)
                 raise EngineError(f"a worker of the executor {type(executor).__name__} {reason}") from error
             raise _unable(executor, error) from error
 
@@ -129,9 +128,9 @@ def _answers(executor: Executor, count: int) -> list[Callable[[], Any]]:
 
 
 def _unable(executor: Executor, error: Exception) -> EngineError:
-    from quarantune.engine import replies
+    from quarantune.engine import remote
 
     reason = f"{type(error).__name__}: {error}"
-    if replies.means_death(error):
-        reason = f"its worker ended; perhaps it {replies.lacks_package(reason)}"
+    if remote.means_death(error):
+        reason = f"its worker ended; perhaps it {remote.lacks_package(reason)}"
     return EngineError(f"the executor {type(executor).__name__} could not run a first task: {reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from quarantune import cache
@@ -14,7 +14,6 @@ from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.layers import Found, Layer, changed_versions, open_store
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values import naming, remembered, shown
 from quarantune.values import settings as environment
 from quarantune.values.findings import Findings
@@ -24,6 +23,7 @@ from quarantune.values.trial import Config, TuningFailedError
 
 if TYPE_CHECKING:
     from quarantune.results.result import TuningResult
+    from quarantune.sweep.search_limits import SearchLimits
 
 _logger = logging.getLogger("quarantune")
 
@@ -77,7 +77,7 @@ class KnownResults:
         """Returns the result that memory or the cache holds for a call, or None."""
         if (known := self._winners.get(keyed.key)) is not None:
             return known
-        for layer in self._layers(settings):
+        for layer in self.layers(settings):
             found = self._usable(self._entry(layer, keyed), keyed.call, settings, is_own=layer.is_own)
             if found is not None and (known is None or not found.findings.is_estimate):
                 _logger.debug("%s: found in %s", self._function.name, layer.label)
@@ -96,59 +96,24 @@ class KnownResults:
         former = naming.former_name(self._function.fn, name), keyed.former_text
         return None if former == (name, key.text) else layer.store.get(former[0], key.device, former[1])
 
-    def nearest(self, keyed: KeyedCall, settings: Settings) -> Known | None:
-        """Returns the config of the entry whose sizes are nearest to a call's, without a time; warns of it.
-
-        The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
-        config is in the call's config space, and `prune_fn` accepts it. The result is not remembered.
-        """
-        from quarantune.resolve import similar  # a call that is found does not need it
-
-        candidates = []
-        for found in self.entries(settings):
-            away = similar.distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
-            if away is not None:
-                candidates.append(((Findings.from_json(found.entry).is_estimate, away), found))
-        for _, found in sorted(candidates, key=lambda candidate: candidate[0]):
-            config = _kept(found, keyed)
-            if config is not None and self.versions_serve(found.entry, settings, is_own=found.layer.is_own):
-                wanted, there = (
-                    cache.canonical_json(keyed.readable),
-                    cache.canonical_json(found.entry.get("key_values")),
-                )
-                cache.report_once(
-                    f"{self._function.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
-                    f"{there} in {found.layer.label} (ON_MISS=nearest; this is said once)",
-                    topic=f"nearest {self._function.name}",
-                )
-                return Known(config)
-        return None
-
-    def seeds(self, keyed: KeyedCall, entries: Iterable[Found]) -> list[Config]:
-        """Returns configs that are worth trying first: those that won for this call with other code or configs.
-
-        They come in the order of the entries, each once, and only those in the call's config space.
-        """
-        from quarantune.resolve import similar
-
-        seeds: list[Config] = []
-        for found in entries:
-            if found.device == keyed.key.device and similar.describe_same_call(found.key, keyed.key.text):
-                config = _kept(found, keyed)
-                if config is not None and config not in seeds:
-                    seeds.append(config)
-        return seeds
-
     def is_enough(self, known: Known, settings: Settings) -> bool:
         """Returns whether a result is as thorough as the call demands; if not, its search goes on.
 
         Only a larger budget of the kind that ended the search demands more, and only where a miss is tuned for. There,
         an estimate is never enough.
         """
-        limits, searched = SearchLimits.of(self._function.options, settings), known.findings.search
-        wanted = limits.budget(searched.stopped)
-        is_larger = wanted is not None and searched.budget is not None and wanted > searched.budget
-        return not (is_larger or known.findings.is_estimate) or settings.on_miss != "tune"
+        searched = known.findings.search
+        if settings.on_miss != "tune":
+            return True
+        if known.findings.is_estimate or searched.budget is None:
+            return not known.findings.is_estimate
+        wanted = self._limits(settings).budget(searched.stopped)
+        return wanted is None or wanted <= searched.budget
+
+    def _limits(self, settings: Settings) -> SearchLimits:
+        from quarantune.sweep.search_limits import SearchLimits  # a call that is found does not need it
+
+        return SearchLimits.of(self._function.options, settings)
 
     def must_tune(self, key: CallKey, settings: Settings) -> bool:
         """Returns whether `ALWAYS_TUNE` demands another sweep: once per key and process, or `settings` block."""
@@ -172,8 +137,7 @@ class KnownResults:
     def remember(self, key: CallKey, result: TuningResult, settings: Settings) -> None:
         """Remembers a result in this process."""
         self._failures.pop(key, None)
-        limits = SearchLimits.of(self._function.options, settings)
-        budget = limits.budget(result.stopped) or result.seen  # `auto` has a budget of its own
+        budget = self._limits(settings).budget(result.stopped) or result.seen  # `auto` has a budget of its own
         findings = result.findings
         findings = dataclasses.replace(findings, search=dataclasses.replace(findings.search, budget=budget))
         self._winners[key] = Known(result.best_config, findings)
@@ -249,26 +213,14 @@ class KnownResults:
             )
         return True
 
-    def explain_miss(self, keyed: KeyedCall, settings: Settings) -> str:
-        """Returns a message with the missing key, the layers, and the differences from the nearest entry."""
-        from quarantune.resolve import similar
-
-        labels = [layer.label for layer in self._layers(settings)]
-        return similar.explain(keyed, labels, self.entries(settings), settings)
-
-    def _layers(self, settings: Settings) -> Iterator[Layer]:
+    def layers(self, settings: Settings) -> Iterator[Layer]:
+        """Yields the layers in which results are looked up."""
         return iter(()) if settings.disable_cache else layers.open_layers(settings, self._function.options.tables)
 
     def entries(self, settings: Settings) -> Iterator[Found]:
         """Yields the entries of all layers, in their order."""
-        for layer in self._layers(settings):
+        for layer in self.layers(settings):
             yield from layers.entries_of(layer, self._function.name)
-
-
-def _kept(found: Found, keyed: KeyedCall) -> Config | None:
-    """Returns the config of an entry if it is one of a call's that `prune_fn` accepts."""
-    config = keyed.call.find(found.entry.get("config"))
-    return config if config is not None and keyed.call.keeps(config) else None
 
 
 def _without_traceback(error: TuningFailedError) -> TuningFailedError:

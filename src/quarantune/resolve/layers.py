@@ -125,7 +125,7 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     if now.is_estimate != then.is_estimate:
         return present if now.is_estimate else offered
     is_less = now.search.thoroughness < then.search.thoroughness
-    return present if is_alike and is_less and (now.score or now.time_ms) >= (then.score or then.time_ms) else offered
+    return present if is_alike and is_less and now.figure >= then.figure else offered
 
 
 def open_store(settings: Settings) -> Store:

@@ -57,80 +57,34 @@ class Ranks:
         self._client: Any = None
         self._agreed: dict[CallKey, Resolved] = {}
 
-    def coordination(self, settings: Settings) -> Coordination | None:
-        """Returns the means to agree; None in a program of one process, or where the settings say not to."""
+    def agreement(self, keyed: KeyedCall, settings: Settings) -> Agreement | None:
+        """Returns the agreement on a call; None in a program of one process, or where the settings say not to."""
         found = jax_internals.coordination() if settings.agree else None
-        if found is not None and found.client is not self._client:  # the first program of this process, or another one
+        if found is None:
+            return None
+        if found.client is not self._client:  # the first program of this process, or another one
             self._client = found.client
             self._agreed.clear()
-        return found
-
-    def settle(
-        self,
-        keyed: KeyedCall,
-        settings: Settings,
-        coordination: Coordination,
-        *,
-        own: Callable[[], Known | None],
-        near: Callable[[], Known | None],
-        tune: Callable[[], TuningResult | None] | None,
-    ) -> Resolved:
-        """Returns the config for a call that all ranks use, for the life of the program.
-
-        Args:
-            keyed: the call.
-            settings: the operator's settings.
-            coordination: the means to agree.
-            own: returns the result that this rank has in its cache.
-            near: returns the result of a near call, to use where no rank has one for this call.
-            tune: tunes, and returns the result, or None where every config failed; None if this rank must not tune.
-        """
-        if (agreed := self._agreed.get(keyed.key)) is not None:
-            return agreed
-        return self._kept(keyed, _Agreement(self._known, keyed, settings, coordination, tune).settle(own(), near))
-
-    def compare(
-        self,
-        keyed: KeyedCall,
-        settings: Settings,
-        coordination: Coordination,
-        own: Callable[[], Known | None],
-        found: TuningResult | None = None,
-    ) -> Resolved | None:
-        """Offers the result that this rank has, if any, and returns the outcome if there is one; never waits.
-
-        Args:
-            keyed: the call.
-            settings: the operator's settings.
-            coordination: the means to agree.
-            own: as for `settle`.
-            found: a result that this rank has just found, which it offers instead.
-        """
-        if (agreed := self._agreed.get(keyed.key)) is not None:
-            if found is not None and (agreed.known is None or agreed.known.config != found.best_config):
-                text = "the defaults" if agreed.known is None else self._known.text_of(agreed.known.config)
-                label = _label(keyed, coordination)
-                _logger.info(
-                    "%s keeps running %s, as all ranks do; its new result is for the next program", label, text
-                )
-            return agreed
-        outcome = _Agreement(self._known, keyed, settings, coordination).offer(own, found)
-        return None if outcome is None else self._kept(keyed, outcome)
-
-    def _kept(self, keyed: KeyedCall, agreed: Resolved) -> Resolved:
-        self._agreed.setdefault(keyed.key, dataclasses.replace(agreed, tuned=None))  # a result holds an executable
-        return agreed
+        return Agreement(self._known, keyed, settings, found, self._agreed)
 
 
 @dataclasses.dataclass(eq=False)
-class _Agreement:
-    """One agreement on one call."""
+class Agreement:
+    """The agreement of this rank with the others on one call.
+
+    Attributes:
+        known: the known results of the function.
+        keyed: the call.
+        settings: the operator's settings.
+        coordination: the means to agree.
+        agreed: the outcomes so far for the calls of the function.
+    """
 
     known: KnownResults
     keyed: KeyedCall
     settings: Settings
     coordination: Coordination
-    tune: Callable[[], TuningResult | None] | None = None
+    agreed: dict[CallKey, Resolved]
 
     def __post_init__(self) -> None:
         self._progress = Progress(
@@ -140,27 +94,55 @@ class _Agreement:
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self._own: Known | None = None
         self._found: TuningResult | None = None
-        self._label = _label(self.keyed, self.coordination)
-        self._who = self._label.rpartition(": ")[2]
+        self._tune: Callable[[], TuningResult | None] | None = None
+        self._who = f"rank {self.coordination.rank} of {self.coordination.ranks}"
+        self._label = f"{self.keyed.call.name}: {self._who}"
 
-    def settle(self, own: Known | None, near: Callable[[], Known | None]) -> Resolved:
-        """Returns the outcome; the arguments are as for `Ranks.settle`."""
-        self._own, rank = own, self.coordination.rank
-        if own is None and isolation_of(self.settings, self.keyed.problem()) is not Isolation.PROCESS:
+    def settle(
+        self,
+        *,
+        own: Callable[[], Known | None],
+        near: Callable[[], Known | None],
+        tune: Callable[[], TuningResult | None] | None,
+    ) -> Resolved:
+        """Returns the config that all ranks use, for the life of the program.
+
+        Args:
+            own: returns the result that this rank has in its cache.
+            near: returns the result of a near call, to use where no rank has one for this call.
+            tune: tunes, and returns the result, or None where every config failed; None if this rank must not tune.
+        """
+        if (agreed := self.agreed.get(self.keyed.key)) is not None:
+            return agreed
+        self._own, self._tune, rank = own(), tune, self.coordination.rank
+        if self._own is None and isolation_of(self.settings, self.keyed.problem()) is not Isolation.PROCESS:
             # The rank that tunes uses JAX itself, whose first use waits in each rank for that of all others.
             jax.local_devices()
-        member = self._member(_deadline_s(self.keyed, self.settings))
-        offer = None if own is None else _answer(own, rank, Source.CACHE)
+        offer = None if self._own is None else _answer(self._own, rank, Source.CACHE)
         last = Answer(config=None, rank=rank, source=Source.NOBODY)
-        if own is None and (nearest := near()) is not None:
+        if self._own is None and (nearest := near()) is not None:
             last = _answer(nearest, rank, Source.NEAREST)
+        steps = self._member(_deadline_s(self.keyed, self.settings)).settle(offer, last=last, may_tune=tune is not None)
         try:
-            return self._outcome(drive(member.settle(offer, last=last, may_tune=self.tune is not None), self._perform))
+            return self._outcome(drive(steps, self._perform))
         finally:
             self._progress.close()
 
-    def offer(self, own: Callable[[], Known | None], found: TuningResult | None) -> Resolved | None:
-        """Returns the outcome, None where there is none; the arguments are as for `Ranks.compare`."""
+    def compare(
+        self, *, own: Callable[[], Known | None] = lambda: None, found: TuningResult | None = None
+    ) -> Resolved | None:
+        """Offers the result that this rank has, if any, and returns the outcome if there is one; never waits.
+
+        Args:
+            own: as for `settle`.
+            found: a result that this rank has just found, which it offers instead.
+        """
+        if (agreed := self.agreed.get(self.keyed.key)) is not None:
+            if found is not None and (agreed.known is None or agreed.known.config != found.best_config):
+                text = "the defaults" if agreed.known is None else self.known.text_of(agreed.known.config)
+                told = "%s keeps running %s, as all ranks do; its new result is for the next program"
+                _logger.info(told, self._label, text)
+            return agreed
         member, self._found = self._member(0.0), found
         self._own, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
         if self._own is None:
@@ -170,6 +152,13 @@ class _Agreement:
         return None if answer is None else self._outcome(answer)
 
     def _outcome(self, answer: Answer) -> Resolved:
+        """Returns what an answer means for this rank, and keeps it."""
+        outcome = self._resolved(answer)
+        kept = dataclasses.replace(outcome, tuned=None)  # a result holds an executable
+        self.agreed.setdefault(self.keyed.key, kept)
+        return outcome
+
+    def _resolved(self, answer: Answer) -> Resolved:
         if answer.config is None:
             reason = (
                 f"rank {answer.rank} had not tuned it within the deadline"
@@ -225,9 +214,9 @@ class _Agreement:
                 return self._wait(step)
 
     def _tuned(self) -> Answer | None:
-        assert self.tune is not None
+        assert self._tune is not None
         self._progress.say(f"{self._who} tunes it for all")
-        if (found := self.tune()) is None:
+        if (found := self._tune()) is None:
             return None
         self._found, self._own = found, Known.of(found)
         return _answer(self._own, self.coordination.rank, Source.TUNED)
@@ -243,10 +232,6 @@ class _Agreement:
             )
         time.sleep(self._poll_s)
         self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, self.coordination.ranks * _POLL_S_PER_RANK))
-
-
-def _label(keyed: KeyedCall, coordination: Coordination) -> str:
-    return f"{keyed.call.name}: rank {coordination.rank} of {coordination.ranks}"
 
 
 def _topic(keyed: KeyedCall) -> str:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from quarantune import cache, jax_internals, sandbox
+from quarantune.cache import Entry
 from quarantune.host import locks
-from quarantune.jax_internals import Coordination
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import CallKey, KeyedCall, keyed, keyed_to_tune
-from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.known_results import Known, KnownResults, Resolved
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import assignment as assignments
@@ -24,8 +23,9 @@ from quarantune.values.settings import Settings
 from quarantune.values.trial import CacheMissError, Config, TuningFailedError
 
 if TYPE_CHECKING:
-    from quarantune.resolve.ranks import Ranks
-    from quarantune.resolve.tuning_job import Tuning
+    from quarantune.resolve.compilation_seeds import CompilationSeeds
+    from quarantune.resolve.ranks import Agreement, Ranks
+    from quarantune.resolve.tuning_job import TuningJob
     from quarantune.results.result import FromCache, TuningResult
 
 
@@ -60,14 +60,19 @@ class Resolver:
         self.function = function
         self._known = self._known_results(function)
         self._locks: dict[tuple[int, CallKey], threading.RLock] = {}
-        self._seeds = CompilationSeeds()
         self._on_phase = on_phase or (lambda index, phase: None)
 
-    @locks.lazy
-    def _tuning(self) -> Tuning:
-        from quarantune.resolve.tuning_job import Tuning  # cached calls do not need it
+    @property
+    def _job(self) -> type[TuningJob]:
+        from quarantune.resolve.tuning_job import TuningJob  # cached calls do not need it
 
-        return Tuning(self._known, self._seeds, self._on_phase)
+        return TuningJob
+
+    @locks.lazy
+    def _seeds(self) -> CompilationSeeds:
+        from quarantune.resolve.compilation_seeds import CompilationSeeds  # the same
+
+        return CompilationSeeds()
 
     @locks.lazy
     def _ranks(self) -> Ranks:
@@ -156,16 +161,16 @@ class Resolver:
         settings = environment.current()
         saved = self._known.saved_now(settings)
         described = keyed_for_engine(call, settings)
-        result = self._tuning.tune(described, settings, start_over=not resume, earlier=saved(described.key))
-        if (coordination := self._coordination(settings)) is not None:
-            self._ranks.compare(described, settings, coordination, own=lambda: None, found=result)
+        result = self._tune(described, settings, start_over=not resume, earlier=saved(described.key))
+        if (agreement := self._agreement(described, settings)) is not None:
+            agreement.compare(found=result)
         return result
 
     def adopt(self, described: KeyedCall, result: TuningResult, settings: Settings) -> None:
         """Remembers a result that was not found by one sweep, and has the other ranks use it, or uses theirs."""
         self._known.remember(described.key, result, settings)
-        if (coordination := self._coordination(settings)) is not None:
-            self._ranks.compare(described, settings, coordination, own=lambda: None, found=result)
+        if (agreement := self._agreement(described, settings)) is not None:
+            agreement.compare(found=result)
 
     def lookup(self, call: BoundCall) -> Config | None:
         """Returns the remembered config for a call, or None; never tunes."""
@@ -184,7 +189,24 @@ class Resolver:
         self, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""
+        if "_seeds" not in vars(self):  # nothing was tuned
+            return contextlib.nullcontext()
         return self._seeds.in_use(self.function.fn, config, args, kwargs)
+
+    def _tune(
+        self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
+    ) -> TuningResult:
+        """Tunes for a call, and remembers the result or the failure in this process; see `TuningJob`."""
+        job = self._job(
+            described, settings, self._known, self._seeds, self._on_phase, start_over=start_over, earlier=earlier
+        )
+        try:
+            result = job.run()
+        except TuningFailedError as error:
+            self._known.remember_failure(described.key, error)
+            raise
+        self._known.remember(described.key, result, settings)
+        return result
 
     def _choice(self, described: KeyedCall) -> Choice:
         call, settings = described.call, environment.current()
@@ -193,7 +215,7 @@ class Resolver:
         found = self._resolve(described, settings, may_tune=may_tune)
         if found.known is not None:
             # What a block of code sets does not hold for the calls after it.
-            is_settled = not found.is_nearest or not (environment.is_set_in_block("on_miss") or settings.record)
+            is_settled = not found.is_nearest or not (environment.block_of("on_miss") or settings.record)
             return Choice(found.known.config, is_settled=is_settled)
         if settings.on_miss != "tune" and not sandbox.is_inside():
             self._allow_defaults(described, settings, where=("default", "nearest"))
@@ -213,30 +235,32 @@ class Resolver:
         """
         key, known = described.key, self._known
         self._record(described, settings)
-        coordination = None if described.call.is_symbolic else self._coordination(settings)
+        agreement = None if described.call.is_symbolic else self._agreement(described, settings)
         start_over = may_tune and known.must_tune(key, settings)
         must_end_in_sweep = may_tune and (start_over or settings.on_miss == "tune")
 
         def own() -> Known | None:
-            find = self._find if coordination is None else known.find
+            find = self._find if agreement is None else known.find
             found = None if start_over else find(described, settings)
             is_enough = found is not None and (not may_tune or known.is_enough(found, settings))
             return found if is_enough else None
 
         def near() -> Known | None:
-            return known.nearest(described, settings) if settings.on_miss == "nearest" else None
+            if settings.on_miss != "nearest":
+                return None
+            from quarantune.resolve import similar  # a call that is found does not need it
+
+            return similar.nearest(known, described, settings)
 
         def tune() -> TuningResult | None:
             try:
-                return self._tuning.tune(described, settings, start_over=start_over)
+                return self._tune(described, settings, start_over=start_over)
             except TuningFailedError:  # it is remembered, and another rank may be more successful
                 return None
 
-        if coordination is not None:
+        if agreement is not None:
             may_tune = must_end_in_sweep and known.failure(key) is None
-            return self._ranks.settle(
-                described, settings, coordination, own=own, near=near, tune=tune if may_tune else None
-            )
+            return agreement.settle(own=own, near=near, tune=tune if may_tune else None)
         if (found := own()) is not None:
             return Resolved(known=found)
         if not start_over:
@@ -245,7 +269,7 @@ class Resolver:
                 return Resolved(known=found, is_nearest=True)
         if not must_end_in_sweep:
             return Resolved(known=None)
-        result = self._tuning.tune(described, settings, start_over=start_over)
+        result = self._tune(described, settings, start_over=start_over)
         return Resolved(known=Known.of(result), tuned=result)
 
     def _record(self, described: KeyedCall, settings: Settings) -> None:
@@ -258,11 +282,9 @@ class Resolver:
 
     def _find(self, described: KeyedCall, settings: Settings) -> Known | None:
         """Returns the remembered result for a call: the one of all ranks, if there are several; never waits."""
-        if (coordination := self._coordination(settings)) is None:
+        if (agreement := self._agreement(described, settings)) is None:
             return self._known.find(described, settings)
-        agreed = self._ranks.compare(
-            described, settings, coordination, own=lambda: self._known.find(described, settings)
-        )
+        agreed = agreement.compare(own=lambda: self._known.find(described, settings))
         return None if agreed is None else agreed.known
 
     def _lock_of(self, key: CallKey) -> threading.RLock:
@@ -272,11 +294,11 @@ class Resolver:
         """
         return self._locks.setdefault((os.getpid(), key), threading.RLock())
 
-    def _coordination(self, settings: Settings) -> Coordination | None:
-        """Returns the means to agree with the other ranks of this program, if it has any."""
+    def _agreement(self, described: KeyedCall, settings: Settings) -> Agreement | None:
+        """Returns the agreement on a call with the other ranks of this program, if it has any."""
         if sandbox.is_inside() or jax_internals.coordination() is None:
             return None
-        return self._ranks.coordination(settings)
+        return self._ranks.agreement(described, settings)
 
     def _allow_defaults(self, described: KeyedCall, settings: Settings, *, where: tuple[str, ...]) -> None:
         """Says once that a call runs with the function's own defaults.
@@ -285,7 +307,9 @@ class Resolver:
             CacheMissError: `ON_MISS` is none of those `where` it may.
         """
         if settings.on_miss not in where:
-            raise CacheMissError(self._known.explain_miss(described, settings))
+            from quarantune.resolve import similar
+
+            raise CacheMissError(similar.explain(self._known, described, settings))
         why = f"ON_MISS={settings.on_miss}" if settings.record is None else "recorded, to be tuned later"
         cache.report_once(f"{described.call.name}: not tuned for this call, running with its defaults ({why})")
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Entry, Journal
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.layers import Found, changed_versions, dict_or_empty
 from quarantune.values import config_space
 from quarantune.values.config_values import text_of
+from quarantune.values.findings import Findings
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Outcome
 
@@ -30,21 +31,45 @@ _FIX = "tune it with QUARANTUNE_ON_MISS=tune"
 _ALLOW = f"{_FIX}, or allow defaults with QUARANTUNE_ON_MISS=default"
 
 
-def explain(keyed: KeyedCall, layers: Sequence[str], entries: Iterable[Found], settings: Settings) -> str:
-    """Returns a message about a call for which no layer has a usable entry.
+def nearest(known: KnownResults, keyed: KeyedCall, settings: Settings) -> Known | None:
+    """Returns the config of the entry whose sizes are nearest to a call's, without a time; warns of it.
 
-    Args:
-        keyed: the call.
-        layers: the labels of the layers that were asked.
-        entries: all entries of the function in these layers.
-        settings: the operator's settings.
+    The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
+    config is in the call's config space, and `prune_fn` accepts it. The result is not remembered.
     """
+    name, candidates = keyed.call.name, []
+    for found in known.entries(settings):
+        away = distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
+        if away is not None:
+            candidates.append(((Findings.from_json(found.entry).is_estimate, away), found))
+    for _, found in sorted(candidates, key=lambda candidate: candidate[0]):
+        config = _kept(found, keyed)
+        if config is not None and known.versions_serve(found.entry, settings, is_own=found.layer.is_own):
+            wanted, there = map(cache.canonical_json, (keyed.readable, found.entry.get("key_values")))
+            cache.report_once(
+                f"{name}: nothing is cached for {wanted}: using the config of the nearest entry, "
+                f"{there} in {found.layer.label} (ON_MISS=nearest; this is said once)",
+                topic=f"nearest {name}",
+            )
+            return Known(config)
+    return None
+
+
+def _kept(found: Found, keyed: KeyedCall) -> Config | None:
+    """Returns the config of an entry if it is one of a call's that `prune_fn` accepts."""
+    config = keyed.call.find(found.entry.get("config"))
+    return config if config is not None and keyed.call.keeps(config) else None
+
+
+def explain(known: KnownResults, keyed: KeyedCall, settings: Settings) -> str:
+    """Returns a message about a call for which no layer has a usable entry: the key, the layers, the nearest entry."""
+    layers = [layer.label for layer in known.layers(settings)]
     name = keyed.call.name
     wanted = f"{name}: nothing is cached for {cache.canonical_json(keyed.readable)} on {keyed.key.device!r}"
     fix = f"{_FIX}, or give its tunables defaults" if keyed.call.untuned is None else _ALLOW
     if settings.disable_cache:
         return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
-    candidates = [(_differences(keyed, found, settings), found) for found in entries]
+    candidates = [(_differences(keyed, found, settings), found) for found in known.entries(settings)]
     if not candidates:
         asked = ", ".join(layers)
         asked = f"{asked} holds no entry" if len(layers) == 1 else f"none of these holds an entry: {asked}"
@@ -54,17 +79,6 @@ def explain(keyed: KeyedCall, layers: Sequence[str], entries: Iterable[Found], s
     place = f" in {found.layer.label}" if len(layers) > 1 else ""
     others = f" (asked: {', '.join(layers)})" if len(layers) > 1 else ""
     return f"{wanted}{others}; the nearest entry{place} differs in {'; '.join(differences)}; {fix}"
-
-
-def describe_same_call(found: str, wanted: str) -> bool:
-    """Returns whether two keys describe the same call, made of whichever code."""
-    try:
-        ours, theirs = json.loads(wanted), json.loads(found)
-    except (ValueError, RecursionError):
-        return False
-    if not isinstance(theirs, dict):
-        return False
-    return all(ours.get(part) == theirs.get(part) for part in ("call", "jax"))
 
 
 def _differences(keyed: KeyedCall, found: Found, settings: Settings) -> list[str]:
@@ -122,6 +136,26 @@ def distance(found: str, wanted: str) -> tuple[float, bool] | None:
     return (round(math.fsum(map(abs, factors)), _ROUNDING), any(factor > 0 for factor in factors))
 
 
+def earlier_winners(keyed: KeyedCall, entries: Iterable[Found]) -> list[Config]:
+    """Returns the configs that won for a call with other code or configs, as far as they are still worth trying.
+
+    They come in the order of the entries, each once, and only those in the call's config space.
+    """
+    of_call = (it for it in entries if it.device == keyed.key.device and _are_same_call(it.key, keyed.key.text))
+    return config_space.distinct(config for it in of_call if (config := _kept(it, keyed)) is not None)
+
+
+def _are_same_call(found: str, wanted: str) -> bool:
+    """Returns whether two keys describe the same call, made of whichever code."""
+    try:
+        ours, theirs = json.loads(wanted), json.loads(found)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(theirs, dict):
+        return False
+    return all(ours.get(part) == theirs.get(part) for part in ("call", "jax"))
+
+
 def starts(keyed: KeyedCall, known: KnownResults, settings: Settings) -> list[Config]:
     """Returns configs to try first, those of the most similar problems first.
 
@@ -141,7 +175,7 @@ def starts(keyed: KeyedCall, known: KnownResults, settings: Settings) -> list[Co
             entries.setdefault(it.key, it.entry)
     ours = keyed.readable
     nearest = sorted(entries, key=lambda key: (difference(ours, dict_or_empty(entries[key].get("key_values"))), key))
-    won = [*known.seeds(keyed, everything), *(entries[key].get("config") for key in nearest)]
+    won = [*earlier_winners(keyed, everything), *(entries[key].get("config") for key in nearest)]
     found = config_space.distinct(config for config in map(find, won) if config is not None)[:_MOST_NEIGHBOURS]
     for key in nearest[:1]:
         journal = Journal(settings.cache_dir, name, device, key)

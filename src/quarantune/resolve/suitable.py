@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport import binding, pickling
+from quarantune.transport import binding
 from quarantune.values import config_space
 from quarantune.values.trial import Config
 
@@ -51,8 +51,11 @@ def check_jit_options(fn: Callable[..., Any], name: str) -> None:
             "leave in_shardings out and lay out the arguments (jax.device_put(x, sharding)), or call "
             "jax.lax.with_sharding_constraint inside the function"
         )
-    if not pickling.may_travel_by_name(fn):
-        options.check_can_travel(name)
+    if options.cannot_travel:
+        from quarantune.transport import pickling  # few functions need it
+
+        if not pickling.may_travel_by_name(fn):
+            options.check_can_travel(name)
 
 
 def check_configs(
@@ -76,15 +79,14 @@ def check_configs(
         TypeError: a key is no parameter that can be passed by keyword, or has no default.
         ValueError: a key is not static.
     """
-    if not jax_internals.is_jitted(fn):
-        config_space.check_keywords(configs, parameters=signature, fn_name=name)
-        return
+    is_jitted = jax_internals.is_jitted(fn)
     # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
-    static_names = frozenset(jax_internals.jit_options(fn).static_argnames)
+    static_names = frozenset(jax_internals.jit_options(fn).static_argnames) if is_jitted else None
     config_space.check_parameters(
         configs, parameters=signature, static_names=static_names, fn_name=name, need_defaults=need_defaults
     )
-    binding.check(fn, configs, name=name)
+    if is_jitted:
+        binding.check(fn, configs, name=name)
 
 
 def check_no_references(arguments: Mapping[str, Any], name: str) -> None:

@@ -1,4 +1,4 @@
-"""The records that a sweep leaves on disk trial by trial, and those of earlier sweeps that it goes by."""
+"""The records that a sweep leaves on disk: its claim, its trials one by one, and those of earlier sweeps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,20 @@ from quarantune.values.trial import Config, DifferentProgramError, Outcome, Phas
 
 _UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
 """Outcomes that a journal's trial does not settle: the config runs again."""
+_HEARTBEAT_S = 1.0
+"""How often a tuning job refreshes its claim."""
+_WORST_CASE_S = 60.0
+"""A tuning job whose claim has not been refreshed for this long is stopped, or its host is gone."""
+_WAIT_MESSAGE_S = 5.0
+"""How often a waiting job reports that it waits."""
 
 
 class SweepRecords:
-    """The journal of one call, and what is known of its configs on this kind of device.
+    """The claim on one call, its journal, and what is known of its configs on this kind of device.
 
     Attributes:
         directory: the cache directory; None where nothing is read or written.
+        has_waited: whether another job had the claim first.
     """
 
     def __init__(self, keyed: KeyedCall, settings: Settings, limits: SweepLimits) -> None:
@@ -45,8 +52,9 @@ class SweepRecords:
             limits: the limits of the sweep.
         """
         self.directory: Path | None = None if settings.disable_cache else settings.cache_dir
+        self.has_waited = False
+        self._keyed = keyed
         self._name, self._key = keyed.call.name, keyed.key
-        self._is_jitted = keyed.call.function.is_jitted
         self._settings = settings
         self._limits = limits
         self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
@@ -54,6 +62,85 @@ class SweepRecords:
         self._compile_failures = CompileFailures(keyed, settings.cache_dir, limits, also=settings.cache_path)
         self._suspects = Suspects()
         self._unsaved: CacheWriteError | None = None
+        self._claim: Claim | None = None
+        self._next_heartbeat = 0.0
+
+    def claim(
+        self,
+        stack: contextlib.ExitStack,
+        *,
+        done: Callable[[], Known | TuningFailedError | None],
+        failed: Callable[[JsonObject], Known | TuningFailedError | None],
+        say: Callable[[str], None],
+    ) -> Known | None:
+        """Waits until the right to tune the call is this job's, or until another job has answered.
+
+        Where no claim can be made in the directory, nothing is read or written from now on.
+
+        Args:
+            stack: releases the claim when it is closed.
+            done: returns the answer, if there is one by now.
+            failed: takes the failure that another job has left, and returns it as an answer if it is one.
+            say: shows that the job waits.
+
+        Returns:
+            The other job's answer; None where this job tunes.
+
+        Raises:
+            TuningFailedError: every config failed in that job.
+        """
+        if self.directory is None:
+            return None
+        key, next_message_s = self._key, 0.0
+        claim = Claim(self.directory, self._name, key.device, key.text, worst_case_s=self._worst_case_s())
+
+        def on_wait(holder: str, waited_s: float) -> None:
+            nonlocal next_message_s
+            self.has_waited = True
+            if waited_s >= next_message_s:
+                next_message_s = waited_s + _WAIT_MESSAGE_S
+                trials = sum(1 for _ in self._journal.each())
+                say(f"waiting for {holder} to tune it ({waited_s:.0f} s, {trials:,} trials so far)")
+
+        try:
+            answer: Known | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=failed)
+        except CacheWriteError as error:
+            cache.report_once(f"{self._name}: the results of this process are not saved: {error}")
+            self.directory = None
+            return None
+        if isinstance(answer, TuningFailedError):
+            raise answer
+        if not isinstance(answer, Claim):
+            return answer
+        self._claim = stack.enter_context(claim)
+        return None
+
+    def refresh(self) -> None:
+        """Shows other jobs that this one goes on, where it has the claim and the last time was long ago."""
+        now = time.monotonic()
+        if self._claim is not None and now >= self._next_heartbeat:
+            self._next_heartbeat = now + _HEARTBEAT_S
+            self._claim.refresh()
+
+    def leave_failure(self, terms: JsonObject, trials: Sequence[Trial]) -> None:
+        """Leaves the failure of all configs to the jobs that wait, where this job has the claim; forgets its journal.
+
+        Args:
+            terms: what distinguishes the sweep from others that might have succeeded.
+            trials: its trials.
+        """
+        if self.directory is not None:
+            self.discard()  # another process may find the machine in a better state
+        if self._claim is not None:
+            self._claim.leave_failure({**terms, "trials": [trial.to_json() for trial in trials]})
+
+    def _worst_case_s(self) -> float:
+        """Returns the longest time between two refreshes, in seconds.
+
+        There is none while the function is loaded, or while a config runs in this process.
+        """
+        is_apart = isolation_of(self._settings, self._keyed.problem()) is Isolation.PROCESS
+        return _WORST_CASE_S + self._limits.compile_timeout_s + (0.0 if is_apart else self._limits.timeout_s)
 
     def read(self, configs: Space) -> dict[int, Trial]:
         """Returns the trials of an interrupted sweep that settle a config, by the config's index.
@@ -103,10 +190,11 @@ class SweepRecords:
             trial: the trial.
             was_troubled: whether its config is known to have crashed or hung.
         """
+        self.refresh()
         if self.directory is None:
             return
         with self.saving():
-            if self._is_jitted:
+            if self._keyed.call.function.is_jitted:
                 self._compile_failures.note(trial, source="a sweep")
             self._journal.append(
                 {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions.versions()}
@@ -256,108 +344,6 @@ class Suspects:
                         route=Route.IN_PROCESS,
                     ),
                 )
-
-
-_HEARTBEAT_S = 1.0
-"""How often a tuning job refreshes its claim."""
-_WORST_CASE_S = 60.0
-"""A tuning job whose claim has not been refreshed for this long is stopped, or its host is gone."""
-_WAIT_MESSAGE_S = 5.0
-"""How often a waiting job reports that it waits."""
-
-
-class TuningClaim:
-    """The claim of one tuning job.
-
-    Attributes:
-        has_waited: whether another job had it first.
-    """
-
-    def __init__(self, keyed: KeyedCall, settings: Settings, limits: SweepLimits) -> None:
-        """Names the claim; nothing is read or written.
-
-        Args:
-            keyed: the call.
-            settings: the operator's settings.
-            limits: the limits of the sweep.
-        """
-        self._keyed = keyed
-        self._settings = settings
-        self._limits = limits
-        self._held: Claim | None = None
-        self._next_heartbeat = 0.0
-        self.has_waited = False
-
-    def take(
-        self,
-        directory: Path,
-        stack: contextlib.ExitStack,
-        *,
-        done: Callable[[], Known | TuningFailedError | None],
-        failed: Callable[[JsonObject], Known | TuningFailedError | None],
-        say: Callable[[str], None],
-    ) -> Known | None:
-        """Waits until the claim is held, or until another job has answered.
-
-        Args:
-            directory: the cache directory.
-            stack: releases the claim when it is closed.
-            done: returns the answer, if there is one by now.
-            failed: takes the failure that another job has left, and returns it as an answer if it is one.
-            say: shows that the job waits.
-
-        Returns:
-            The other job's answer; None where the claim is held now.
-
-        Raises:
-            TuningFailedError: every config failed in that job.
-            CacheWriteError: no claim can be made in the directory.
-        """
-        key = self._keyed.key
-        claim = Claim(directory, self._keyed.call.name, key.device, key.text, worst_case_s=self._worst_case_s())
-        journal = Journal(directory, self._keyed.call.name, key.device, key.text)
-        next_message_s = 0.0
-
-        def on_wait(holder: str, waited_s: float) -> None:
-            nonlocal next_message_s
-            self.has_waited = True
-            if waited_s >= next_message_s:
-                next_message_s = waited_s + _WAIT_MESSAGE_S
-                trials = sum(1 for _ in journal.each())
-                say(f"waiting for {holder} to tune it ({waited_s:.0f} s, {trials:,} trials so far)")
-
-        answer: Known | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=failed)
-        if isinstance(answer, Claim):
-            self._held = stack.enter_context(claim)
-            return None
-        if isinstance(answer, TuningFailedError):
-            raise answer
-        return answer
-
-    def refresh(self) -> None:
-        """Shows other jobs that this one goes on, where the claim is held and the last time was long ago."""
-        now = time.monotonic()
-        if self._held is not None and now >= self._next_heartbeat:
-            self._next_heartbeat = now + _HEARTBEAT_S
-            self._held.refresh()
-
-    def leave_failure(self, terms: JsonObject, trials: Sequence[Trial]) -> None:
-        """Leaves the failure of all configs to the jobs that wait, where the claim is held.
-
-        Args:
-            terms: what distinguishes the sweep from others that might have succeeded.
-            trials: its trials.
-        """
-        if self._held is not None:
-            self._held.leave_failure({**terms, "trials": [trial.to_json() for trial in trials]})
-
-    def _worst_case_s(self) -> float:
-        """Returns the longest time between two refreshes, in seconds.
-
-        There is none while the function is loaded, or while a config runs in this process.
-        """
-        is_apart = isolation_of(self._settings, self._keyed.problem()) is Isolation.PROCESS
-        return _WORST_CASE_S + self._limits.compile_timeout_s + (0.0 if is_apart else self._limits.timeout_s)
 
 
 def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) -> tuple[Trial, ...] | None:

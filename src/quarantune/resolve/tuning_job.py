@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quarantune import cache, sandbox
-from quarantune.cache import CacheWriteError, Entry
+from quarantune import sandbox
+from quarantune.cache import Entry
 from quarantune.host import locks
 from quarantune.measure import finals, model
 from quarantune.resolve import engines
@@ -23,18 +23,16 @@ from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.layers import more_thorough, open_store
 from quarantune.resolve.similar import starts
-from quarantune.resolve.sweep_records import SweepRecords, TuningClaim, left_trials
+from quarantune.resolve.sweep_records import SweepRecords, left_trials
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE
-from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepRequest
+from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.sweep.swept import Swept
 from quarantune.values import shown
 from quarantune.values.config_space import MOST_CONFIGS
 from quarantune.values.findings import Findings, Searched
@@ -66,26 +64,43 @@ class TuningJob:
     """One call that this process tunes for, or waits for while another process tunes."""
 
     def __init__(
-        self, tuning: Tuning, keyed: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
+        self,
+        keyed: KeyedCall,
+        settings: Settings,
+        known: KnownResults,
+        seeds: CompilationSeeds,
+        on_phase: Callable[[int, str], None],
+        *,
+        start_over: bool,
+        earlier: Entry | None = None,
     ) -> None:
         """Sets up a job; nothing is read or started.
 
         Args:
-            tuning: the surroundings of the job.
             keyed: the call.
             settings: the operator's settings.
+            known: the known results of the function, which decide whether an entry of the cache can be used.
+            seeds: receives the winner's executable.
+            on_phase: as in `SweepEvents`.
             start_over: whether to tune even if the call is cached. A search that its budget had ended goes on, if it
                 is not spent by now; otherwise every config runs again, whatever the journal holds. A job that is tuning
                 the call is followed, unless `ALWAYS_TUNE` is set.
             earlier: with `start_over`, the entry that was there when the call was made.
+
+        Raises:
+            RuntimeError: this process is a worker.
+            TypeError: the function cannot be tuned where it is called.
         """
+        check_outside(keyed.call)
+        if keyed.axes is not None:
+            keyed.axes.check(keyed.call.name)
         self._keyed = keyed
         self._key = keyed.key
         self._call = keyed.call
         self._name = keyed.call.name
         self._options = keyed.call.function.options
         self._configs = keyed.call.configs
-        self._tuning = tuning
+        self._known, self._seeds, self._on_phase = known, seeds, on_phase
         self._settings = settings
         self._limits = SweepLimits.of(self._options, settings)
         self._must_tune = self._start_over = start_over
@@ -96,7 +111,6 @@ class TuningJob:
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
         self._records = SweepRecords(keyed, settings, self._limits)
-        self._claim = TuningClaim(keyed, settings, self._limits)
 
     def run(self) -> TuningResult:
         """Returns the result: of a sweep, or of the job that tuned meanwhile.
@@ -112,7 +126,7 @@ class TuningJob:
             if (answer := self._take_claim(progress, stack)) is not None:
                 progress.end("tuned by another job meanwhile")
                 return self._result_of(answer)
-            goes_on = self._follows and self._claim.has_waited
+            goes_on = self._follows and self._records.has_waited
             self._start_over = self._must_tune and not goes_on and not self._may_go_on()
             if self._directory is not None:
                 stack.push(self._records.forget_another_program)
@@ -147,20 +161,12 @@ class TuningJob:
         Raises:
             TuningFailedError: every config failed in that job.
         """
-        known = self._tuning.known
 
         def done() -> Known | None:
-            found = known.saved(self._keyed, self._settings, other_than=self._earlier) if self._follows else None
-            return found if found and known.is_enough(found, self._settings) else None
+            found = self._known.saved(self._keyed, self._settings, other_than=self._earlier) if self._follows else None
+            return found if found and self._known.is_enough(found, self._settings) else None
 
-        if self._directory is None:
-            return None
-        try:
-            return self._claim.take(self._directory, stack, done=done, failed=self._failure_of, say=progress.say)
-        except CacheWriteError as error:
-            cache.report_once(f"{self._name}: the results of this process are not saved: {error}")
-            self._records.directory = None
-            return None
+        return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say)
 
     def _terms(self) -> JsonObject:
         """Returns what distinguishes this sweep from others that might not fail."""
@@ -188,7 +194,6 @@ class TuningJob:
         return {}
 
     def _record(self, index: int, trial: Trial) -> None:
-        self._claim.refresh()
         self._records.append(trial, was_troubled=index in self._troubled)
 
     def _known_not_to_compile(self) -> dict[int, Trial]:
@@ -245,7 +250,7 @@ class TuningJob:
         estimates = self._records.estimates(self._configs)
         far = self._far_behind(estimates)
         failures = self._known_not_to_compile() | far
-        first = [] if self._directory is None else starts(self._keyed, self._tuning.known, self._settings)
+        first = [] if self._directory is None else starts(self._keyed, self._known, self._settings)
         first += [self._configs[index] for index in [*estimates][:_FIRST]]
         default = self._call.default_index
         searching = Searching(
@@ -287,7 +292,7 @@ class TuningJob:
         def on_phase(index: int, phase: str) -> None:
             progress.enter(index, phase)
             if index >= 0 and phase != READY:
-                self._tuning.on_phase(index, phase)
+                self._on_phase(index, phase)
 
         problem = self._keyed.problem()
         if self._call.default_index in self._not_compiling:
@@ -299,7 +304,7 @@ class TuningJob:
             limits=self._limits,
             events=SweepEvents(
                 on_trial=on_trial,
-                on_tick=self._claim.refresh,
+                on_tick=self._records.refresh,
                 on_provisional=self._record,
                 on_phase=on_phase,
                 on_default=progress.note_default,
@@ -324,7 +329,7 @@ class TuningJob:
         """Returns whether an earlier search was ended by a budget that is not spent by now."""
         if self._directory is None or self._search.tries_all:
             return False
-        known = self._tuning.known.saved(self._keyed, self._settings)
+        known = self._known.saved(self._keyed, self._settings)
         searched = Searched() if known is None else known.findings.search
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
@@ -382,7 +387,7 @@ class TuningJob:
         progress.conclude(best.config, told, saved=self._records.saved)
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
-            self._tuning.seeds.add(swept.compiled.get(verdict.winner, {}))
+            self._seeds.add(swept.compiled.get(verdict.winner, {}))
             executable = swept.executables.get(verdict.winner)
         return call_result(
             self._keyed,
@@ -430,15 +435,12 @@ class TuningJob:
             trials = tuple(settled.values())
             findings = Findings(best.time_ms or 0.0, trials=count_outcomes(trials), score=best.score)
             result = call_result(self._keyed, best.config, findings, trials)
-            self._tuning.known.remember(self._key, result, self._settings)
+            self._known.remember(self._key, result, self._settings)
 
     def _leave_failure(self) -> TuningFailedError:
         """Returns the error that every config failed; jobs that wait now get it too, and later ones tune again."""
         trials = self._all_trials()
-        if self._directory is not None:
-            # Another process may find the machine in a better state.
-            self._records.discard()
-        self._claim.leave_failure(self._terms(), trials)
+        self._records.leave_failure(self._terms(), trials)
         return self._failure(trials)
 
     def _entry(self, config: Config, findings: Findings) -> Entry:
@@ -467,7 +469,7 @@ def callers_error(
         trials: those of the configs that ran, and of any that `prune_fn` dropped.
         only_there: makes the error for where only workers raise it while they trace; None if one has traced a config.
     """
-    from quarantune.worker.error_report import describe_error  # cached calls do not need it
+    from quarantune.worker.failures import describe_error  # cached calls do not need it
 
     ends = {(trial.outcome, trial.phase, trial.message) for trial in trials if trial.outcome is not Outcome.PRUNED}
     if len(ends) != 1 or not call.function.is_jitted or call.untuned is None:
@@ -486,59 +488,6 @@ def callers_error(
     failure = only_there()
     failure.add_note(str(DifferentProgramError(call.name, f"only workers raise {message} while they trace it")))
     return failure
-
-
-class Tuning:
-    """Tunes for the calls of one function.
-
-    Attributes:
-        known: the known results of the function, which decide whether an entry of the cache can be used.
-        seeds: receives the winners' executables.
-        on_phase: as in `SweepEvents`.
-    """
-
-    def __init__(
-        self,
-        known: KnownResults,
-        seeds: CompilationSeeds,
-        on_phase: Callable[[int, str], None],
-        *,
-        job: type[TuningJob] = TuningJob,
-    ) -> None:
-        """Sets it up; nothing is started.
-
-        Args:
-            known: as the attribute, like the next two.
-            seeds: receives executables.
-            on_phase: receives phases.
-            job: the kind of jobs.
-        """
-        self.known, self.seeds, self.on_phase, self._job = known, seeds, on_phase, job
-
-    def tune(
-        self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
-    ) -> TuningResult:
-        """Tunes for a call, and remembers the result or the failure in this process.
-
-        Args:
-            described: the call.
-            settings: the operator's settings.
-            start_over: as for `TuningJob`.
-            earlier: as for `TuningJob`.
-
-        Raises:
-            TuningFailedError: every config failed.
-        """
-        check_outside(described.call)
-        if described.axes is not None:
-            described.axes.check(described.call.name)
-        try:
-            result = self._job(self, described, settings, start_over=start_over, earlier=earlier).run()
-        except TuningFailedError as error:
-            self.known.remember_failure(described.key, error)
-            raise
-        self.known.remember(described.key, result, settings)
-        return result
 
 
 def check_outside(call: BoundCall) -> None:

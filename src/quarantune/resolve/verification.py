@@ -227,8 +227,8 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
         gain = result.findings.compared or "and there are no defaults to compare it with"
         return _verified(record, Verdict.CURRENT, f"it works, {gain}", **times)
     better, unit = ("faster", " ms") if result.score is None else ("better", "")
-    best = result.score or result.time_ms
-    told = f"{winner.figure:.4g}{unit} against {best:.4g}" if winner.figure else "ruled out at once"
+    best = result.findings.figure
+    told = "ruled out at once" if winner.figure is None else f"{winner.figure:.4g}{unit} against {best:.4g}"
     return _verified(record, Verdict.STALE, f"the defaults are {better}: {told}", **times)
 
 

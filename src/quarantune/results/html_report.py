@@ -17,10 +17,10 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, safe_name
+from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, exchange, safe_name
 from quarantune.results import report
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.call_text import call_size, call_text
@@ -29,7 +29,7 @@ from quarantune.values.config_values import encode, text_of
 from quarantune.values.findings import Findings, interval_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config, format_value
-from quarantune.values.texts import did_you_mean, printable
+from quarantune.values.texts import printable
 from quarantune.values.trial import Config, Outcome, Trial, frozen
 
 _PAGE = "quarantune.results.page"
@@ -136,7 +136,7 @@ _UNSET: JsonObject = {"$unset": None}
 
 def page_data(results: Sequence[ResultData]) -> JsonObject:
     """Returns the data of a report on some problems of one function, which are sorted by device and size."""
-    texts = _Texts()
+    texts: _Texts = {"": 0}
     budget = _Budget(_MOST_TRIALS, _MOST_SAMPLES)
     ordered = sorted(results, key=lambda data: (data.result.device, call_size(data.key_values)))
     is_of_one_device = len({data.result.device for data in ordered}) == 1
@@ -145,24 +145,18 @@ def page_data(results: Sequence[ResultData]) -> JsonObject:
         "title": _label(ordered[0].result.name or "a tuned function"),
         "outcomes": [[outcome.value, outcome.is_failure] for outcome in Outcome],
         "problems": problems,
-        "texts": _fitted(texts.all, _TEXT_BYTES),
+        "texts": _fitted(list(texts), _TEXT_BYTES),
     }
 
 
-class _Texts:
-    """Texts, each once."""
+_Texts: TypeAlias = dict[str, int]
+"""Texts, each once, with their positions in the report."""
 
-    def __init__(self) -> None:
-        self.all: list[str] = [""]
-        self._indices: dict[str, int] = {"": 0}
 
-    def index(self, text: str) -> int:
-        """Returns the position of a text, which is added if it is new."""
-        shown = "\n".join(map(printable, text.strip("\n").split("\n")))
-        if shown not in self._indices:
-            self._indices[shown] = len(self.all)
-            self.all.append(shown)
-        return self._indices[shown]
+def _index(texts: _Texts, text: str) -> int:
+    """Returns the position of a text, which is added if it is new."""
+    shown = "\n".join(map(printable, text.strip("\n").split("\n")))
+    return texts.setdefault(shown, len(texts))
 
 
 @dataclasses.dataclass
@@ -300,9 +294,9 @@ def _encoded(
         "deviceMemory": [trial.device_memory_bytes for trial in trials],
         "flops": [_rounded((trial.figures or NO_FIGURES).flops) for trial in trials],
         "moved": [_rounded((trial.figures or NO_FIGURES).moved_bytes) for trial in trials],
-        "message": [texts.index(trial.message) for trial in trials],
-        "log": [texts.index(trial.log_tail) for trial in trials],
-        "device": [texts.index(trial.device) for trial in trials],
+        "message": [_index(texts, trial.message) for trial in trials],
+        "log": [_index(texts, trial.log_tail) for trial in trials],
+        "device": [_index(texts, trial.device) for trial in trials],
         "clock": [trial.clock for trial in trials],
         "samples": _kept_samples(trials, budget, finalists),
         "ended": ended_s,
@@ -384,28 +378,17 @@ def cached_results(directory: Path, name: str, *, device: str | None = None) -> 
         device: the kind of device; None for all.
 
     Raises:
-        LookupError: nothing is cached for it; the message says what is.
+        ValueError: nothing is cached for it; the message says what is.
     """
     store = Store(directory, read_only=True)
-    contents = store.read(name)
-    if device is not None and device not in contents and contents:
-        raise LookupError(f"nothing is cached for {printable(name)} on {printable(device)}: {_listed(contents)}")
-    newest: dict[tuple[str, str], tuple[str, str, Entry]] = {}
-    for kind, entries in contents.items():
-        for key, entry in entries.items():
-            if device not in (None, kind):
-                continue
-            problem = (kind, canonical_json(entry.get("key_values") or key))
-            created = str(entry.get("created", ""))
-            if problem not in newest or newest[problem][0] <= created:
-                newest[problem] = (created, key, entry)
-    if not newest:
-        known = store.names()
-        raise LookupError(
-            f"nothing is cached for {printable(name)} in {printable(str(directory))!r}."
-            f"{did_you_mean(safe_name(name), known) or (' It holds ' + _listed(known) if known else ' It is empty.')}"
-        )
-    return [result_of(directory, name, kind, key, entry) for (kind, _), (_, key, entry) in newest.items()]
+    devices = None if device is None else [device]
+    ((_, contents),) = exchange.chosen(store, names=[safe_name(name)], devices=devices)
+    # Of one call, the last one of these, which is the newest.
+    found = sorted(exchange.entries_of(name, contents), key=lambda each: str(each[1].get("created", "")))
+    newest = {
+        (key.device, canonical_json(entry.get("key_values") or key.problem_size)): (key, entry) for key, entry in found
+    }
+    return [result_of(directory, name, key.device, key.problem_size, entry) for key, entry in newest.values()]
 
 
 def cached_result(directory: Path, name: str, device: str, key: str) -> ResultData | None:
@@ -460,8 +443,3 @@ def _origin(trials: dict[str, Trial], *, is_concluded: bool) -> str:
     if is_concluded:
         return ""
     return "Times of the trials are from their first measurement, before the finalists were compared."
-
-
-def _listed(names: Iterable[str]) -> str:
-    listed = [printable(name) for name in names]
-    return ", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")

@@ -20,7 +20,7 @@ from quarantune.search import Space, make
 from quarantune.values.config_values import text_of
 from quarantune.values.json_object import JsonObject
 from quarantune.values.search_choice import Search, check_search
-from quarantune.values.texts import shown
+from quarantune.values.texts import columns, shown
 from quarantune.values.trial import Config, Outcome, Phase, Trial
 
 Strategy: TypeAlias = "str | Callable[[list[Config], int], Search]"
@@ -78,21 +78,19 @@ class ReplayResult:
         """Returns the searches side by side."""
         header = ["search", "50% of runs", "90% of runs", "found", "worst end", "failed", "CPU per trial"]
         rows = [header, *(self._row(name, runs) for name, runs in self.runs.items())]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         about = (
             f"{self.size:,} configs, {self.invalid:.0%} of them fail; best {self.optimum_ms:.4g} ms; trials until a "
             f"config within {self.within:.2g} of it was found, of at most {self.max_trials}:"
         )
-        return "\n".join([about, *lines])
+        return "\n".join([about, *columns(rows)])
 
     def _row(self, name: str, runs: tuple[Run, ...]) -> list[str]:
-        trials = sum(len(run.best_ms) for run in runs)
+        trials, worst = sum(len(run.best_ms) for run in runs), max((math.inf, *run.best_ms)[-1] for run in runs)
         return [
             name,
             *(str(self.evaluations(name, share) or f"over {self.max_trials}") for share in (0.5, 0.9)),
             f"{sum(run.evaluations is not None for run in runs)} of {len(runs)}",
-            f"{max((math.inf, *run.best_ms)[-1] for run in runs) / self.optimum_ms:.3f} x",
+            f"{worst / self.optimum_ms:.3f} x" if self.optimum_ms > 0 else f"{worst:.4g}",
             f"{sum(run.failures for run in runs) / max(trials, 1):.0%}",
             f"{statistics.median(run.cpu_ms for run in runs):.1f} ms",
         ]
@@ -144,8 +142,8 @@ def replay(
     trials = read(recorded)
     space = Space([trial.config for trial in trials], fn_name="replay")
     by_config = {text_of(trial.config): trial for trial in trials}
-    works = [trial.merit for trial in trials if trial.outcome is Outcome.OK and trial.merit]
-    enough_ms = min(works) * (1 + within) * (1 + _ROUNDING)
+    optimum_ms = min(map(_figure, trials))
+    enough_ms = optimum_ms + abs(optimum_ms) * (within + _ROUNDING)
     runs = {
         name: tuple(_run(strategy, space, seed, by_config, max_trials, batch, enough_ms) for seed in seeds)
         for name, strategy in strategies.items()
@@ -153,11 +151,16 @@ def replay(
     return ReplayResult(
         size=len(trials),
         invalid=sum(trial.outcome.is_failure for trial in trials) / len(trials),
-        optimum_ms=min(works),
+        optimum_ms=optimum_ms,
         within=within,
         max_trials=max_trials,
         runs=runs,
     )
+
+
+def _figure(trial: Trial) -> float:
+    """Returns the figure of a trial that is ok, less being better, which a score may make 0 or less; else infinity."""
+    return math.inf if trial.outcome is not Outcome.OK or trial.merit is None else trial.merit
 
 
 def _is_whole(value: object) -> bool:
@@ -209,7 +212,7 @@ def _run(
             trial = by_config[text_of(config)]
             made.tell(config, trial)
             failures += trial.outcome.is_failure
-            time_ms = trial.merit if trial.outcome is Outcome.OK and trial.merit else math.inf
+            time_ms = _figure(trial)
             best.append(min(best[-1], time_ms) if best else time_ms)
             if found is None and time_ms <= enough_ms:
                 found = len(best)
@@ -227,20 +230,22 @@ _MS_PER_UNIT = {
     **dict.fromkeys(("us", "microsecond", "microseconds"), 1e-3),
     **dict.fromkeys(("ns", "nanosecond", "nanoseconds"), 1e-6),
 }
-_T4_OUTCOMES = {
+_ENDS = {
     "correct": (Outcome.OK, Phase.MEASURE),
     "compile": (Outcome.ERROR, Phase.COMPILE),
     "runtime": (Outcome.ERROR, Phase.MEASURE),
     "correctness": (Outcome.WRONG, Phase.CHECK),
     "timeout": (Outcome.TIMEOUT, Phase.MEASURE),
-}
-_KTT_OUTCOMES = {
     "Ok": (Outcome.OK, Phase.MEASURE),
     "CompilationFailed": (Outcome.ERROR, Phase.COMPILE),
     "ComputationFailed": (Outcome.ERROR, Phase.MEASURE),
     "DeviceLimitsExceeded": (Outcome.ERROR, Phase.COMPILE),
     "ValidationFailed": (Outcome.WRONG, Phase.CHECK),
+    "CompilationFailedConfig": (Outcome.ERROR, Phase.COMPILE),
+    "InvalidConfig": (Outcome.ERROR, Phase.COMPILE),
+    "RuntimeFailedConfig": (Outcome.ERROR, Phase.MEASURE),
 }
+"""How a config ended, by the words of T4 JSON, of KTT and of Kernel Tuner."""
 
 
 def read(recorded: Any) -> list[Trial]:
@@ -267,7 +272,7 @@ def read(recorded: Any) -> list[Trial]:
     else:
         raise TypeError(f"recorded is {shown(recorded)}: give a path, a TuningResult or a list of trials")
     last = {text_of(trial.config): trial for trial in trials if trial.outcome not in _NOT_TRIED}
-    if not any(trial.outcome is Outcome.OK and trial.merit for trial in last.values()):
+    if all(_figure(trial) == math.inf for trial in last.values()):
         raise ValueError(f"{source} holds no trial that was measured, so there is nothing to search for")
     return [dataclasses.replace(trial, config=_plain(trial.config)) for trial in last.values()]
 
@@ -334,11 +339,10 @@ def _from_t4(rows: Iterable[JsonObject], about: JsonObject) -> list[Trial]:
     for row in rows:
         if row["invalidity"] == "constraints":
             continue  # it was never tried
-        outcome = _T4_OUTCOMES.get(row["invalidity"], (Outcome.ERROR, None))
         objective = (row.get("objectives") or ["time"])[0]
         measured = {item["name"]: item for item in row.get("measurements") or ()}
         item = measured.get("time") or measured.get(objective) or {}
-        trials.append(_trial(row["configuration"], outcome, item.get("value"), item.get("unit") or unit))
+        trials.append(_trial(row["configuration"], row["invalidity"], item.get("value"), item.get("unit") or unit))
     return trials
 
 
@@ -347,7 +351,7 @@ def _from_ktt(rows: Iterable[JsonObject], about: JsonObject) -> list[Trial]:
     return [
         _trial(
             {item["Name"]: item["Value"] for item in row["Configuration"]},
-            _KTT_OUTCOMES.get(row["Status"], (Outcome.ERROR, None)),
+            row["Status"],
             row.get("TotalDuration"),
             unit,
         )
@@ -358,14 +362,13 @@ def _from_ktt(rows: Iterable[JsonObject], about: JsonObject) -> list[Trial]:
 def _kernel_tuner_trial(row: JsonObject, names: list[str], objective: str) -> Trial:
     value = row[objective]
     is_number = isinstance(value, (int, float))
-    outcome = {"CompilationFailedConfig": "compile", "InvalidConfig": "compile"}.get(value, "runtime")
     if is_number and value < 0 and objective != "time":  # a rate, which is negated because the smallest is the best
         value = -1 / value
-    return _trial({name: row[name] for name in names}, _T4_OUTCOMES["correct" if is_number else outcome], value, "")
+    return _trial({name: row[name] for name in names}, "correct" if is_number else value, value, "")
 
 
-def _trial(config: Config, ended: tuple[Outcome, Phase | None], value: Any, unit: str) -> Trial:
-    outcome, phase = ended
+def _trial(config: Config, ended: str, value: Any, unit: str) -> Trial:
+    outcome, phase = _ENDS.get(ended, (Outcome.ERROR, None))
     if unit.lower() not in _MS_PER_UNIT:
         raise TypeError(f"the unit of time is {unit!r}")
     if outcome is not Outcome.OK:

@@ -8,17 +8,16 @@ import functools
 import io
 import itertools
 import json
-import operator
 import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.measure import finals
-from quarantune.values.compiling import NO_FIGURES, CycleEstimate
+from quarantune.values.compiling import NO_FIGURES
 from quarantune.values.config_values import encode, text_of
 from quarantune.values.findings import interval_text, ratio_text
 from quarantune.values.shown import format_config, format_value
@@ -31,11 +30,14 @@ if TYPE_CHECKING:
 _REASON_ROWS = 20
 _MOST_REASON_CHARS = 1500
 _LEAST_CONFIG_WIDTH = 16
-_COMPILE_HEADING, _MEMORY_HEADING = "compile s", "device MiB"
+_COMPILE_HEADING, _OVER = "compile s", ("over VMEM", "over shared memory")
+_DISPENSABLE = (_COMPILE_HEADING, "device MiB", "temp MiB", "GFLOP", *_OVER)
+"""The columns of numbers that make room for others, the first one first."""
 _OWN_LINE = re.compile(r"^  (\S.*):(\d+), in ", re.MULTILINE)
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d[\d.,]*")
 _GAP = "  "
-Figures = Mapping[str, Callable[[Trial], str]]
+Figures: TypeAlias = Mapping[str, Sequence[str]]
+"""Columns of numbers as texts, by their headings."""
 _MOST_NAMED = 4
 _SCORED = {"energy_mj": "mJ", "watts": "W", "score": "objective"}
 """The headings of columns that there are only where the objective is not time."""
@@ -111,15 +113,15 @@ def table(
         width: columns; None for those of the terminal, 120 where there is none.
         flops: floating-point operations of one call, for a column of TFLOP/s.
         moved_bytes: bytes that one call must move, for a column of GB/s.
-        figures: the columns of numbers by their headings; None for the times and rates of a sweep, sorted by time.
+        figures: the columns of numbers; None for the times and rates of a sweep, whose trials are sorted by time.
     """
     width = terminal_width() if width is None else width
     ordered = list(trials) if figures is not None else by_time(trials, standing)
     figures = _figures(ordered, standing, flops, moved_bytes) if figures is None else figures
-    reasons = _Reasons(ordered)
-    lines = _grid(ordered, standing, figures, reasons, width)
+    alike = _alike(ordered)
+    lines = _grid(ordered, standing, figures, alike, width)
     notes = [_wrapped(note, "  ", width) for note in map(printable, explain(ordered, standing))]
-    notes += [_wrapped(note, "    ", width) for note in reasons.notes()]
+    notes += [_wrapped(note, "    ", width) for note in itertools.starmap(_note, enumerate(alike, 1))]
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -159,27 +161,29 @@ def speedup_text(trial: Trial, standing: Standing) -> str:
 
 def _figures(trials: Sequence[Trial], standing: Standing, flops: float | None, moved_bytes: float | None) -> Figures:
     """Returns the table's columns of numbers, by their headings; device memory has one where it differs."""
-
-    def rate(amount: float, unit: float) -> Callable[[Trial], str]:
-        return lambda trial: (
-            f"{amount / (1e-3 * trial.time_ms) / unit:.4g}" if trial.time_ms and trial.outcome is Outcome.OK else ""
-        )
-
-    figures: dict[str, Callable[[Trial], str]] = {"ms": time_text}
+    figures = {"ms": [time_text(trial) for trial in trials]}
     for name in scored_by(trials):
-        figures[_SCORED[name]] = functools.partial(_in_form, operator.attrgetter(name), ".4g")
+        figures[_SCORED[name]] = [_number(getattr(trial, name)) for trial in trials]
     if standing.default_ms is not None or standing.default is not None:
-        figures["speed-up"] = lambda trial: speedup_text(trial, standing)
+        figures["speed-up"] = [speedup_text(trial, standing) for trial in trials]
     if any(trial.compile_s is not None for trial in trials):
-        figures[_COMPILE_HEADING] = lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}"
+        figures[_COMPILE_HEADING] = [_number(trial.compile_s, form=".2f") for trial in trials]
     if len({trial.device_memory_bytes for trial in trials} - {None}) > 1:
-        memory = functools.partial(_in_form, lambda trial: (trial.device_memory_bytes or 0) / (1 << 20) or None, ".4g")
-        figures[_MEMORY_HEADING] = memory
-    if flops is not None:
-        figures["TFLOP/s"] = rate(flops, 1e12)
-    if moved_bytes is not None:
-        figures["GB/s"] = rate(moved_bytes, 1e9)
+        figures["device MiB"] = [_number(trial.device_memory_bytes or None, 1 << 20) for trial in trials]
+    for heading, amount in (("TFLOP/s", flops and flops / 1e12), ("GB/s", moved_bytes and moved_bytes / 1e9)):
+        if amount is not None:
+            times = [trial.time_ms if trial.outcome is Outcome.OK else None for trial in trials]
+            figures[heading] = [_number(amount / (1e-3 * time_ms) if time_ms else None) for time_ms in times]
     return figures
+
+
+def _number(value: float | None, unit: float = 1, form: str = ".4g") -> str:
+    return "" if value is None else format(value / unit, form)
+
+
+def _numbers(values: Sequence[float | None], unit: float = 1, form: str = ".4g") -> list[str]:
+    """Returns a column of numbers; empty where all are zero or not known."""
+    return [_number(value, unit, form) for value in values] if any(values) else []
 
 
 def scored_by(trials: Sequence[Trial]) -> list[str]:
@@ -188,48 +192,34 @@ def scored_by(trials: Sequence[Trial]) -> list[str]:
     return [name for name in found if found[name] and (name != "score" or found[name] != found["energy_mj"])]
 
 
-class _Reasons:
-    """The messages of trials, numbered; those that differ in nothing but numbers share one."""
-
-    def __init__(self, trials: Sequence[Trial]) -> None:
-        self._groups: dict[tuple[Outcome, object, str], list[Trial]] = {}
-        for trial in trials:
-            if (key := self._key(trial)) is not None:
-                self._groups.setdefault(key, []).append(trial)
-        self._numbers = {key: number for number, key in enumerate(self._groups, 1)}
-
-    @staticmethod
-    def _key(trial: Trial) -> tuple[Outcome, object, str] | None:
-        message = reason(trial)
-        is_told = message and trial.outcome is not Outcome.SLOW
-        return (trial.outcome, trial.phase, _NUMBER.sub("#", message)) if is_told else None
-
-    def mark(self, trial: Trial) -> str:
-        """Returns the reference to a trial's reason, as ` [1]`; empty where it has none."""
-        key = self._key(trial)
-        return "" if key is None else f" [{self._numbers[key]}]"
-
-    def groups(self) -> Iterable[tuple[tuple[Outcome, object, str], list[Trial]]]:
-        """Returns the trials of each reason, in the order of the first ones."""
-        return self._groups.items()
-
-    def notes(self) -> Iterable[str]:
-        """Yields the reasons."""
-        for key, trials in self.groups():
-            outcome, phase, _ = key
-            where = f" ({phase})" if phase is not None else ""
-            messages = list(dict.fromkeys(map(reason, trials)))
-            how_many = f", {len(trials)} configs" if len(trials) > 1 else ""
-            first = f", for {format_config(trials[0].config)}" if len(messages) > 1 else ""
-            text = _cut(messages[0], _MOST_REASON_CHARS)
-            yield f"[{self._numbers[key]}] {outcome.value}{where}{how_many}{first}: {text}{_place(trials[0])}"
+def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
+    """Returns trials with a reason, by that; messages that differ in nothing but numbers are one reason."""
+    groups: dict[tuple[object, ...], list[Trial]] = {}
+    for trial in trials:
+        if (message := reason(trial)) and trial.outcome is not Outcome.SLOW:
+            groups.setdefault((trial.outcome, trial.phase, _NUMBER.sub("#", message)), []).append(trial)
+    return list(groups.values())
 
 
-def _grid(trials: Sequence[Trial], standing: Standing, figures: Figures, reasons: _Reasons, width: int) -> list[str]:
+def _note(number: int, alike: Sequence[Trial]) -> str:
+    """Returns the note on trials of one reason."""
+    one = alike[0]
+    where = f" ({one.phase.value})" if one.phase is not None else ""
+    messages = list(dict.fromkeys(map(reason, alike)))
+    how_many = f", {len(alike)} configs" if len(alike) > 1 else ""
+    first = f", for {format_config(one.config)}" if len(messages) > 1 else ""
+    text = _cut(messages[0], _MOST_REASON_CHARS)
+    return f"[{number}] {one.outcome.value}{where}{how_many}{first}: {text}{_place(one)}"
+
+
+def _grid(
+    trials: Sequence[Trial], standing: Standing, figures: Figures, alike: Sequence[Sequence[Trial]], width: int
+) -> list[str]:
     """Returns the lines of the table itself: tunables of one value above it, and a column for each other one.
 
     Where the width demands it, each row takes several lines, and several tunables share a column.
     """
+    notes = {id(trial): f" [{number}]" for number, group in enumerate(alike, 1) for trial in group}
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
     values = {
         name: [format_value(trial.config[name]) if name in trial.config else "" for trial in trials] for name in names
@@ -238,22 +228,32 @@ def _grid(trials: Sequence[Trial], standing: Standing, figures: Figures, reasons
     above = [_wrapped(f"all: {' '.join(f'{printable(name)}={values[name][0]}' for name in same)}", "  ", width)]
     varied = [[printable(name), *values[name]] for name in names if name not in same]
     marks = ["*" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "" for trial in trials]
-    outcomes = [f"{trial.outcome.value}{reasons.mark(trial)}" for trial in trials]
-    few = {title: figure for title, figure in figures.items() if title != _COMPILE_HEADING}
-    fewer = {title: figure for title, figure in few.items() if title != _MEMORY_HEADING}
-    for per_row, kept in itertools.product(range(len(varied) or 1, 0, -1), (figures, few, fewer)):
-        groups = [varied[at::per_row] for at in range(per_row) if varied]
-        stacks = [["\n".join(cells) for cells in zip(*group, strict=True)] for group in groups]
-        ends = [[title, *map(figure, trials)] for title, figure in kept.items()]
-        columns = [["", *marks], *stacks, ["outcome", *outcomes], *ends]
-        widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    outcomes = ["outcome", *(f"{trial.outcome.value}{notes.get(id(trial), '')}" for trial in trials)]
+    sizes = {heading: _width(cells) for heading, cells in figures.items()}
+    for per_row, dropped, is_broken in itertools.product(
+        range(len(varied) or 1, 0, -1), range(len(_DISPENSABLE) + 1), (False, True)
+    ):
+        titles = {
+            heading: textwrap.fill(heading, sizes[heading] or 1, break_long_words=False) if is_broken else heading
+            for heading in figures
+            if heading not in _DISPENSABLE[:dropped]
+        }
+        groups = [[["", *marks]], *(varied[at::per_row] for at in range(per_row) if varied), [outcomes]]
+        widths = [max(map(_width, group)) for group in groups]
+        widths += [max(sizes[heading], _width([title])) for heading, title in titles.items()]
         over = sum(widths) + len(_GAP) * (len(widths) - 1) - width
         if over <= 0:
             break
-    if over > 0 and stacks:
+    if over > 0 and varied:
         widths[1] = max(_LEAST_CONFIG_WIDTH, widths[1] - over)
-    rows = [line for cells in zip(*columns, strict=True) for line in _lines(cells, widths, len(ends))]
+    columns = [["\n".join(cells) for cells in zip(*group, strict=True)] for group in groups]
+    columns += [[title, *figures[heading]] for heading, title in titles.items()]
+    rows = [line for cells in zip(*columns, strict=True) for line in _lines(cells, widths, len(titles))]
     return [*above, *rows] if same else rows
+
+
+def _width(column: Iterable[str]) -> int:
+    return max((len(line) for cell in column for line in cell.split("\n")), default=0)
 
 
 def _lines(cells: Sequence[str], widths: Sequence[int], figures: int) -> list[str]:
@@ -263,8 +263,7 @@ def _lines(cells: Sequence[str], widths: Sequence[int], figures: int) -> list[st
         for cell, width in zip(cells, widths, strict=True)
     ]
     lines = []
-    for number in range(max(map(len, parts))):
-        at = [part[number] if number < len(part) else "" for part in parts]
+    for at in itertools.zip_longest(*parts, fillvalue=""):
         padded = [
             cell.rjust(width) if index >= len(cells) - figures else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(at, widths, strict=True))
@@ -291,7 +290,7 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
             f"let it keep at least one, or add configs that it accepts"
         )
     lines = [f"All {len(trials)} configs failed for {name}:"]
-    alike = [trials for _, trials in _Reasons(trials).groups()]
+    alike = _alike(trials)
     for first, *others in alike[:_REASON_ROWS]:
         phase = f" ({first.phase.value})" if first.phase is not None else ""
         more = f" and {len(others)} more" if others else ""
@@ -338,8 +337,8 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
     """
     notes = []
     best = next(filter(standing.is_best, trials), None)
-    if best is not None and best.time_ms is not None:
-        notes.append(f"* {format_config(best.config)} {_why(best, trials, standing)}")
+    if best is not None and (why := why_best(trials, standing)):
+        notes.append(f"* {format_config(best.config)} {why}")
     default = next(filter(standing.is_default, trials), None)
     if default is not None and default.outcome.is_failure:
         notes.append(f"{standing.default_label} ended as {default.outcome.value}, so there is no speed-up")
@@ -363,12 +362,8 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
 def why_best(trials: Sequence[Trial], standing: Standing) -> str:
     """Returns the reason why the winner won, as the rest of a sentence about it; empty where it has no trial."""
     best = next(filter(standing.is_best, trials), None)
-    return "" if best is None or best.time_ms is None else _why(best, trials, standing)
-
-
-def _why(best: Trial, trials: Sequence[Trial], standing: Standing) -> str:
-    """Returns the reason why the winner won, as the rest of a sentence about it."""
-    assert best.time_ms is not None
+    if best is None or best.time_ms is None:
+        return ""
     if standing.why:
         return standing.why
     timed = sorted(
@@ -477,18 +472,29 @@ def to_dataframe(rows: Sequence[Row]) -> Any:
     return pandas.DataFrame(rows)
 
 
-_AMOUNT = r"(\d+|[\d.]+[KMG])"
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_AMOUNT = re.compile(r"([\d.]+)([KMG]?)")
 _OVERFLOWS = (
-    (re.compile(f"Scoped allocation with size {_AMOUNT} and limit {_AMOUNT} exceeded scoped vmem"), "VMEM"),
-    (re.compile(f"memory space vmem.*?Used {_AMOUNT} of {_AMOUNT} vmem", re.DOTALL), "VMEM"),
+    (re.compile(r"Scoped allocation with size ([\d.]+[KMG]?) and limit ([\d.]+[KMG]?) exceeded scoped vmem"), "VMEM"),
+    (re.compile(r"memory space vmem.*?Used ([\d.]+[KMG]?) of ([\d.]+[KMG]?) vmem", re.DOTALL), "VMEM"),
     (re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?space=vmem", re.DOTALL), "VMEM"),
     (re.compile(r"Shared memory size limit exceeded: requested (\d+), available: (\d+)"), "shared memory"),
     (re.compile(r"exceeds available shared memory: smem_bytes=(\d+) > max_smem_bytes=(\d+)"), "shared memory"),
 )
 """The complaints of compilers about memory on the chip, with the amounts that were needed and there."""
 _LARGE_BYTES = 4 << 20
-"""Amounts in bytes are told in MiB from here on, and else in KiB."""
+"""Amounts are told in MiB if there is as much, and else in KiB."""
 _CYCLES = "Mcycles"
+_SIZES = (
+    ("VMEM MiB", "vmem_bytes", 1 << 20, ".4g"),
+    ("regs", "registers", 1, ".0f"),
+    ("spilled B", "spilled_bytes", 1, ".0f"),
+    ("shared KiB", "shared_bytes", 1 << 10, ".4g"),
+    ("occupancy", "occupancy", 1, ".0%"),
+    ("temp MiB", "temporary_bytes", 1 << 20, ".4g"),
+    ("GFLOP", "flops", 1e9, ".4g"),
+)
+"""The columns of a compile check that are figures: the heading, the figure's name, its unit and its form."""
 _HONESTLY = (
     "Estimated by the compiler from its static schedule and the bytes to move, for comparing configs; nothing ran."
 )
@@ -560,56 +566,43 @@ class CompileReport:
         Args:
             width: columns; None for those of the terminal, 120 where there is none.
         """
-        columns = dict(self._columns())
-        text = table(self._briefly(), width=width, figures=columns)
-        if _CYCLES in columns:
-            text += f"\n{_HONESTLY}"
+        columns, same = self._columns(), []
+        notes = [_HONESTLY] if _CYCLES in columns else []
+        for heading, cells in [*columns.items()]:
+            known = [cell for cell in cells if cell]
+            if len(known) > len({*known}) == 1 and heading not in (_COMPILE_HEADING, *_OVER):
+                same.append(f"{heading} {known[0]}")
+                del columns[heading]
+        above = [f"all that compile: {', '.join(same)}"] if same else []
+        text = "\n".join([*above, table(self._briefly(), width=width, figures=columns), *notes])
         if self.known:
             text += f"\n{self.known} of {len(self.trials)} known from earlier checks or sweeps, and not compiled again"
         return text
 
     def _briefly(self) -> tuple[Trial, ...]:
         return tuple(
-            dataclasses.replace(trial, message=briefly(trial.message) or _why_no_estimate(trial))
+            dataclasses.replace(trial, message=briefly(trial.message) or (why and f"no estimate: {why}"))
             for trial in self.ranked
+            for why in [(trial.figures or NO_FIGURES).no_estimate]
         )
 
-    def _columns(self) -> Iterator[tuple[str, Callable[[Trial], str]]]:
-        """Yields the table's columns of numbers with their headings; columns without any number are left out."""
-
-        def figure(name: str, unit: float) -> Callable[[Trial], float | None]:
-            def value(trial: Trial) -> float | None:
-                found = getattr(trial.figures, name, None)
-                found = found.cycles if isinstance(found, CycleEstimate) else found
-                return None if found is None else found / unit
-
-            return value
-
-        for heading, value, form in (
-            ("est. ms", self.estimated_ms, ".4g"),
-            (_CYCLES, figure("estimate", 1e6), ".4g"),
-            ("compile s", lambda trial: trial.compile_s, ".2f"),
-            ("VMEM MiB", figure("vmem_bytes", 1 << 20), ".4g"),
-            ("registers", figure("registers", 1), ".0f"),
-            ("spilled B", figure("spilled_bytes", 1), ".0f"),
-            ("shared KiB", figure("shared_bytes", 1 << 10), ".4g"),
-            ("occupancy", figure("occupancy", 1), ".0%"),
-            ("temp MiB", figure("temporary_bytes", 1 << 20), ".4g"),
-            ("GFLOP", figure("flops", 1e9), ".4g"),
-        ):
-            if any(value(trial) for trial in self.trials) or heading == "compile s":
-                yield heading, functools.partial(_in_form, value, form)
+    def _columns(self) -> dict[str, list[str]]:
+        """Returns the table's columns of numbers by their headings, without those that have none."""
+        trials = self.ranked
+        figures = [trial.figures or NO_FIGURES for trial in trials]
+        columns = {
+            "est. ms": _numbers([self.estimated_ms(trial) for trial in trials]),
+            _CYCLES: _numbers([it.estimate.cycles if it.estimate else None for it in figures], 1e6),
+            _COMPILE_HEADING: [_number(trial.compile_s, form=".2f") for trial in trials],
+        }
+        columns |= {
+            title: _numbers([getattr(it, name) for it in figures], unit, form) for title, name, unit, form in _SIZES
+        }
         # Each config's own, because one note below the table covers all that fail alike.
-        if any(_overflow(trial.message) for trial in self.trials):
-            yield "over", lambda trial: _overflow(trial.message)
-
-
-def _why_no_estimate(trial: Trial) -> str:
-    return f"no estimate: {trial.figures.no_estimate}" if trial.figures and trial.figures.no_estimate else ""
-
-
-def _in_form(value: Callable[[Trial], float | None], form: str, trial: Trial) -> str:
-    return "" if (number := value(trial)) is None else format(number, form)
+        overflows = [_overflow(trial.message).partition(": ") for trial in trials]
+        for memory in filter(None, dict.fromkeys(memory for memory, *_ in overflows)):
+            columns[f"over {memory}"] = [amounts if name == memory else "" for name, _, amounts in overflows]
+        return {heading: cells for heading, cells in columns.items() if cells}
 
 
 def briefly(message: str) -> str:
@@ -621,21 +614,9 @@ def briefly(message: str) -> str:
 def _overflow(message: str) -> str:
     """Returns the memory that a config needs more of than there is, as `VMEM: 73.39 of 16.00 MiB`; empty for others."""
     for pattern, memory in _OVERFLOWS:
-        if (found := pattern.search(message)) is not None and not _fits(*found.groups()):
-            (wanted, unit), (there, other) = (_readable(amount) for amount in found.groups())
-            return f"{memory}: {wanted}{'' if unit == other else f' {unit}'} of {there} {other}"
+        if (found := pattern.search(message)) is not None:
+            wanted, there = (float(number) * _UNITS[unit] for number, unit in _AMOUNT.findall(" ".join(found.groups())))
+            if wanted > there:  # else it was one of several that do not fit together
+                unit, size, form = ("KiB", 1 << 10, ".4g") if there < _LARGE_BYTES else ("MiB", 1 << 20, ".2f")
+                return f"{memory}: {wanted / size:{form}} of {there / size:{form}} {unit}"
     return ""
-
-
-def _fits(wanted: str, there: str) -> bool:
-    """Returns whether an amount is no more than there is: it was one of several that do not fit together."""
-    return wanted.isdigit() and there.isdigit() and int(wanted) <= int(there)
-
-
-def _readable(amount: str) -> tuple[str, str]:
-    """Returns the number and unit of an amount in a compiler's message, which is in bytes or has a unit as `16.00M`."""
-    if not amount.isdigit():
-        return amount[:-1], f"{amount[-1]}iB"
-    if int(amount) < _LARGE_BYTES:
-        return f"{int(amount) / 1024:.4g}", "KiB"
-    return f"{int(amount) / 2**20:.2f}", "MiB"

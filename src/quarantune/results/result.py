@@ -212,7 +212,9 @@ class TuningResult(Record):
             bytes: bytes that one call must move, for a column of GB/s.
         """
         if not self.trials:
-            return cached_text(self, width=width)
+            columns = report.terminal_width() if width is None else width
+            lines = [f"* {_winner(self)}", _sweep(self), "the cache keeps the winner; tune() tries the configs again"]
+            return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ") for line in lines)
         text = report.table(self.trials, standing=self.standing, width=width, flops=flops, moved_bytes=bytes)
         return "\n".join([text, *(f"  {call}" for call in self.calls)])
 
@@ -220,7 +222,16 @@ class TuningResult(Record):
         return f"{type(self).__name__}: {_winner(self)}\n  {_sweep(self)}"
 
     def _repr_html_(self) -> str:
-        return html_text(self)
+        import html  # needed here only, and no part of the import of this package
+
+        trials = report.by_time(self.trials, self.standing)
+        parts = [repr(self)]
+        if trials:
+            parts.append(report.table(trials[:_MOST_ROWS], standing=self.standing, width=120))
+        if len(trials) > _MOST_ROWS:
+            parts.append(f"and {len(trials) - _MOST_ROWS:,} more: see table()")
+        text = html.escape("\n\n".join(parts))
+        return f'<pre style="margin:0">{text}</pre>'
 
     def pareto(self) -> tuple[Trial, ...]:
         """Returns the configs that no other beats in time and device memory, the fastest first.
@@ -246,7 +257,10 @@ class TuningResult(Record):
         tunable with the name of such a column is under `config.<name>`. Of a result from the cache, which has no
         trials, there is the winner alone.
         """
-        return report.to_dicts(self.trials or [winner(self)], self.standing)
+        known = None if math.isnan(self.time_ms) else self.time_ms
+        winner = Trial(config=self.best_config, outcome=Outcome.OK, time_ms=known, device=self.device)
+        winner = dataclasses.replace(winner, score=self.score, energy_mj=self.energy_mj)
+        return report.to_dicts(self.trials or [winner], self.standing)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the rows of `to_dicts` as CSV in UTF-8, with a header; values that are no scalars are JSON.
@@ -478,56 +492,6 @@ def _sweep(result: TuningResult) -> str:
     elif result.from_cache:
         parts.append("from the cache")
     return "; ".join(parts)
-
-
-def cached_text(result: TuningResult, *, width: int | None) -> str:
-    """Returns the text of a result without trials: its winner, its sweep, and where the trials are.
-
-    Args:
-        result: the result.
-        width: columns; None for those of the terminal.
-    """
-    columns = report.terminal_width() if width is None else width
-    more = "the cache keeps the winner; tune() tries the configs again"
-    lines = [f"* {_winner(result)}", _sweep(result), more]
-    return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ") for line in lines)
-
-
-def winner(result: TuningResult) -> Trial:
-    """Returns the winner of a result as a trial."""
-    known = None if math.isnan(result.time_ms) else result.time_ms
-    trial = Trial(config=result.best_config, outcome=Outcome.OK, time_ms=known, device=result.device)
-    return dataclasses.replace(trial, score=result.score, energy_mj=result.energy_mj)
-
-
-def _style(title: str) -> str:
-    return f"text-align:{'right' if title in ('ms', 'speed-up') else 'left'};font-variant-numeric:tabular-nums"
-
-
-def html_text(result: TuningResult) -> str:
-    """Returns the result as HTML for a notebook: two lines, and the fastest trials as a table."""
-    import html  # needed here only, and no part of the import of this package
-
-    head = "<br>".join(html.escape(line.strip()) for line in repr(result).splitlines())
-    if not result.trials:
-        return f"<div>{head}</div>"
-    standing, trials = result.standing, report.by_time(result.trials, result.standing)
-    body = []
-    for trial in trials[:_MOST_ROWS]:
-        cells = {
-            "": "★" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "",
-            "config": format_config(trial.config),
-            "outcome": trial.outcome.value,
-            "ms": report.time_text(trial),
-            "speed-up": report.speedup_text(trial, standing),
-            "reason": report.reason(trial) if trial.outcome is not Outcome.SLOW else "",
-        }
-        body.append("".join(f'<td style="{_style(title)}">{html.escape(cell)}</td>' for title, cell in cells.items()))
-    header = "".join(f'<th scope="col" style="{_style(title)}">{title}</th>' for title in cells)
-    rest = len(trials) - _MOST_ROWS
-    more = f"<div>and {rest:,} more: see table()</div>" if rest > 0 else ""
-    rows = "".join(f"<tr>{row}</tr>" for row in body)
-    return f"<div>{head}<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>{more}</div>"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

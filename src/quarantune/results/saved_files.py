@@ -103,13 +103,10 @@ def _read_json(path: Path) -> JsonObject:
     Raises:
         SavedResultError: it is missing, damaged, or of a newer version.
     """
+    found = _read(path, f"{path.parent} holds no saved result: there is no {path.name} in it")
     try:
-        about = content.decode(_read(path))
-    except FileNotFoundError:
-        raise SavedResultError(f"{path.parent} holds no saved result: there is no {path.name} in it") from None
+        about = content.decode(found)
     except ValueError as error:
-        if isinstance(error, SavedResultError):
-            raise
         raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
     schema = about.get("schema") if isinstance(about, dict) else None
     if not isinstance(schema, int):
@@ -125,25 +122,21 @@ def _read_checked(path: Path, digest: str) -> bytes:
     Raises:
         SavedResultError: it is missing or damaged.
     """
-    try:
-        found = _read(path)
-    except FileNotFoundError:
-        raise SavedResultError(f"{path} is missing: save the result again") from None
+    found = _read(path, f"{path} is missing: save the result again")
     if hashlib.sha256(found).hexdigest() != digest:
         raise SavedResultError(f"{path} is damaged: its checksum is not what was saved; save the result again")
     return found
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, if_missing: str) -> bytes:
     """Returns the content of a file of the directory, which may hold anything.
 
     Raises:
-        SavedResultError: the file is a link, not a regular file, or unreadable.
-        FileNotFoundError: there is no such file.
+        SavedResultError: the file is a link, not a regular file, unreadable or missing.
     """
     try:
         return shared_files.read(path, below=path.parent, largest_bytes=_LARGEST_BYTES)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(*error.args) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise SavedResultError(if_missing) from None
     except OSError as error:
         raise SavedResultError(f"{path} cannot be read: {error.strerror}; save the result again") from error

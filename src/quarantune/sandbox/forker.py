@@ -150,7 +150,8 @@ class Forker:
     def _obey(self, client: _Client, order: Order, fds: list[int]) -> None:
         match order:
             case Open():
-                self._add(_new_client(order, fds))
+                connection_fd, payload_fd, arrays_fd = fds
+                self._add(_Client(_connection(connection_fd), payload_fd, arrays_fd, order.environ, order.cwd))
             case WarmUp():
                 self._warm_up(order)
             case StartSweep() | StartWorker():
@@ -209,7 +210,8 @@ class Forker:
             def serve_sweep() -> NoReturn:
                 contain.contain_worker(parent=parent, log_fd=log_fd, names_fd=names_fd, oom_score=0)
                 self._close_in_fork()
-                _serve_sweep(_new_client(order, fds[1:]), parent, loads_plugins=order.loads_plugins)
+                sweep = dataclasses.replace(client, connection=_connection(connection_fd))
+                _serve_sweep(sweep, parent, loads_plugins=order.loads_plugins)
 
             return _fork(serve_sweep)
         environ = {**_set_by_modules, **(client.environ or os.environ), **order.environ}
@@ -311,14 +313,8 @@ def _watch_process(pid: int) -> int:
         return -1
 
 
-def _new_client(order: Open | StartSweep, fds: list[int]) -> _Client:
-    return _Client(
-        connection=Connection(socket.socket(fileno=fds[0])),
-        payload_fd=fds[1],
-        arrays_fd=fds[2],
-        environ=order.environ,
-        cwd=order.cwd,
-    )
+def _connection(fd: int) -> Connection:
+    return Connection(socket.socket(fileno=fd))
 
 
 def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> NoReturn:
@@ -336,11 +332,10 @@ def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> NoRetu
             # them is initialised here, because a process that has done that must not be forked.
             jax_internals.load_plugins()
     except BaseException as error:
-        described = program.describe_error(error)
-        client.connection.send_message(LoadFailed(described.text, error=described.error, traceback=described.traceback))
+        client.connection.send_message(LoadFailed(**vars(program.describe_error(error))))
         os._exit(0)
     hazard = _fork_hazard()
-    client.connection.send_message(Loaded(hazard, spawning.installed(sys.modules.keys() - before)))
+    client.connection.send_message(Loaded(hazard, spawning.of_packages(sys.modules.keys() - before)))
     if hazard:
         os._exit(0)
     prepare_to_fork()
@@ -378,7 +373,6 @@ def run_template(options: TemplateOptions) -> NoReturn:
     """Runs the process's template: imports JAX, then serves the owner."""
     contain.adopt_orphans()
     sys.argv = list(options.argv)
-    worker_program.preload()
+    worker_program.load()
     prepare_to_fork()
-    owner = Connection(socket.socket(fileno=options.connection_fd))
-    Forker(options.owner_pid).serve(_Client(connection=owner))
+    Forker(options.owner_pid).serve(_Client(_connection(options.connection_fd)))

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
+from quarantune.sandbox.template_messages import ErrorDescription
+from quarantune.values.codec import within
 from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray, ProbedDevice
 from quarantune.values.tolerance import Tolerance
-from quarantune.values.trial import Millijoules, Phase, Watts
+from quarantune.values.trial import Millijoules, Milliseconds, Phase, Samples, Watts
 
 EncodedConfig: TypeAlias = Mapping[str, Any]
 """A config as `values.config_values.encode` returns it, and `restore` takes it."""
+_Duration: TypeAlias = Annotated[float, within(0, math.inf)]
 
 
 # --- from the scheduler to a worker: tasks ---
@@ -75,7 +79,7 @@ class Probe(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchTask(Task):
-    """A task for which a worker needs its bench, made for the first one.
+    """A task that needs the worker's bench, which is made for the first one.
 
     Attributes:
         options: the options of the bench.
@@ -104,11 +108,6 @@ class Expect(BenchTask):
     """
 
     outputs: tuple[OutputArray, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Warm(BenchTask):
-    """Make the arguments for a config to come; there is no answer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,7 @@ class Measure(Task):
         load: whether the executable is loaded from its file; else the worker has compiled it and saves it there.
         checked: whether the config has been checked before.
         pause: whether the worker stops after an informative first run, with `Checked`.
-        stop_ms: the milliseconds without waits after which such a run is ended, with `Stopped`; None for no limit.
+        stop_ms: such a run is ended, with `Stopped`, after so many milliseconds without waits; None for no limit.
         best_median_ms: the time of the fastest config so far; None where there is none.
         noise: the latest samples of the sweep, each with the fastest of its config, in milliseconds.
         references: the number of outputs to compare with.
@@ -168,14 +167,9 @@ class Measure(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeReference(BenchTask):
-    """Write what `ref_fn` returns to the descriptor; answered by `ReferenceComputed`."""
+    """Write what `ref_fn` returns to the descriptor, then compare its shapes with those of the function's output.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckShapes(BenchTask):
-    """Compare the shapes of the function's output with the reference; answered by `ShapesChecked`.
-
-    Its descriptor is the file that `ComputeReference` wrote.
+    Answered by `ReferenceComputed` and `ShapesChecked`.
     """
 
 
@@ -201,7 +195,7 @@ class Compare(BenchTask):
     entries: tuple[Finalist, ...]
 
 
-TASKS = (Probe, Prepare, Expect, Warm, Compile, Measure, ComputeReference, CheckShapes, Compare)
+TASKS = (Probe, Prepare, Expect, Compile, Measure, ComputeReference, Compare)
 """Every task, for `codec.decode`."""
 
 
@@ -325,7 +319,7 @@ class Compiled(Imported):
         figures: the compiler's figures; None for a function that is not jitted.
     """
 
-    compile_s: float
+    compile_s: _Duration
     figures: CompilerFigures | None = None
 
 
@@ -339,8 +333,8 @@ class Checked(Judged):
         is_disturbed: whether it waited too long for its time to count.
     """
 
-    run_ms: float
-    cpu_ms: float
+    run_ms: Milliseconds
+    cpu_ms: _Duration
     is_disturbed: bool
 
 
@@ -353,31 +347,36 @@ class Stopped(Reply):
         cpu_ms: the same without its waits for a CPU.
     """
 
-    run_ms: float
-    cpu_ms: float
+    run_ms: Milliseconds
+    cpu_ms: _Duration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured(Judged):
-    """The config was timed.
+class Measurement:
+    """The times of one config.
 
     Attributes:
         samples_ms: milliseconds of each run.
-        cpu_ms: the time that finalists are chosen by.
-        own_ms: the samples without waits for a CPU; empty where the clock is free of the effects of other processes.
+        cpu_ms: the same without waits for a CPU; empty where the clock is free of the effects of other processes.
+        ranking_ms: the time that finalists are chosen by.
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
         energy_mj: millijoules of one run; None where they were not measured.
         watts: the power meanwhile.
     """
 
-    samples_ms: tuple[float, ...]
-    cpu_ms: float
-    own_ms: tuple[float, ...]
+    samples_ms: Samples
+    cpu_ms: tuple[Milliseconds, ...]
+    ranking_ms: Milliseconds
     is_slow: bool
     clock: str
     energy_mj: Millijoules | None = None
     watts: Watts | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Measurement, Judged):
+    """The config was timed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -406,28 +405,22 @@ class Compared(Reply):
         energy_mj: for each round, the energy of one run of each, in millijoules; empty where it was not measured.
     """
 
-    rounds_ms: tuple[tuple[float, ...], ...]
-    warm_ms: tuple[tuple[float, ...], ...]
+    rounds_ms: tuple[Samples, ...]
+    warm_ms: tuple[tuple[Milliseconds, ...], ...]
     energy_mj: tuple[tuple[Millijoules, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failed(Judged):
+class Failed(Judged, ErrorDescription):
     """The task raised an exception, and the worker ends, unless others have compiled its config, or will measure it.
 
     Attributes:
         outcome: the kind of failure.
-        error: the exception's type.
-        text: its message.
-        traceback: the last lines of its traceback.
         place: its type and where it was raised, as `worker.failures.place_of` returns it.
         goes_on: whether the worker waits for another config.
     """
 
     outcome: Raised
-    error: str
-    text: str
-    traceback: str = ""
     place: str = ""
     goes_on: bool = False
 

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import selectors
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from quarantune.host import machine, memory
 from quarantune.sandbox import shortages, spool, wire
@@ -31,8 +31,6 @@ class _Worker:
     connection: Connection
     log_fd: int
     pid: int | None = None
-    is_connected: bool = True
-    """Whether its messages are read; the process may run without that."""
     has_ended: bool = False
 
 
@@ -72,13 +70,11 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         except OSError:
             self._selector.close()
             raise
-        self._payload_fd = payload_fd if payload_fd >= 0 else self._null_fd
-        self._arrays_fd = arrays_fd if arrays_fd >= 0 else self._null_fd
         self._workers: dict[int, _Worker] = {}
         self._link = TemplateLink(
             selector=self._selector,
-            payload_fd=self._payload_fd,
-            arrays_fd=self._arrays_fd,
+            payload_fd=payload_fd if payload_fd >= 0 else self._null_fd,
+            arrays_fd=arrays_fd if arrays_fd >= 0 else self._null_fd,
             environ=environ or {},
             loads_plugins=plugins,
             warm_up=warm_up,
@@ -92,11 +88,6 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def forks_loaded(self) -> bool:
-        """Whether workers are forks of a template that has loaded the payload."""
-        return self._link.is_loaded
 
     @property
     def template_pid(self) -> int | None:
@@ -113,7 +104,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         pid = self.template_pid
         if self._inherited is None or self._inherited[0] != pid:
             self._inherited = pid, frozenset(memory.shared_files([] if pid is None else [pid]))
-        fds = [self._payload_fd, self._arrays_fd, *(worker.log_fd for worker in self._workers.values())]
+        fds = [self._link.payload_fd, self._link.arrays_fd, *(worker.log_fd for worker in self._workers.values())]
         return {*self._inherited[1], *map(memory.file_id, fds)}
 
     def open(self, *, load_timeout_s: float | None) -> None:
@@ -144,7 +135,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                     raise
 
     def _open_link(self, load_timeout_s: float | None) -> None:
-        self._link.disconnect()
+        self._link.release()
         self._link.connect()
         self.share_modules(self._modules)
         if self._method == "fork" and load_timeout_s is not None:
@@ -244,27 +235,23 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         if (now := time.monotonic()) >= self._next_check:
             self._next_check = now + _CHECK_S
             for worker in self._workers.values():
-                events += self._reading(worker, worker.connection.check)
+                events += self._read(worker)  # which notices a frame that is never finished
             waiting = [worker for worker in self._workers.values() if worker.pid is None and not worker.has_ended]
             self._link.check(awaits_start=bool(waiting))
         return events + self._take_pending()
 
     def _read(self, worker: _Worker) -> list[Event]:
-        """Returns the messages that have arrived from a worker; never waits."""
-        return self._reading(worker, lambda: self._receive(worker))
+        """Returns the messages that have arrived from a worker; never waits.
 
-    def _reading(self, worker: _Worker, read: Callable[[], list[Event] | None]) -> list[Event]:
-        """Returns what `read` returns; disconnects the worker where its connection is closed or damaged."""
-        if not worker.is_connected:
+        A worker whose connection is closed or damaged is disconnected.
+        """
+        if not worker.connection.is_open:
             return []
         try:
-            return read() or []
+            received = worker.connection.receive()
         except wire.WireError as error:
             self._disconnect(worker)
             return [] if isinstance(error, wire.WireClosedError) else [Damaged(worker.number, str(error))]
-
-    def _receive(self, worker: _Worker) -> list[Event]:
-        received = worker.connection.receive()
         wire.close_all([fd for _, fds in received for fd in fds])  # a worker has no reason to send descriptors
         if received:
             self._link.on_sound()
@@ -299,8 +286,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._pending += self._end(worker, None)
 
     def _disconnect(self, worker: _Worker) -> None:
-        if worker.is_connected:
-            worker.is_connected = False
+        if worker.connection.is_open:
             self._selector.unregister(worker.connection)
             worker.connection.hang_up()
 

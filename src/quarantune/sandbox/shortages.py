@@ -1,4 +1,4 @@
-"""Errors with advice, for a process that runs out of descriptors, memory or disk space through no config's fault."""
+"""Errors with advice, for a process that lacks descriptors, memory, disk space or its device; no config is to blame."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _NO_PROCESS = re.compile(
     r"|(fork|std::system_error)[^\n]*(\n[^\n]*){0,3}Resource temporarily unavailable"
 )
 """What Python, XLA, LLVM, OpenBLAS, OpenMP, C++ and shells say of a process or thread that could not be started."""
+_NO_DEVICE = re.compile(r"Unable to initialize backend '[^\n]*")
 
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.25
@@ -50,7 +51,21 @@ def lacks_processes(text: str) -> bool:
     return _NO_PROCESS.search(text) is not None
 
 
-def process_limit() -> str:
+def lacking(text: str, *, has_device: bool) -> tuple[int, str]:
+    """Returns what a worker lacked, as an `errno` and in words, by its error and output; 0 if it lacked nothing.
+
+    Args:
+        text: the error and the output.
+        has_device: whether it was to use a device.
+    """
+    if lacks_processes(text):
+        return errno.EAGAIN, f"it could not start a process or thread, and {_process_limit()}"
+    if has_device and (told := _NO_DEVICE.search(text)):
+        return errno.ENODEV, f"its process could not use the device, whose memory others may hold: {told[0]}"
+    return 0, ""
+
+
+def _process_limit() -> str:
     """Returns the limit on processes and threads that binds most, in words."""
     left = machine.processes_left()
     return "the system starts no more" if left is None else left[1]
@@ -80,8 +95,13 @@ def remedy(error: Exception) -> str | None:
     match error.errno if isinstance(error, OSError) else None:
         case errno.EAGAIN:
             return (
-                f"not even one worker could start its threads, and {process_limit()}: end other processes, or raise "
+                f"not even one worker could start its threads, and {_process_limit()}: end other processes, or raise "
                 "the limit with `ulimit -u` (in a container: --pids-limit)"
+            )
+        case errno.ENODEV:
+            return (
+                "no worker could use the device beside this process: end the programs that hold its memory, or give "
+                "this one less of it (XLA_PYTHON_CLIENT_MEM_FRACTION); `quarantune doctor` tells more"
             )
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from quarantune.host import origins
+from quarantune.host import installed, origins
 from quarantune.sandbox import spool
 from quarantune.sandbox.template_messages import RoleOptions
 from quarantune.values import codec
@@ -41,18 +41,10 @@ def import_modules(names: Sequence[str], *, are_installed: bool = False) -> None
                 importlib.import_module(name)
 
 
-def installed(names: Iterable[str]) -> tuple[str, ...]:
+def of_packages(names: Iterable[str]) -> tuple[str, ...]:
     """Returns those of some imported modules that are part of installed packages, which nobody edits meanwhile."""
-    roots = []
-    for directory in sys.path:
-        with contextlib.suppress(OSError):
-            if any(entry.endswith(".dist-info") for entry in os.listdir(directory or ".")):
-                roots.append(os.path.join(directory, ""))
-    files = {}
-    for name in names:
-        with contextlib.suppress(Exception):  # of a module that is anything
-            files[name] = str(sys.modules[name].__file__)
-    return tuple(sorted(name for name, file in files.items() if file.startswith(tuple(roots))))
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return tuple(sorted(name for name, file in files.items() if isinstance(file, str) and installed.is_installed(file)))
 
 
 @contextlib.contextmanager

@@ -27,8 +27,7 @@ class Template:
 
     def __init__(self) -> None:
         self.inherited = inherited_state()
-        self.users = 0
-        """Number of sandboxes that are connected to this template."""
+        self._links: list[Connection] = []
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._prepared: set[str] = set()
         """What it was told to prepare: the names of modules, and the empty name for a task."""
@@ -65,6 +64,11 @@ class Template:
         """Whether the process runs."""
         return self._process.poll() is None
 
+    @property
+    def is_used(self) -> bool:
+        """Whether a sandbox is connected to it."""
+        return any(link.is_open for link in self._links)
+
     def open(self, *, payload_fd: int, arrays_fd: int, environ: Mapping[str, str], cwd: str | None) -> Connection:
         """Returns a new connection to the template, for one sweep.
 
@@ -84,8 +88,7 @@ class Template:
             raise SandboxError(f"the template process is gone: {error}\n{self.log()}") from error
         finally:
             theirs.close()
-        with _lock:
-            self.users += 1
+        self._links = [link for link in self._links if link.is_open] + [connection]
         return connection
 
     def warm_up(self, environ: Mapping[str, str], task: Frame | None = None, modules: Sequence[str] = ()) -> None:
@@ -118,7 +121,7 @@ class Template:
     def close(self) -> None:
         """Ends the template and waits, within a bound, until it has exited."""
         self._connection.hang_up()
-        if self.users <= 0:
+        if not self.is_used:
             self._process.kill()  # it has no children, and may be importing modules
         try:
             self._process.wait(_EXIT_WAIT_S)
@@ -168,7 +171,7 @@ def shared() -> Template:
         if _template is not None and _template.inherited != inherited_state():
             _outdated.append(_template)
             _template = None
-            _close_unused()
+            close_unused()
         if _template is not None and not _template.is_alive:
             _note_end(_template)
             _template.close()
@@ -183,23 +186,18 @@ def shared() -> Template:
         return _template
 
 
-def leave(template: Template) -> None:
-    """Ends a sandbox's use of a template, which is closed if it is out of date and nothing else uses it."""
-    with _lock:
-        template.users -= 1
-        _close_unused()
-
-
 def _note_end(template: Template) -> None:
     global _is_spoiled_by_warmth
     if template._process.poll() == SPOILED:
         _is_spoiled_by_warmth = True
 
 
-def _close_unused() -> None:
-    for template in [template for template in _outdated if template.users <= 0]:
-        _outdated.remove(template)
-        template.close()
+def close_unused() -> None:
+    """Closes the templates that are out of date and that no sandbox is connected to."""
+    with _lock:
+        for template in [template for template in _outdated if not template.is_used]:
+            _outdated.remove(template)
+            template.close()
 
 
 def discard(template: Template) -> None:

@@ -86,7 +86,6 @@ class TemplateLink:
     def __post_init__(self) -> None:
         self._whole_environ: dict[str, str] = {}
         self._template: template.Template | None = None
-        self._used: template.Template | None = None
         self._process_link: Connection | None = None
         self._sweep_link: Connection | None = None
         self._sweep_pid: int | None = None
@@ -94,11 +93,6 @@ class TemplateLink:
         self._modules: tuple[str, ...] = ()
         self._deaths = 0
         self._watch = TemplateWatch()
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the sweep's template starts the workers, and not the process's, for which each loads the payload."""
-        return self._sweep_link is not None
 
     @property
     def pids(self) -> list[int]:
@@ -119,7 +113,6 @@ class TemplateLink:
         Raises:
             SandboxError: no template can be started.
         """
-        self._leave_template()
         self._template = template.shared()
         self._whole_environ = {
             **os.environ,
@@ -133,15 +126,7 @@ class TemplateLink:
         self._process_link = self._template.open(
             payload_fd=self.payload_fd, arrays_fd=self.arrays_fd, environ=self._whole_environ, cwd=_cwd()
         )
-        self._used = self._template
         self.selector.register(self._process_link, selectors.EVENT_READ, self._process_link)
-
-    def disconnect(self) -> None:
-        """Undoes `connect`, so that it can be repeated after the template has died."""
-        if self._process_link is not None:
-            self._drop(self._process_link)
-            self._process_link = None
-        self._close_log()
 
     def load(self, timeout_s: float, modules: Sequence[str]) -> None:
         """Starts a sweep's template and waits until it has loaded the payload.
@@ -183,10 +168,9 @@ class TemplateLink:
         assert self._template is not None
         self._sweep_log_fd = spool.create_log()
         sweep_link, theirs = wire.connection_pair()
-        order = StartSweep(number=SWEEP, environ=self._whole_environ, cwd=_cwd(), loads_plugins=self.loads_plugins)
-        fds = [self._sweep_log_fd, theirs.fileno(), self.payload_fd, self.arrays_fd]
+        order = StartSweep(number=SWEEP, loads_plugins=self.loads_plugins)
         try:
-            process_link.send_message(order, fds, within_s=_SEND_WAIT_S)
+            process_link.send_message(order, [self._sweep_log_fd, theirs.fileno()], within_s=_SEND_WAIT_S)
         except wire.WireError as error:
             sweep_link.hang_up()
             self._template.await_end()  # it has closed its connections before it can be seen to have exited
@@ -216,13 +200,15 @@ class TemplateLink:
             pass
 
     def release(self) -> None:
-        """Closes all connections; the templates kill what this sandbox still has there."""
+        """Closes all connections; the templates kill what this sandbox still has there. It may connect again."""
         for connection in (self._sweep_link, self._process_link):
             if connection is not None:
-                connection.hang_up()
+                self._drop(connection)
         self._sweep_link = self._process_link = self._sweep_pid = None
-        self._leave_template()
-        self._close_log()
+        template.close_unused()
+        if self._sweep_log_fd >= 0:
+            wire.close_all([self._sweep_log_fd])
+            self._sweep_log_fd = -1
 
     def _await_exits(self, process_link: Connection, numbers: set[int]) -> None:
         deadline = time.monotonic() + _CLOSE_WAIT_S
@@ -233,16 +219,6 @@ class TemplateLink:
                 for event, _ in process_link.receive_messages(*CHILD_EVENTS):
                     if isinstance(event, Exited):
                         numbers.discard(event.number)
-
-    def _leave_template(self) -> None:
-        used, self._used = self._used, None
-        if used is not None:
-            template.leave(used)
-
-    def _close_log(self) -> None:
-        if self._sweep_log_fd >= 0:
-            wire.close_all([self._sweep_log_fd])
-            self._sweep_log_fd = -1
 
     # Orders and events
 
@@ -387,7 +363,7 @@ class _Load:
                     if self.pid is None or self._killed_for is not None:
                         raise SandboxError("the template process does not answer")
                     text = f"loading the function took longer than {self._timeout_s:g} s"
-                    self._kill(LoadFailed(text, Outcome.TIMEOUT))
+                    self._kill(LoadFailed(text, outcome=Outcome.TIMEOUT))
 
     def _read_report(self, selector: selectors.BaseSelector) -> None:
         """Reads the report, if it has arrived.
@@ -406,7 +382,7 @@ class _Load:
             self._sweep_link.hang_up()
             if self._report is None and not isinstance(error, wire.WireClosedError):
                 text = "the process damaged its own connection while it loaded the function"
-                self._kill(LoadFailed(text, Outcome.CRASHED))
+                self._kill(LoadFailed(text, outcome=Outcome.CRASHED))
 
     def _read_child_events(self) -> list[ChildEvent]:
         try:
@@ -417,7 +393,7 @@ class _Load:
     def _on_exit(self, event: Exited, selector: selectors.BaseSelector) -> LoadReport:
         self._read_report(selector)
         text = f"the process {describe_status(event.status)} while it loaded the function"
-        crash = LoadFailed(text, Outcome.CRASHED, was_killed=was_killed(event.status))
+        crash = LoadFailed(text, outcome=Outcome.CRASHED, was_killed=was_killed(event.status))
         return self._report or self._killed_for or crash
 
     def _kill(self, reason: LoadFailed) -> None:
@@ -459,15 +435,14 @@ class TemplateWatch:
         self._silent_checks = self._silent_checks + 1 if awaits_start and is_asleep else 0
         if stopped:
             wake(pids)
+        given_up = None
         if self._stopped_checks > STOPPED_CHECKS:
-            return self._give_up(stopped[0], "stays stopped")
-        if self._silent_checks > SILENT_CHECKS and pids:
-            return self._give_up(pids[0], "does not answer")
-        return None
-
-    def _give_up(self, pid: int, reason: str) -> tuple[int, str]:
-        self._stopped_checks = self._silent_checks = 0
-        return pid, reason
+            given_up = stopped[0], "stays stopped"
+        elif self._silent_checks > SILENT_CHECKS and pids:
+            given_up = pids[0], "does not answer"
+        if given_up is not None:
+            self._stopped_checks = self._silent_checks = 0
+        return given_up
 
 
 def wake(pids: Sequence[int]) -> None:

@@ -21,8 +21,8 @@ class Open:
     Descriptors: the connection, the payload, the arrays.
 
     Attributes:
-        environ: the environment of the sweep's workers.
-        cwd: the working directory of the sweep's workers; None where the caller's no longer exists.
+        environ: the environment of the sweep's template and its workers.
+        cwd: their working directory; None where the caller's no longer exists.
     """
 
     environ: Mapping[str, str]
@@ -36,7 +36,7 @@ class WarmUp:
     A template that must not be forked afterwards exits with `SPOILED`.
 
     Attributes:
-        environ: the environment of the sweep's workers, from which plugins take their options as they are loaded.
+        environ: the environment of the sweep's workers; plugins take their options from it as they are loaded.
         task: the frame of a task for the workers' program, which templates pass on unread; None for none.
         modules: modules that a sweep's template has imported, to be imported once for those of later sweeps.
     """
@@ -52,20 +52,16 @@ SPOILED = 76
 
 @dataclasses.dataclass(frozen=True)
 class StartSweep:
-    """Caller to template: fork a sweep's template, which loads the payload and serves the sweep's connection.
+    """Caller to template: fork a sweep's template, which loads the payload and serves a connection of its own.
 
-    Descriptors: the log, the connection, the payload, the arrays.
+    Descriptors: the log, the connection.
 
     Attributes:
         number: identifies the child in later messages.
-        environ: the environment of the sweep's template and its workers.
-        cwd: their working directory; None where the caller's no longer exists.
         loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
     """
 
     number: int
-    environ: Mapping[str, str]
-    cwd: str | None
     loads_plugins: bool
 
 
@@ -162,22 +158,37 @@ class Loaded:
 
 
 @dataclasses.dataclass(frozen=True)
-class LoadFailed:
+class ErrorDescription:
+    """An exception as text, or how a process ended.
+
+    Attributes:
+        text: its message.
+        error: its type; empty where there was none.
+        traceback: the last lines of its traceback.
+    """
+
+    text: str
+    error: str
+    traceback: str = ""
+
+    @property
+    def message(self) -> str:
+        """The type and the message, as a trial has them."""
+        return ": ".join(filter(None, (self.error, self.text)))
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadFailed(ErrorDescription):
     """Sweep's template to caller: the payload cannot be loaded.
 
     Attributes:
-        text: the exception's message, or how the process ended.
         outcome: the outcome of every config of the sweep.
-        error: the exception's type; empty where there was none.
-        traceback: the end of the exception's traceback.
         log: the end of the output of the sweep's template, which the caller adds.
         was_killed: whether another process may have killed the sweep's template.
     """
 
-    text: str
-    outcome: Outcome = Outcome.ERROR
     error: str = ""
-    traceback: str = ""
+    outcome: Outcome = Outcome.ERROR
     log: str = ""
     was_killed: bool = False
 

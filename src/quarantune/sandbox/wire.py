@@ -53,60 +53,6 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return _HEADER.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 
-class Decoder:
-    """Turns a stream of bytes into messages."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._damage: WireError | None = None
-
-    def check(self) -> None:
-        """Raises the `WireError` for damage that followed the messages returned last."""
-        if self._damage is not None:
-            raise self._damage
-
-    def reject(self, damage: WireError) -> None:
-        """Makes every further `feed` and `check` raise `damage`, found in a message that was returned."""
-        self._damage = damage
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether the bytes of an incomplete frame are waiting for the rest."""
-        return bool(self._buffer)
-
-    def feed(self, data: bytes) -> list[Frame]:
-        """Returns the messages completed by `data`.
-
-        Raises:
-            WireError: the bytes are not a frame. Messages before the damage are returned first, and `check` raises
-                then.
-        """
-        self.check()
-        self._buffer += data
-        messages: list[Frame] = []
-        try:
-            while (message := self._next()) is not None:
-                messages.append(message)
-        except WireError as error:
-            self._damage = error
-            if not messages:
-                raise
-        return messages
-
-    def _next(self) -> Frame | None:
-        if len(self._buffer) < _HEADER.size:
-            return None
-        magic, size, checksum = _HEADER.unpack_from(self._buffer)
-        if magic != _MAGIC or size > MAX_FRAME_BYTES:
-            raise WireError("the stream holds bytes that are no frame")
-        end = _HEADER.size + size
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[_HEADER.size : end])
-        del self._buffer[:end]
-        return _parse(body, checksum)
-
-
 def _parse(body: bytes, checksum: int) -> Frame:
     if zlib.crc32(body) != checksum:
         raise WireError("a frame's checksum does not match its bytes")
@@ -128,13 +74,19 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._decoder = Decoder()
+        self._buffer = bytearray()
+        self._damage: WireError | None = None
         self._fds: list[int] = []
         self._partial_since: float | None = None
 
     def fileno(self) -> int:
         """Returns the socket's descriptor, for a selector."""
         return self._socket.fileno()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this end was not closed."""
+        return self.fileno() >= 0
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = (), *, within_s: float = 0.0) -> None:
         """Sends a message and descriptors.
@@ -176,7 +128,7 @@ class Connection:
             WireClosedError: the other end is closed.
             WireError: the stream is damaged.
         """
-        self._decoder.check()
+        self._check_damage()
         while True:
             try:
                 data, fds = _receive_with_fds(self._socket)
@@ -190,8 +142,7 @@ class Connection:
                 raise WireClosedError("the other end is closed")
             if len(self._fds) > 2 * _MAX_FDS:  # more than an incomplete message and the next one have
                 raise WireError("more descriptors came than messages name")
-            messages = self._decoder.feed(data)
-            paired = [(message, self._take(message.pop("fds", 0))) for message in messages]
+            paired = [(message, self._take(message.pop("fds", 0))) for message in self._decoded(data)]
             self._note_partial(is_new=bool(paired))
             if paired or self._socket.getblocking():
                 return paired
@@ -218,23 +169,52 @@ class Connection:
                 received.append((codec.decode(frame, *expected), fds))
             except codec.DamageError as error:
                 close_all([fd for _, unused in frames[position:] for fd in unused])
-                damage = WireError(str(error))
-                self._decoder.reject(damage)
+                self._damage = WireError(str(error))
                 if not received:
-                    raise damage from error
+                    raise self._damage from error
                 break
         return received
 
+    def _check_damage(self) -> None:
+        if self._damage is not None:
+            raise self._damage
+
+    def _decoded(self, data: bytes) -> list[Frame]:
+        """Returns the messages that further bytes complete; damage behind them is raised by the next call."""
+        self._buffer += data
+        messages: list[Frame] = []
+        try:
+            while (message := self._next()) is not None:
+                messages.append(message)
+        except WireError as error:
+            self._damage = error
+            if not messages:
+                raise
+        return messages
+
+    def _next(self) -> Frame | None:
+        if len(self._buffer) < _HEADER.size:
+            return None
+        magic, size, checksum = _HEADER.unpack_from(self._buffer)
+        if magic != _MAGIC or size > MAX_FRAME_BYTES:
+            raise WireError("the stream holds bytes that are no frame")
+        end = _HEADER.size + size
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_HEADER.size : end])
+        del self._buffer[:end]
+        return _parse(body, checksum)
+
     def _note_partial(self, *, is_new: bool) -> None:
         """Starts the deadline of an incomplete frame, which further bytes of the same frame do not extend."""
-        if not self._decoder.is_partial:
+        if not self._buffer:
             self._partial_since = None
         elif is_new or self._partial_since is None:
             self._partial_since = time.monotonic()
 
     def check(self) -> None:
         """Raises `WireError` where damage followed the last message, or an incomplete frame is over its deadline."""
-        self._decoder.check()
+        self._check_damage()
         if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
             raise WireError("a frame was begun and never finished")
 

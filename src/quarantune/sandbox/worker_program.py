@@ -6,40 +6,18 @@ the program by name before it starts workers.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import importlib
 import socket
 from typing import NoReturn, Protocol, cast
 
 from quarantune.sandbox import contain
-from quarantune.sandbox.template_messages import WorkerOptions
+from quarantune.sandbox.template_messages import ErrorDescription, WorkerOptions
 from quarantune.sandbox.wire import Connection
 from quarantune.values.codec import Frame
 
 _WORKER_MAIN = "quarantune.worker.main"
-_MEASURING = "quarantune.worker.bench"
 _DECORATOR = "quarantune.api.autotune"
-
-
-@dataclasses.dataclass(frozen=True)
-class ErrorDescription:
-    """An exception as text.
-
-    Attributes:
-        error: its type.
-        text: its message.
-        traceback: the last lines of its traceback.
-    """
-
-    error: str
-    text: str
-    traceback: str
-
-    @property
-    def message(self) -> str:
-        """The type and the message, as a trial has them."""
-        return f"{self.error}: {self.text}" if self.text else self.error
 
 
 class WorkerProgram(Protocol):
@@ -59,7 +37,7 @@ class WorkerProgram(Protocol):
 
 
 def load() -> WorkerProgram:
-    """Imports the worker's program, or returns it where it is imported already."""
+    """Imports the worker's program, with JAX and everything that it needs, unless it is imported already."""
     return cast("WorkerProgram", importlib.import_module(_WORKER_MAIN))
 
 
@@ -74,13 +52,6 @@ def run(options: WorkerOptions, call: object | None) -> NoReturn:
     program = load()
     gc.enable()
     program.main(Connection(socket.socket(fileno=options.connection_fd)), options, call)
-
-
-def preload() -> None:
-    """Imports JAX and everything that a worker needs, so that forks of this process have it."""
-    importlib.import_module("jax")
-    importlib.import_module(_MEASURING)
-    load()
 
 
 def preload_decorator() -> None:

@@ -106,7 +106,7 @@ class Bursts:
         if device.measuring is not None or run.plan.compile_only or run.reference.is_coming:
             return False
         if run.reference.is_open and run.workers.measuring():
-            return False  # outputs of which none is known to be right are compared one after another
+            return False  # while none is known to be right, outputs are compared one after another
         if self._suspect_runs() or (self._suspect_waits() and (run.workers.measuring() or run.workers.compiling())):
             return False
         if run.plan.exclusive and (run.workers.compiling() or not self._is_measuring):
@@ -145,13 +145,12 @@ class Bursts:
         return any(job is not None and job.was_lost and run.jobs.may_be_compared(job) for job in waiting)
 
     def _runs_alone(self) -> bool:
-        """Whether a config runs, or waits, beside which no other may take memory."""
+        """Whether a config runs, or waits, that may use the memory of all."""
         return any(job.is_alone for job in [*self._run.jobs.ready, *self._run.workers.jobs()])
 
     def _is_quiet(self) -> bool:
         """Whether no config waits to be measured and no worker lives but those made ready ahead."""
         run = self._run
         ahead = [worker for device in run.devices for worker in device.standby]
-        return (not run.jobs.ready or run.jobs.default_is_pending()) and all(
-            worker.state is WorkerState.SPARE or worker in ahead for worker in run.workers
-        )
+        is_none_ready = not run.jobs.ready or run.jobs.default_is_pending()
+        return is_none_ready and all(worker in ahead for worker in run.workers)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from quarantune.sandbox.messages import Compile
-from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, only_stopping
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, OnlyStopping
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.config_values import encode
@@ -94,4 +94,4 @@ def settle(
         else:
             again[index] = error.trial.config
     if again:
-        run(again, finish, only_stopping(source))
+        run(again, finish, OnlyStopping(source))

@@ -29,11 +29,10 @@ class SamePrograms:
         """Knows of no programs yet.
 
         Args:
-            ran_as: the copies among configs that ran before, to which those of this run are added.
+            ran_as: the copies among configs that ran before; those of this run are added.
         """
         self.ran_as = {} if ran_as is None else ran_as
         self._jobs: dict[str, Job] = {}
-        self._ended: dict[int, tuple[Trial, str]] = {}
 
     def first(self, program: str, job: Job) -> Job:
         """Returns the job that runs a program: an earlier one, or `job`."""
@@ -43,17 +42,10 @@ class SamePrograms:
         """Makes jobs that will have no result stand for no others."""
         self._jobs = {program: first for program, first in self._jobs.items() if first not in jobs}
 
-    def has_ended(self, job: Job) -> bool:
-        """Whether the outcome of a job is known."""
-        return job.index in self._ended
-
-    def end(self, job: Job, trial: Trial, log: str) -> None:
-        """Records the trial and the output of a job that ran."""
-        self._ended[job.index] = (trial, log)
-
     def copy_end(self, job: Job, first: Job) -> tuple[Trial, str]:
         """Returns the trial and the output of a job whose program `first` ran."""
-        trial, log = self._ended[first.index]
+        assert first.end is not None
+        trial, log = first.end
         self.ran_as[job.index] = first.index
         same = f"the same program as {'the defaults' if first.index == UNTUNED else shown.format_config(first.config)}"
         message = f"{same}: {trial.message}" if trial.message else same
@@ -186,7 +178,7 @@ class Jobs:
     def join_same_program(self, job: Job, first: Job) -> None:
         """Gives a job the outcome of another, once that is known."""
         job.close_executable()
-        if self.programs.has_ended(first):
+        if first.end is not None:
             self._finish_as(job, first)
         else:
             first.same_program.append(job)
@@ -206,7 +198,7 @@ class Jobs:
             job: the job.
             worker: its worker; None where it has none.
             verdict: its outcome.
-            phase: the phase in which it ended.
+            phase: the phase that it ended in.
             keep: keeps its executable, with the figure that its trial is ranked by.
             **times: fields of its trial.
         """
@@ -241,7 +233,7 @@ class Jobs:
         ):
             self.release_same_program(job)  # a fault of the machinery, or of its own tracing, is none of its program
             return
-        self.programs.end(job, trial, log)
+        job.end = trial, log
         for other in job.same_program:
             self._finish_as(other, job)
 
@@ -251,9 +243,9 @@ class Jobs:
         ready = list(self.ready) if self.unloadable else []
         unfits = [job, *ready, *(same for each in [job, *ready] for same in each.same_program), *self.pending]
         self.programs.forget(unfits)
+        self.leftovers = dataclasses.replace(self.leftovers, why_unfit=reason)
         for unfit in unfits:
-            self.leftovers.unfit[unfit.index] = reason
-            self.leftovers.unfit_configs[unfit.index] = unfit.config
+            self.leftovers.unfit[unfit.index] = unfit.config
             self._reference.ended(unfit.index)
             self.unfinished -= 1
             unfit.close_executable()
@@ -261,20 +253,13 @@ class Jobs:
         if ready:
             self.ready.clear()
 
-    def fail_waiting(self, verdict: Verdict) -> None:
+    def end_waiting(self, verdict: Verdict, phase: Phase | None) -> None:
         """Ends all jobs that no worker has."""
-        for job in [*self.ready, *self.pending]:
-            self.finish(job, None, verdict, Phase.CHECK)
-        self.ready.clear()
-        self.pending.clear()
-
-    def not_run(self, reason: str) -> None:
-        """Ends all jobs that no worker has, because of the reason that the source gives to stop."""
         waiting = [*self.ready, *self.pending]
         self.ready.clear()
         self.pending.clear()
         for job in waiting:
-            self.finish(job, None, Verdict(Outcome.NOT_RUN, reason), None)
+            self.finish(job, None, verdict, phase)
 
     def release_same_program(self, job: Job) -> None:
         """Has the jobs that wait for a job's outcome run by themselves."""
@@ -301,7 +286,7 @@ class Jobs:
         self._source.ended(job.index, trial)
         is_error = trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE
         if is_error and self._plan.target is not None and not self._plan.is_check:
-            self.leftovers.doubt(job.index, Unconfirmed(trial, log, job.raised_at))
+            self.leftovers.add_unconfirmed(job.index, Unconfirmed(trial, log, job.raised_at))
         else:
             if is_error:
                 self.leftovers.raised_at[job.index] = job.raised_at

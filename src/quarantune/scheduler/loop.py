@@ -5,9 +5,10 @@ A job is compiled and then measured; `scheduler.routes` decides by which workers
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
@@ -15,24 +16,29 @@ from quarantune.host import machine
 from quarantune.host.stops import Stops
 from quarantune.measure import finals
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
-from quarantune.sandbox.messages import PhaseEntered
+from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
+from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.bursts import Bursts
+from quarantune.scheduler.conclusions import Conclusions
 from quarantune.scheduler.confirmation import Confirmation
-from quarantune.scheduler.endings import Endings
 from quarantune.scheduler.jobs import Jobs, SamePrograms
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.replies import Replies
 from quarantune.scheduler.routes import steps_of
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.scarcity import Scarcity
-from quarantune.scheduler.side_tasks import ReferenceTask, SideTasks
+from quarantune.scheduler.side_tasks import TRIES, ReferenceTask, idle_on, start_on
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
-from quarantune.scheduler.workers import DeviceState, SandboxLike, Verdict, Workers
+from quarantune.scheduler.workers import DeviceState, Verdict, Workers
+from quarantune.values.config_values import encode
 from quarantune.values.trial import Config, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
+
+
+class SideTaskError(Exception):
+    """A worker did not do a side task."""
 
 
 class Scheduler:
@@ -40,7 +46,7 @@ class Scheduler:
 
     def __init__(
         self,
-        sandbox: SandboxLike,
+        sandbox: Sandbox,
         plan: Plan,
         *,
         on_trial: Callable[[int, Trial, str], None],
@@ -66,7 +72,7 @@ class Scheduler:
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
             source: gives further configs, in addition to those that `run` is given.
             programs: the programs of earlier runs, which configs of this run may share; None for none.
-            race: the times in earlier runs, and the executables of the fastest; None for none. The owner closes it.
+            race: the times in earlier runs, and the executables of the fastest; None for none. Closed with this one.
             clock: seconds.
             available_memory: bytes of memory that are free now.
             lease_on: makes the lease on a device, or returns the one that the sweep has.
@@ -74,7 +80,7 @@ class Scheduler:
         """
         self._sandbox = sandbox
         self._on_tick, self._source, self._clock = on_tick, source, clock
-        self._next_tick, self._owns_race = 0.0, race is None
+        self._next_tick = 0.0
         self._stops = stops or Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
         workers, reference = Workers(sandbox, clock, plan.compiler_environ), reference or Reference()
@@ -89,16 +95,13 @@ class Scheduler:
             memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),
             scarcity=Scarcity(workers, jobs, clock),
             clock=clock,
-            available_memory=available_memory,
             on_phase=on_phase,
         )
         self._route = steps_of(run)
         self._confirmation = Confirmation(run)
         self._bursts = Bursts(run, self._route)
-        self._replies = Replies(run, self._route)
-        self._endings = Endings(run, self._route)
+        self._conclusions = Conclusions(run, self._route)
         self._reference_task = ReferenceTask(run)
-        self._side_tasks = SideTasks(run, self._stops, self._step)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
         """Runs every config, and those of the source, to its outcome.
@@ -141,11 +144,35 @@ class Scheduler:
     @property
     def has_idle_worker(self) -> bool:
         """Whether a worker that has its device already waits for a task."""
-        return self._side_tasks.has_idle_worker
+        idle = filter(None, map(idle_on, self._run.devices))
+        return any(self._run.workers.pid(worker) is not None for worker in idle)
 
     def compare(self, configs: Mapping[int, Config]) -> finals.Final:
-        """Times configs in turn in one worker; see `SideTasks.compare`."""
-        return self._side_tasks.compare(configs)
+        """Times configs in turn in one worker, so that only their programs differ.
+
+        The executables that the race has kept are loaded; other configs are compiled again.
+
+        Args:
+            configs: the configs by index.
+
+        Returns:
+            The result; empty where they could not be compared.
+        """
+        ran_as = self._run.jobs.programs.ran_as
+        kept = [self._run.race.kept_fd(ran_as.get(index, index)) for index in configs]
+        entries = tuple(
+            Finalist(config=encode(config), saved=fd is not None, index=index)
+            for (index, config), fd in zip(configs.items(), kept, strict=True)
+        )
+        task = Compare(options=self._run.plan.options, entries=entries, last=True)
+        try:
+            reply = self._compared(task, [fd for fd in kept if fd is not None])
+            energy_mj = dict(zip(configs, zip(*reply.energy_mj, strict=True), strict=False))
+            of = finals.Final.of(configs, reply.rounds_ms, reply.warm_ms)
+            return dataclasses.replace(of, energy_mj=energy_mj, objective=self._run.plan.objective)
+        except (SideTaskError, ValueError) as error:
+            _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
+            return finals.Final()
 
     def compiled(self) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
         """Returns the programs that were kept: of the fastest configs, or of all where nothing was measured.
@@ -168,11 +195,40 @@ class Scheduler:
             self._step(TICK_S)
 
     def close(self) -> None:
-        """Lets idle workers end, and closes the executables kept for a comparison, unless they belong to others."""
+        """Lets idle workers end, and closes the executables kept for a comparison."""
         self._reference_task.close()
         self._run.workers.finish_all()
-        if self._owns_race:
-            self._run.race.close()
+        self._run.race.close()
+
+    def _compared(self, task: Compare, fds: Sequence[int]) -> Compared:
+        """Has a worker compare the finalists, and returns its reply; one that dies is replaced once.
+
+        Raises:
+            SideTaskError: it was not done.
+        """
+        run = self._run
+        verdict = Verdict(Outcome.LOST, "its process vanished")
+        for _ in range(TRIES):
+            if not run.devices:
+                raise SideTaskError("no device is left")
+            device = run.devices[0]
+            self._stops.begin()
+            try:
+                while (worker := start_on(run, device, task, fds)) is None:
+                    self._step(TICK_S)
+                worker.side_task_s = len(task.entries) * (run.plan.compile_timeout_s + run.plan.timeout_s)
+                # A process with a device takes a third of a second to die after its reply.
+                while worker.reply is None and run.workers.get(worker.number) is not None:
+                    self._step(None)
+            finally:
+                for each in run.devices:
+                    each.lease.release()
+            if isinstance(worker.reply, Compared):
+                return worker.reply
+            verdict = worker.verdict or verdict
+            if verdict.outcome not in (Outcome.LOST, Outcome.CRASHED):
+                break  # the same would only happen again
+        raise SideTaskError(f"{verdict.outcome.value}: {verdict.message}")
 
     def _start_workers(self) -> None:
         """Starts all that may start now."""
@@ -185,7 +241,6 @@ class Scheduler:
             route.start_compiling(run.jobs.pending.popleft())
         route.retire_unneeded()
         self._confirmation.start()
-        route.prepare_next(bursts.has_room)
         for device in run.devices:
             if bursts.may_measure(device):
                 route.measure_on(device)
@@ -213,12 +268,12 @@ class Scheduler:
             return
         match event:
             case Said():
-                self._replies.on_message(worker, event.message)
+                self._conclusions.on_message(worker, event.message)
             case Damaged():
                 verdict = Verdict(Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
                 self._run.workers.kill_with_verdict(worker, verdict)
             case Ended():
-                self._endings.on_exit(worker, event.status)
+                self._conclusions.on_exit(worker, event.status)
 
     def _until_next_deadline(self) -> float:
         now = self._clock()
@@ -238,18 +293,18 @@ class Scheduler:
             if now >= worker.deadline:
                 workers.kill_with_verdict(worker, overdue(worker, self._run.plan))
             elif worker.given_up_at is not None and now >= worker.given_up_at:
-                self._endings.give_up(worker)
+                self._conclusions.give_up(worker)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._on_tick()
             self._sandbox.trim_logs()
             if reason := self._source.reason_to_stop():
-                self._endings.stop(reason)
+                self._conclusions.stop(reason)
             for worker, verdict in self._run.memory.over(now):
                 workers.kill_with_verdict(worker, verdict)
 
     def _extend_deadlines(self, lost_s: float) -> None:
-        """Gives back to all workers the time for which this process, and perhaps they too, did not run."""
+        """Gives back to all workers the time while this process, and perhaps they too, stood still."""
         _logger.info("this process was stopped for %.1f s: deadlines are extended by it", lost_s)
         for worker in self._run.workers:
             worker.deadline += lost_s

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping
 
 from quarantune.devices.device import Device
 from quarantune.host import machine
@@ -48,65 +47,41 @@ class Proof:
             compare(config, lines)
 
 
-class ConfigSource(Protocol):
-    """Gives further configs to a run, or to several runs one after another, and receives their trials."""
+class ConfigSource:
+    """Gives further configs to a run, or to several runs one after another, and receives their trials.
+
+    The base is the source of a run whose configs are all known from the start.
+    """
 
     @property
     def is_closed(self) -> bool:
         """Whether it gives no further configs."""
-        ...
+        return True
 
     def take(self, count: int) -> Mapping[int, Config]:
         """Returns at most `count` further configs by index; fewer where it waits for trials, or at its end."""
-        ...
-
-    def ended(self, index: int, trial: Trial) -> None:
-        """Receives the trial of any config of a run, as soon as it has ended."""
-        ...
-
-    def reason_to_stop(self) -> str:
-        """Returns why configs that are not being measured should not go on; empty while they should."""
-        ...
-
-
-class _Nothing:
-    """The source of a run whose configs are all known from the start."""
-
-    is_closed = True
-
-    def take(self, count: int) -> Mapping[int, Config]:
         return {}
 
     def ended(self, index: int, trial: Trial) -> None:
-        return
+        """Receives the trial of any config of a run, as soon as it has ended."""
 
     def reason_to_stop(self) -> str:
+        """Returns why configs that are not being measured should not go on; empty while they should."""
         return ""
 
 
-NOTHING_MORE: ConfigSource = _Nothing()
+NOTHING_MORE = ConfigSource()
 
 
-class _OnlyStopping(_Nothing):
-    """Says when to stop as another source does, and gives no configs."""
+class OnlyStopping(ConfigSource):
+    """A source that says when to stop as another one does, but gives no configs and receives no trials."""
 
     def __init__(self, source: ConfigSource) -> None:
         self._source = source
 
     def reason_to_stop(self) -> str:
+        """Returns the other source's reason."""
         return self._source.reason_to_stop()
-
-
-def only_stopping(source: ConfigSource) -> ConfigSource:
-    """Returns a source that says when to stop as another one does, but gives no configs and receives no trials."""
-    return _OnlyStopping(source)
-
-
-def one_by_one(configs: Mapping[int, Config], source: ConfigSource) -> Iterator[tuple[int, Config]]:
-    """Yields configs in order, then those of a source, each once the trial of the one before it has ended."""
-    yield from configs.items()
-    while not source.is_closed and (taken := source.take(1)):
-        yield from taken.items()
 
 
 STARTUP_DEADLINE_S = 120.0
@@ -118,12 +93,12 @@ TICK_S = 0.05
 MEMORY_SHARE = 0.9
 """The share of the free memory that workers may take together where nobody set a limit."""
 _THREADS = "NPROC"
-"""Read by XLA: the number of cores for which it starts threads."""
+"""Read by XLA: it starts threads for so many cores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The way in which a scheduler runs its configs.
+    """How a scheduler runs its configs.
 
     Attributes:
         route: whether one worker does both halves of a trial or two do.
@@ -135,7 +110,6 @@ class Plan:
         compiles_per_worker: how many configs a worker that compiles may take.
         exclusive: whether compiling disturbs measuring, so that the two must alternate.
         parked: with `exclusive`, how many compiled configs wait, memory allowing, before a measuring burst begins.
-        ahead: whether a worker is made ready for the next config while one compiles.
         compile_timeout_s: seconds for loading, tracing, lowering and compiling one config.
         timeout_s: seconds for checking and measuring one config, from the moment it holds its device.
         memory_limit_bytes: host memory of one worker and its children.
@@ -145,7 +119,7 @@ class Plan:
         compile_only: whether configs are compiled and not run.
         is_check: whether they are compiled only to find out if they compile; their executables are not kept.
         measures_here: whether the caller's own process measures what workers compile.
-        errors_stand: whether a config that cannot be compiled without the device cannot be compiled on it either.
+        errors_are_final: whether a config that cannot be compiled without the device cannot be compiled on it either.
         proof: compares the program of one config with the caller's.
         objective: the author's objective, by which trials are ranked.
     """
@@ -159,7 +133,6 @@ class Plan:
     compiles_per_worker: int = 1
     exclusive: bool
     parked: int
-    ahead: bool = False
     compile_timeout_s: float
     timeout_s: float
     memory_limit_bytes: int
@@ -168,7 +141,7 @@ class Plan:
     compile_only: bool = False
     is_check: bool = False
     measures_here: bool = False
-    errors_stand: bool = False
+    errors_are_final: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
     objective: Objective = TIME
 
@@ -185,7 +158,7 @@ class Plan:
     @property
     def confirms(self) -> bool:
         """Whether errors raised without the device are repeated on it while other configs go on."""
-        return not (self.errors_stand or self.compile_only or self.measures_here or self.is_check)
+        return not (self.errors_are_final or self.compile_only or self.measures_here or self.is_check)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,8 +181,8 @@ class Leftovers:
     """Configs that a route could not settle.
 
     Attributes:
-        unfit: why a config's program must be compiled on its device, by the config's index.
-        unfit_configs: those configs.
+        unfit: the configs whose programs must be compiled on their device, by index.
+        why_unfit: why the last of them must.
         unconfirmed: the configs that failed where there was no device, by index.
         first_at: of those, the first config of each place where one failed.
         confirmed: the places where that one failed on the device, too, with the same error.
@@ -217,15 +190,15 @@ class Leftovers:
         raised_at: the places where configs failed while they were compiled with their device, by index.
     """
 
-    unfit: dict[int, str] = dataclasses.field(default_factory=dict)
-    unfit_configs: dict[int, Config] = dataclasses.field(default_factory=dict)
+    unfit: dict[int, Config] = dataclasses.field(default_factory=dict)
+    why_unfit: str = ""
     unconfirmed: dict[int, Unconfirmed] = dataclasses.field(default_factory=dict)
     first_at: dict[str, int] = dataclasses.field(default_factory=dict)
     confirmed: frozenset[str] = frozenset()
     none_fits: bool = False
     raised_at: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def doubt(self, index: int, error: Unconfirmed) -> None:
+    def add_unconfirmed(self, index: int, error: Unconfirmed) -> None:
         """Adds a config that failed where there was no device."""
         self.unconfirmed[index] = error
         self.first_at.setdefault(error.place, index)

@@ -63,13 +63,13 @@ class Race:
         """The time after which a first run cannot win any more; None before there is one to compare it with."""
         return None if self.fastest_ms is None else sampling.longest_first_run(self.fastest_ms, noise=self.noise)
 
-    def note_time(self, index: int, cpu_ms: float) -> None:
+    def note_time(self, index: int, ranking_ms: float) -> None:
         """Records the time of a config that may win.
 
         The time of the defaults does not count where they cannot win: all others may be slower.
         """
-        if index != UNTUNED and self._by_time and (self.best_median_ms is None or cpu_ms < self.best_median_ms):
-            self.best_median_ms = cpu_ms
+        if index != UNTUNED and self._by_time and (self.best_median_ms is None or ranking_ms < self.best_median_ms):
+            self.best_median_ms = ranking_ms
 
     def keep_compiled(self, job: Job) -> None:
         """Keeps the executable of a config that was only compiled."""

@@ -26,27 +26,14 @@ _SHOWN = 3
 Finish = Callable[[int, Trial, str], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Offer:
-    """The outputs that a worker compares another with.
-
-    Attributes:
-        references: the number of them.
-        standard: the position of the one that is right; None where that is not known.
-        keeps: whether an output that differs from all of them is kept.
-    """
-
-    references: int
-    standard: int | None
-    keeps: bool
-
-
 class Reference:
     """The outputs to compare with, and the groups of configs that agree.
 
     Attributes:
         fds: descriptors of the outputs to compare with, which nobody can write to.
         untuned: the trial of the function's defaults, where they ran as `UNTUNED`; else None.
+        compares: whether the configs' outputs are compared with each other.
+        is_awaited: whether the defaults must run before any other config does.
         is_coming: whether a worker must compute the output of `ref_fn` before anything is compared.
         noise: the RMS by which the first kept output moves when its inputs do, relative to its own.
     """
@@ -64,7 +51,7 @@ class Reference:
         """
         self.fds: list[int] = []
         self.untuned: Trial | None = None
-        self._compares = compares
+        self.compares = compares
         self.is_coming = False
         self.noise: float | None = None
         self._is_given = False
@@ -73,7 +60,7 @@ class Reference:
         self._defaults = {default} if default is not None else set()
         self._default_end = ""
         self._is_first = is_first
-        self._awaited = False
+        self.is_awaited = False
         self._group_of: dict[int, int | None] = {}
         self._held: dict[int, tuple[Trial, str]] = {}
         self._configs: dict[int, Config] = {}
@@ -93,36 +80,28 @@ class Reference:
     def begin(self, indices: Collection[int]) -> None:
         """Prepares for the configs that are about to run; all wait for the defaults if these are among them."""
         is_here = not self._defaults.isdisjoint(indices)
-        is_unknown = self._calibrates or (self._compares and not self.fds)
-        self._awaited = is_unknown and self._is_first and is_here
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the defaults must run before any other config does."""
-        return self._awaited
-
-    @property
-    def compares(self) -> bool:
-        """Whether the configs' outputs are compared with each other."""
-        return self._compares
+        is_unknown = self._calibrates or (self.compares and not self.fds)
+        self.is_awaited = is_unknown and self._is_first and is_here
 
     @property
     def is_open(self) -> bool:
         """Whether outputs are compared and none is known to be right."""
-        return self._compares and not self._awaited and self._standard() is None
+        return self.compares and not self.is_awaited and self._standard() is None
 
     def is_default(self, index: int) -> bool:
         """Whether a config is that of the function's defaults, or lowers to their program."""
         return index in self._defaults
 
-    def offer(self) -> Offer:
-        """Returns the description of `fds`, which a worker gets to compare an output with."""
+    @property
+    def standard(self) -> int | None:
+        """The position in `fds` of the output that is right; None where that is not known."""
+        return 0 if self._is_given else self._standard()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether an output that differs from all in `fds` is kept."""
         most = _MOST_GROUPS if self._standard() is None else 1 + _MOST_WRONG_GROUPS
-        return Offer(
-            references=len(self.fds),
-            standard=0 if self._is_given else self._standard(),
-            keeps=(self._compares and len(self.fds) < most) or (self._calibrates and self._awaited),
-        )
+        return (self.compares and len(self.fds) < most) or (self._calibrates and self.is_awaited)
 
     def note(self, index: int, group: int | None, *, offered: int, fd: int, noise: float | None = None) -> None:
         """Records the output that a config's own agrees with.
@@ -138,7 +117,7 @@ class Reference:
         Raises:
             ValueError: no worker can have replied so.
         """
-        if not self._compares and not self._calibrates:
+        if not self.compares and not self._calibrates:
             return
         if group is not None and (type(group) is not int or not 0 <= group <= offered - (fd < 0)):
             raise ValueError(f"there is no output {group!r} to agree with")
@@ -147,11 +126,11 @@ class Reference:
             self.fds.append(spool.protect(fd))
             self.noise = noise if self.noise is None else self.noise
         if self._calibrates:
-            self._calibrates = self._awaited = False
+            self._calibrates = self.is_awaited = False
             return
         self._group_of[index] = group
         if index in self._defaults:
-            self._awaited = False
+            self.is_awaited = False
 
     def join(self, index: int, first: int) -> None:
         """Records that another config, with the same program, runs in the place of a config."""
@@ -163,7 +142,7 @@ class Reference:
     def ended(self, index: int, end: str = "") -> None:
         """Records that a config has ended; if it was the defaults and left no output, the others wait no longer."""
         if index in self._defaults and index not in self._group_of:
-            self._awaited = False
+            self.is_awaited = False
             self._default_end = end or self._default_end
 
     def _standard(self) -> int | None:
@@ -183,15 +162,12 @@ class Reference:
 
         def take(index: int, trial: Trial, log: str) -> None:
             self._configs[index] = trial.config
+            if trial.outcome.is_failure:
+                self.ended(index, f"{trial.outcome.value}: {trial.message}")
             if index == UNTUNED:
                 self.untuned = trial
                 on_untuned(trial)
-                if trial.outcome.is_failure:
-                    self.ended(index, f"{trial.outcome.value}: {trial.message}")
-                return
-            if trial.outcome.is_failure and index in self._defaults:
-                self.ended(index, f"{trial.outcome.value}: {trial.message}")
-            if self.is_open and not trial.outcome.is_failure:
+            elif self.is_open and not trial.outcome.is_failure:
                 self._held[index] = (trial, log)
             else:
                 finish(index, trial, log)
@@ -203,7 +179,7 @@ class Reference:
         right = self._right()
         for index, (trial, log) in self._held.items():
             group = self._group_of.get(index)
-            if not self._compares or group == right:
+            if not self.compares or group == right:
                 finish(index, trial, log)
                 continue
             message = "its output is not that of the configs that agree with each other"
@@ -237,7 +213,7 @@ class Reference:
         """Returns the warning for the author on how outputs disagree; empty where they do not."""
         groups = {index: group for index, group in sorted(self._group_of.items()) if index != UNTUNED}
         right, standard = self._right(), self._standard()
-        if not self._compares or right is None or not groups:
+        if not self.compares or right is None or not groups:
             return ""
         if standard is not None:
             others = [group for index, group in groups.items() if index not in self._defaults]
@@ -274,11 +250,3 @@ class Reference:
 
 
 _ADVICE = "give ref_fn to say what is right, or ref_fn=None where configs may differ"
-
-
-def unlike(differs: str) -> str:
-    """Returns the message of a sweep that cannot go on, because no config could agree with `ref_fn`."""
-    return (
-        f"ref_fn does not return what the function returns with its defaults: {differs}; "
-        f"return arrays of the same shapes and kinds from both"
-    )

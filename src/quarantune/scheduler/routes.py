@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-from collections.abc import Callable
 from typing import Any
 
 from quarantune.sandbox import spool
@@ -19,11 +18,9 @@ from quarantune.sandbox.messages import (
     Measured,
     Prepare,
     Stopped,
-    Warm,
 )
 from quarantune.scheduler.plan import KILL_DEADLINE_S, MEMORY_SHARE
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.verdicts import checked_duration, checked_ms
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
 from quarantune.values.compiling import OutputArray
 from quarantune.values.config_values import encode
@@ -90,9 +87,6 @@ class RouteSteps:
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the workers that a device will need, ahead of those that compile."""
 
-    def prepare_next(self, has_room: Callable[[], bool]) -> None:
-        """Starts a worker for a config to come, once those that may compile now have begun."""
-
     def awaits_others(self) -> bool:
         """Whether a worker that is done with a config may yet get another one while none is pending."""
         return False
@@ -113,7 +107,7 @@ class RouteSteps:
     def on_stopped(self, worker: Worker, reply: Stopped) -> None:
         """Ends a job whose first run was stopped, because it took too long."""
 
-    def on_doubtful(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
+    def measure_again(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
         """Has a job whose runs were disturbed measured once more; returns whether that is possible."""
         return False
 
@@ -128,9 +122,6 @@ class RouteSteps:
         """
         raise ValueError("no program is unfit here")
 
-    def on_spare_exit(self, worker: Worker) -> None:
-        """Takes note that a worker has died before it began with a config."""
-
     def close(self) -> None:
         """Ends the run of this route."""
 
@@ -140,7 +131,7 @@ class RouteSteps:
         """Returns a worker that is done with other configs and may take a job; None where that needs a fresh one."""
         if job.was_lost or job.compiles_fresh or job.is_alone:
             return None
-        return self._first_in(WorkerState.BETWEEN)
+        return next(iter(self._run.workers.in_state(WorkerState.BETWEEN)), None)
 
     def retire_unneeded(self) -> None:
         """Ends the workers that are done with a config where there is no other that they may take."""
@@ -150,9 +141,6 @@ class RouteSteps:
             return
         for worker in run.workers.in_state(WorkerState.BETWEEN):
             run.workers.retire(worker)
-
-    def _first_in(self, state: WorkerState) -> Worker | None:
-        return next(iter(self._run.workers.in_state(state)), None)
 
     def _may_go_on(self, worker: Worker) -> bool:
         """Takes its job from a worker; returns whether it may go on with another one.
@@ -190,7 +178,7 @@ class RouteSteps:
         """
         run, plan = self._run, self._run.plan
         if job.is_alone and plan.may_exceed_alone:
-            job.limit_bytes = max(plan.memory_limit_bytes, int(MEMORY_SHARE * run.available_memory()))
+            job.limit_bytes = max(plan.memory_limit_bytes, int(MEMORY_SHARE * run.memory.available_memory()))
         job.close_executable()
         job.first_run, job.held_s, job.was_disturbed = None, 0.0, False
         if saves and not plan.is_check:
@@ -224,7 +212,6 @@ class RouteSteps:
         worker.phase = Phase.CHECK
         worker.assigned_at = run.clock()
         worker.deadline = worker.assigned_at + run.plan.timeout_s - job.held_s
-        offer = run.reference.offer()
         task = Measure(
             trial=job.index,
             config=encode(job.config),
@@ -235,15 +222,15 @@ class RouteSteps:
             # The fastest of those that are wrong must not rule out the right ones.
             best_median_ms=None if run.reference.is_open else run.race.best_median_ms,
             noise=tuple(run.race.noise.runs),
-            references=offer.references,
-            standard=offer.standard,
-            keeps=offer.keeps,
+            references=len(run.reference.fds),
+            standard=run.reference.standard,
+            keeps=run.reference.keeps,
             last=last,
         )
         fds = [job.executable_fd, *run.reference.fds]
         worker.close_output()
-        worker.offered = offer.references
-        if offer.keeps:
+        worker.offered = task.references
+        if task.keeps:
             worker.output_fd = spool.create("output")
             fds.append(worker.output_fd)
         run.workers.send_next(worker, task, fds)
@@ -255,11 +242,10 @@ class RouteSteps:
 
     def _note_first_run(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
         """Records the first run of a worker's job, which waits for the device again."""
-        job, run_ms, cpu_ms = worker.job, checked_ms(reply.run_ms), checked_duration(reply.cpu_ms)
-        if job is not None:
-            job.first_run = (run_ms, cpu_ms)
+        if (job := worker.job) is not None:
+            job.first_run = (reply.run_ms, reply.cpu_ms)
             job.was_disturbed = job.was_disturbed or reply.is_disturbed
-            self._run.race.note_first_run(job.index, run_ms, cpu_ms)
+            self._run.race.note_first_run(job.index, *job.first_run)
         self._take_device(worker, device)
 
     def _take_device(self, worker: Worker, device: DeviceState) -> None:
@@ -313,38 +299,14 @@ class _CompiledOnDevice(RouteSteps):
 class CombinedRoute(_CompiledOnDevice):
     """One worker compiles a config, parks, and measures it."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._makes_spares = run.plan.ahead
-
     def waiting(self) -> int:
         """Returns how many configs wait, compiled, for a device."""
         return len(self._run.workers.in_state(WorkerState.PARKED))
 
     def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by a worker that is done with others, by the spare one, or by a new one."""
-        worker, saves = self.reusable(job) or self._first_in(WorkerState.SPARE), self._run.plan.compile_only
-        self._compile(job, worker, self._run.least_used_device(), saves=saves, last=saves)
-
-    def prepare_next(self, has_room: Callable[[], bool]) -> None:
-        """Starts a worker for the next config while another one compiles."""
-        run = self._run
-        if not self._makes_spares or run.reference.is_coming or not run.workers.compiling():
-            return
-        if not (run.jobs.pending or run.jobs.may_grow):
-            return
-        if self._first_in(WorkerState.SPARE) is None and has_room():
-            run.workers.start(Warm(options=run.plan.options), WorkerState.SPARE, device=run.least_used_device())
-
-    def on_spare_exit(self, worker: Worker) -> None:
-        """Starts no more spare workers after one has died before it began with a config.
-
-        No config was the cause. A cause that lies in the function will also end the worker that begins with a config.
-        """
-        self._makes_spares = False
-        spare = self._first_in(WorkerState.SPARE)
-        if spare is not None and spare is not worker:
-            self._run.workers.retire(spare)  # it would end in the same way, with the config that was just lost
+        """Has a job compiled by a worker that is done with others, or by a new one."""
+        saves = self._run.plan.compile_only
+        self._compile(job, self.reusable(job), self._run.least_used_device(), saves=saves, last=saves)
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Parks a worker that has compiled its job."""
@@ -361,16 +323,15 @@ class CombinedRoute(_CompiledOnDevice):
 
     def on_stopped(self, worker: Worker, reply: Stopped) -> None:
         """Ends a job whose first run was stopped, because it took too long."""
-        run_ms, cpu_ms = checked_ms(reply.run_ms), checked_duration(reply.cpu_ms)
-        fastest_ms = self._run.race.fastest_ms or run_ms
-        message = f"its first run was stopped after {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
-        self._end_as_slow(worker, message, run_ms, cpu_ms, Phase.CHECK)
+        fastest_ms = self._run.race.fastest_ms or reply.run_ms
+        message = f"its first run was stopped after {reply.run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        self._end_as_slow(worker, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
         self._run.workers.retire(worker)  # the run goes on in it
 
-    def on_doubtful(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
+    def measure_again(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
         """Parks a worker whose runs were disturbed, to measure its job once more after those that wait."""
         if (job := worker.job) is not None:
-            job.doubtful, job.was_disturbed = reply, True
+            job.unreliable_times, job.was_disturbed = reply, True
             job.first_run = (max(reply.samples_ms), job.first_run[1] if job.first_run else 0.0)
         self._take_device(worker, device)
         self._park(worker)
@@ -619,8 +580,8 @@ class MeasuredHere(SplitRoute):
         """Does nothing: this process has compiled the comparison of outputs since the first config."""
 
     def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
-        """Takes note that a job was compiled here, for which it has the time that workers have."""
-        job.compile_s, job.route = checked_duration(reply.compile_s), Route.IN_PROCESS
+        """Takes note that a job was compiled here; it may take as long as in a worker."""
+        job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
         worker.deadline += job.compile_s
 
     def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:

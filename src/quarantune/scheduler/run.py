@@ -28,7 +28,6 @@ class Run:
         memory: the watch on workers' memory.
         scarcity: the number of configs that may have a worker, where processes or threads ran out.
         clock: seconds.
-        available_memory: bytes of memory that are free now.
         on_phase: called with the index of a config and the phase that it enters.
     """
 
@@ -41,7 +40,6 @@ class Run:
     memory: MemoryWatch
     scarcity: Scarcity
     clock: Callable[[], float]
-    available_memory: Callable[[], int]
     on_phase: Callable[[int, str], None]
 
     def least_used_device(self) -> DeviceState:

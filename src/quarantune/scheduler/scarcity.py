@@ -1,16 +1,14 @@
-"""Runs fewer configs at a time once no further process or thread can be started, and none for a while."""
+"""Runs fewer configs at a time once a worker lacks a process, a thread or its device, and none for a while."""
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Callable
 
 from quarantune.host import machine
-from quarantune.sandbox import shortages
 from quarantune.scheduler.jobs import Jobs
-from quarantune.scheduler.workers import Worker, Workers, WorkerState
+from quarantune.scheduler.workers import Verdict, Worker, Workers
 
 _logger = logging.getLogger("quarantune")
 
@@ -48,17 +46,15 @@ class Scarcity:
     @property
     def is_full(self) -> bool:
         """Whether no further config may get a worker now; one at a time begins when all others are gone."""
-        if self.most > 1:
-            return len(self._workers.jobs()) >= self.most
-        return any(worker.state is not WorkerState.SPARE for worker in self._workers)
+        return len(self._workers.jobs()) >= self.most if self.most > 1 else any(self._workers)
 
     @property
     def pauses(self) -> bool:
         """Whether no worker may be started for a while."""
         return self._clock() < self._resume_at
 
-    def gives_up(self, worker: Worker) -> bool:
-        """Notes a worker that could not start a process or thread; returns whether its task is not repeated.
+    def gives_up(self, worker: Worker, verdict: Verdict) -> bool:
+        """Notes a worker that lacked something; returns whether its task is not repeated.
 
         It is repeated beside fewer workers, then alone, and then after a pause.
 
@@ -66,8 +62,7 @@ class Scarcity:
             OSError: not even one worker can run.
         """
         if self._most == _UNLIMITED:
-            limit = shortages.process_limit()
-            _logger.warning("no further process or thread can be started (%s), so fewer configs run at a time", limit)
+            _logger.warning("fewer configs run at a time, as a worker was lost (%s)", verdict.message)
         others = [other for other in self._workers if other is not worker]
         self._most, self._ended = max(1, min(self.most, len(others) + 1) // 2), self._jobs.ended
         self._vain = 0 if others else self._vain + 1
@@ -81,5 +76,5 @@ class Scarcity:
         self._vain, self._most = 0, _UNLIMITED
         self._given_up += 1
         if not self._jobs.compiled and (self._given_up == _TRIES or self._jobs.unfinished <= 1):
-            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            raise OSError(verdict.lacked, os.strerror(verdict.lacked))
         return True

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 from quarantune.host import machine, memory
 from quarantune.sandbox.messages import Failed, Raised
+from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.workers import Job, SandboxLike, Verdict, Worker, Workers, WorkerState
+from quarantune.scheduler.workers import Job, Verdict, Worker, Workers, WorkerState
 from quarantune.values.compiling import NO_FIGURES
-from quarantune.values.trial import Outcome, Phase, is_plausible_ms
+from quarantune.values.trial import Outcome, Phase
 
 _LOOK_S = 0.1
 _CLOSE_LOOK_S = 0.25
@@ -23,11 +24,15 @@ _WAITING = (WorkerState.PARKED, WorkerState.IDLE)
 
 
 class MemoryWatch:
-    """Looks at the memory of all workers now and then."""
+    """Looks at the memory of all workers now and then.
+
+    Attributes:
+        available_memory: returns the bytes of memory that are free now.
+    """
 
     def __init__(
         self,
-        sandbox: SandboxLike,
+        sandbox: Sandbox,
         plan: Plan,
         workers: Workers,
         reference: Reference,
@@ -37,7 +42,7 @@ class MemoryWatch:
         self._plan = plan
         self._workers = workers
         self._reference = reference
-        self._available_memory = available_memory
+        self.available_memory = available_memory
         self._next_look = 0.0
         self._next_close_look = 0.0
         self._next_waiting_look = 0.0
@@ -72,7 +77,7 @@ class MemoryWatch:
         if not is_fast and now < self._next_free_look:
             return []
         self._next_free_look = now + _FREE_LOOK_S
-        self._free_bytes = self._available_memory()
+        self._free_bytes = self.available_memory()
         if self._free_bytes < _FLOOR_BYTES and (largest := self.largest()) is not None:
             return [(largest, shortage(largest, f"the machine had only {_gigabytes(self._free_bytes)} left"))]
         return []
@@ -80,7 +85,7 @@ class MemoryWatch:
     def largest(self) -> Worker | None:
         """Returns the worker that holds the most memory now."""
         watched = self._alive()
-        self._weigh(watched, self._sandbox.baseline_bytes, exactly=True)
+        self._measure(watched, self._sandbox.baseline_bytes, exactly=True)
         return max(watched, key=lambda worker: worker.used_bytes, default=None)
 
     def larger_than(self, dead: Worker) -> Worker | None:
@@ -95,17 +100,17 @@ class MemoryWatch:
         return [worker for worker in self._workers if worker.verdict is None]
 
     def _look(self, watched: Sequence[Worker], now: float) -> bool:
-        """Weighs workers; returns whether they take memory fast."""
+        """Measures workers; returns whether they take memory fast."""
         baseline = self._sandbox.baseline_bytes
         busy = [worker for worker in watched if worker.state not in _WAITING]
-        self._weigh(busy, baseline)
+        self._measure(busy, baseline)
         is_fast = sum(worker.used_bytes for worker in watched) > self._total_bytes + _FAST_BYTES
         if is_fast or now >= self._next_close_look:
             self._next_close_look = now + _CLOSE_LOOK_S
             for worker in busy:
                 pid = self._sandbox.pid(worker.number)
                 worker.descendants = [] if pid is None else machine.descendants(pid)
-            self._weigh([*busy, *self._due(watched, now)], baseline, exactly=True)
+            self._measure([*busy, *self._due(watched, now)], baseline, exactly=True)
             self._total_bytes = sum(worker.used_bytes for worker in watched)
         return is_fast
 
@@ -115,9 +120,9 @@ class MemoryWatch:
         if is_all:
             self._next_waiting_look = now + _WAITING_LOOK_S
         waiting = [worker for worker in watched if worker.state in _WAITING]
-        return [worker for worker in waiting if is_all or worker.weighed_as is not worker.state]
+        return [worker for worker in waiting if is_all or worker.measured_as is not worker.state]
 
-    def _weigh(self, workers: Sequence[Worker], baseline: int, *, exactly: bool = False) -> None:
+    def _measure(self, workers: Sequence[Worker], baseline: int, *, exactly: bool = False) -> None:
         """Records the memory that the process tree of each worker holds now."""
         for worker in workers:
             pid = self._sandbox.pid(worker.number)
@@ -128,7 +133,7 @@ class MemoryWatch:
                 foreign=self._foreign_files,
                 exactly=exactly,
             )
-            worker.weighed_as = worker.state
+            worker.measured_as = worker.state
             worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
 
     def _foreign_files(self) -> set[memory.FileId]:
@@ -157,8 +162,6 @@ def _gigabytes(amount: int) -> str:
 _UNTOLD = "Pass pipeline failed"
 """All that Mosaic's message may say; its diagnostic is in the log."""
 _DIAGNOSTIC = re.compile(r"\berror: (\S.*)")
-_MOST_FORGIVEN = 5
-"""So often may workers of one config be killed before they begin with it, until that counts against the config."""
 
 
 def overdue(worker: Worker, plan: Plan) -> Verdict:
@@ -181,64 +184,15 @@ def too_large(job: Job, plan: Plan) -> Verdict | None:
     return Verdict(Outcome.DEVICE_OOM, text)
 
 
-def forged(error: Exception) -> Verdict:
-    """Returns the verdict on a worker that sent a reply that cannot be true: a config can forge one."""
-    return Verdict(Outcome.CRASHED, f"it sent a message that makes no sense: {error!r}")
-
-
 def raised(reply: Failed) -> Verdict:
     """Returns the verdict on a worker whose task raised."""
     if reply.outcome is Raised.WRONG:
         return Verdict(Outcome.WRONG, reply.text)
     outcome = Outcome.ERROR if reply.outcome is Raised.UNFIT else Outcome(reply.outcome.value)
-    return Verdict(outcome, f"{reply.error}: {reply.text}" if reply.text else reply.error)
-
-
-def forgive(worker: Worker) -> None:
-    """Forgets an earlier loss of a config whose worker was killed before it began with the config.
-
-    The kill is then another's doing, and the earlier one may have been, too.
-    """
-    job = worker.job
-    if job is not None and not worker.was_heard and job.forgiven < _MOST_FORGIVEN:
-        job.losses = 0
-        job.forgiven += 1
+    return Verdict(outcome, reply.message)
 
 
 def with_diagnostic(message: str, log: str) -> str:
     """Returns a compiler's message, with the diagnostic from the log where it says only that something failed."""
     found = _DIAGNOSTIC.search(log) if message.endswith(_UNTOLD) else None
     return f"{message}: {found[1]}" if found else message
-
-
-def checked_duration(duration: float) -> float:
-    """Returns a duration in any unit, if it can be one.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if not 0.0 <= duration < float("inf"):
-        raise ValueError(f"{duration} is no duration")
-    return duration
-
-
-def checked_ms(run_ms: float) -> float:
-    """Returns the milliseconds of a run, if a run can take so long.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if not is_plausible_ms(run_ms):
-        raise ValueError(f"{run_ms!r} ms is no time that a call can take")
-    return run_ms
-
-
-def checked_samples(samples_ms: Sequence[float]) -> list[float]:
-    """Returns samples in milliseconds, if runs can take so long.
-
-    Raises:
-        ValueError: they cannot, or there are none.
-    """
-    if not samples_ms:
-        raise ValueError("no samples")
-    return [checked_ms(sample_ms) for sample_ms in samples_ms]

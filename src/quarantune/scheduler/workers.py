@@ -6,48 +6,24 @@ import dataclasses
 import enum
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import memory
 from quarantune.sandbox import spool
-from quarantune.sandbox.events import Event
 from quarantune.sandbox.messages import Measured, Reply, Task
+from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
 from quarantune.values import codec
 from quarantune.values.compiling import CompilerFigures
-from quarantune.values.trial import Config, Outcome, Phase, Route
+from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
 
 NEVER = float("inf")
-
-
-class SandboxLike(Protocol):
-    """The methods of a sandbox that the scheduler calls; `sandbox.pool.Sandbox` documents each."""
-
-    # ruff: noqa: D102 - they are documented there
-
-    @property
-    def baseline_bytes(self) -> int: ...
-    def common_files(self) -> set[memory.FileId]: ...
-    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int: ...
-    def send(self, number: int, message: codec.Frame, fds: Sequence[int] = ()) -> None: ...
-    def finish(self, number: int) -> None: ...
-    def kill(self, number: int, *, shows_stack: bool = False) -> None: ...
-    def forget(self, number: int) -> None: ...
-    def pid(self, number: int) -> int | None: ...
-    def log(self, number: int) -> str: ...
-    def clear_log(self, number: int) -> None: ...
-    def trim_logs(self) -> None: ...
-    def share_modules(self, names: Sequence[str]) -> None: ...
-    def poll(self, timeout_s: float) -> list[Event]: ...
 
 
 class WorkerState(enum.Enum):
     """The activity of a worker."""
 
-    SPARE = enum.auto()
-    """It warms up for a config that is not known yet."""
     COMPILING = enum.auto()
     """It compiles its config."""
     BETWEEN = enum.auto()
@@ -69,7 +45,6 @@ class WorkerState(enum.Enum):
 
 
 _MOVES = {
-    WorkerState.SPARE: {WorkerState.COMPILING},
     WorkerState.COMPILING: {WorkerState.PARKED, WorkerState.BETWEEN, WorkerState.LEAVING},
     WorkerState.BETWEEN: {WorkerState.COMPILING},
     WorkerState.LEAVING: set(),
@@ -90,17 +65,20 @@ class Verdict:
     Attributes:
         outcome: the config's outcome, unless it is tried again.
         message: the reason, in words.
-        is_shortage: whether a process or thread could not be started, so that the end says nothing about the config.
+        lacked: the `errno` of what the worker lacked, a process or its device, so that the end says nothing about the
+            config; 0 if it had all.
     """
 
     outcome: Outcome
     message: str
-    is_shortage: bool = False
+    lacked: int = 0
 
 
 _MOST_LOSSES = 2
 """How often a config is repeated, alone, because its worker or template was killed. Beside 272 random kills, three of
 1,608 configs lost their first worker and that of a first repetition."""
+_MOST_FORGIVEN = 5
+"""So often may workers of one config be killed before they begin with it, until that counts against the config."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -123,12 +101,13 @@ class Job:
         limit_bytes: its own memory limit where that is not the plan's.
         same_program: configs that lowered to the same program, and get the outcome of this one.
         raised_at: the place of the exception that it failed with, or did at an earlier try.
-        doubtful: its times, where other processes disturbed them, so that it is measured once more.
+        unreliable_times: its times, where other processes disturbed them, so that it is measured once more.
         is_saved: whether its executable lies in its file, for a measuring worker.
         first_run: milliseconds of its first run, in all and without waits for a CPU; None where it is not informative.
         was_disturbed: whether that is not informative after all, because its worker or this process was held up.
         held_s: seconds for which it held a device before.
         route: its route where that is not the plan's.
+        end: its trial and its output, once it has ended by itself.
     """
 
     index: int
@@ -146,12 +125,13 @@ class Job:
     limit_bytes: int | None = None
     same_program: list[Job] = dataclasses.field(default_factory=list)
     raised_at: str = ""
-    doubtful: Measured | None = None
+    unreliable_times: Measured | None = None
     is_saved: bool = False
     first_run: tuple[float, float] | None = None
     was_disturbed: bool = False
     held_s: float = 0.0
     route: Route | None = None
+    end: tuple[Trial, str] | None = None
 
     @property
     def was_lost(self) -> bool:
@@ -162,6 +142,11 @@ class Job:
     def may_be_repeated(self) -> bool:
         """Whether it is tried again if its worker is lost."""
         return self.losses < _MOST_LOSSES
+
+    def forgive(self) -> None:
+        """Forgets earlier losses, which another program may have caused, as it killed a worker before that began."""
+        if self.forgiven < _MOST_FORGIVEN:
+            self.losses, self.forgiven = 0, self.forgiven + 1
 
     @property
     def first_ms(self) -> float:
@@ -190,21 +175,20 @@ class Worker:
         number: its number in the sandbox.
         job: its config; None for one that has none.
         device: the device that it may use; None for one that has none.
-        deadline: the time at which it is killed.
+        deadline: when it is killed.
         state: its activity, changed by `transition` alone.
-        killed_in: the state in which it was killed; None for one that was not killed, or that ended after its work.
+        killed_in: its state when it was killed; None for one that was not killed, or that ended after its work.
         phase: the phase of the trial, by its last message.
-        was_spare: whether it was started before there was a config for it.
         is_ahead: whether it was made ready while others had the same device.
-        began: whether its first phase was announced, from which on a deadline counts.
+        began: whether its first phase was announced; its deadline counts from then on.
         was_heard: whether it has sent a message since it got its last task, which cannot have ended it before.
         side_task_s: seconds that a side task may take from its first phase on.
         reply: the answer to a side task.
-        assigned_at: the time at which it got its device.
+        assigned_at: when it got its device.
         used: how many configs it has had before.
         peak_bytes: the most memory that it held.
         used_bytes: the memory that it holds.
-        weighed_as: its state when its memory was last measured.
+        measured_as: its state when its memory was last measured.
         memory_meter: measures the memory of its processes.
         descendants: process ids below its own.
         offered: the number of outputs that its own was to be compared with.
@@ -212,7 +196,7 @@ class Worker:
         traceback: the last lines of the traceback that its config left.
         raised_at: the place of the exception that its task failed with.
         verdict: the meaning of its end, once decided.
-        given_up_at: the time at which it counts as unkillable; None before it is killed.
+        given_up_at: when it counts as unkillable; None before it is killed.
     """
 
     number: int
@@ -222,7 +206,6 @@ class Worker:
     state: WorkerState
     killed_in: WorkerState | None = None
     phase: Phase = Phase.LOAD
-    was_spare: bool = False
     is_ahead: bool = False
     began: bool = False
     was_heard: bool = False
@@ -232,7 +215,7 @@ class Worker:
     used: int = 0
     peak_bytes: int = 0
     used_bytes: int = 0
-    weighed_as: WorkerState | None = None
+    measured_as: WorkerState | None = None
     memory_meter: memory.MemoryMeter = dataclasses.field(default_factory=memory.MemoryMeter)
     descendants: list[int] = dataclasses.field(default_factory=list)
     offered: int = 0
@@ -321,7 +304,7 @@ class Workers:
     """The workers that live, or have not yet been seen to end."""
 
     def __init__(
-        self, sandbox: SandboxLike, clock: Callable[[], float], compiler_environ: Mapping[str, str] | None = None
+        self, sandbox: Sandbox, clock: Callable[[], float], compiler_environ: Mapping[str, str] | None = None
     ) -> None:
         self._sandbox = sandbox
         self._clock = clock
@@ -356,7 +339,7 @@ class Workers:
         return sum(worker.device is device for worker in self._by_number.values())
 
     def startup_deadline(self) -> float:
-        """Returns the time by which a worker that gets a task now must have sent a message."""
+        """Returns when a worker that gets a task now must have sent a message."""
         return self._clock() + STARTUP_DEADLINE_S
 
     def start(
@@ -369,11 +352,9 @@ class Workers:
         fds: Sequence[int] = (),
     ) -> Worker:
         """Starts a worker with its first task."""
-        is_spare = state is WorkerState.SPARE
         environ = self._compiler_environ if device is None else device.device.environ
         number = self._sandbox.start(codec.encode(task), fds=fds, environ=environ)
-        deadline = NEVER if is_spare else self.startup_deadline()
-        worker = Worker(number, job, device, deadline, state, was_spare=is_spare)
+        worker = Worker(number, job, device, self.startup_deadline(), state)
         self._by_number[number] = worker
         return worker
 

@@ -1,12 +1,19 @@
-"""Which configs of a space to try next; nothing in here knows how they are run."""
+"""Which configs of a space to try next; nothing in here knows how they are run.
+
+The rules that all searches share, and the searches that have no model: in order, at random, and the user's own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import abc
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from quarantune.search.strategy import Ordered, Reading, UsersSearch, reads_on, shuffled
 from quarantune.values.search_choice import (
     AUTO,
     AUTO_EXHAUSTIVE_MOST,
@@ -18,9 +25,212 @@ from quarantune.values.search_choice import (
     check_search,
 )
 from quarantune.values.space import Space
-from quarantune.values.trial import Config
+from quarantune.values.texts import shown
+from quarantune.values.trial import Config, Outcome, Trial
 
-__all__ = ["Space", "chosen", "make"]
+__all__ = ["Ordered", "Reading", "Space", "Strategy", "UsersSearch", "chosen", "log_time", "make", "shuffled"]
+
+_READ_FIRST_S = 0.2
+"""So much CPU time a generator gets before the first config is tried; it yields some 50,000 configs in that time."""
+
+
+def log_time(trial: Trial) -> float | None:
+    """Returns the logarithm of a trial's figure, NaN for a failure; None for one that says nothing, as a lost one."""
+    if trial.outcome is Outcome.OK and trial.score is not None:
+        return math.asinh(trial.score)  # near a logarithm, and defined for all numbers
+    if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.merit:
+        return math.log(trial.merit)
+    return math.nan if trial.outcome.is_failure and trial.outcome is not Outcome.LOST else None
+
+
+def reads_on(space: Space) -> bool:
+    """Reads a space for a moment, and returns whether that was not enough."""
+    ends_s = time.thread_time() + _READ_FIRST_S
+    known = space.reach(1)
+    while space.size is None and time.thread_time() < ends_s:
+        known = space.reach(known + max(1000, known // 2))
+    return space.size is None
+
+
+_MOST_REPEATS = 100
+"""A search that returns so many configs in a row which were asked before, or are dropped, has nothing new to try."""
+
+
+class Strategy(abc.ABC):
+    """A search over positions; it implements `Search` for the strategies that derive from it."""
+
+    def __init__(self, space: Space, starts: Iterable[Config] = ()) -> None:
+        """Remembers the starts.
+
+        Args:
+            space: the configs.
+            starts: configs to try before all others; those that are not in the space are left out.
+        """
+        self.space = space
+        self.trials: dict[int, Trial] = {}
+        self.pending: set[int] = set()
+        self._taken: set[int] = set()
+        self._starts = deque(at for at in map(space.find, starts) if at is not None and space.keeps(at))
+
+    def ask(self, n: int) -> list[Config]:
+        """Returns up to `n` configs that were never returned nor told before."""
+        asked: list[int] = []
+        while self._starts and len(asked) < n:
+            asked += self._take([self._starts.popleft()])
+        if len(asked) < n:
+            asked += self._take(self.pick(n - len(asked)))
+        return [self.space[position] for position in asked]
+
+    def tell(self, config: Config, trial: Trial) -> None:
+        """Takes note of a trial; those of configs outside the space are left out."""
+        position = self.space.find(config)
+        if position is None:
+            return
+        self.pending.discard(position)
+        if trial.outcome is not Outcome.NOT_RUN:
+            self._taken.add(position)
+            self.trials[position] = trial
+            self.learn(position, trial)
+
+    def learn(self, position: int, trial: Trial) -> None:  # noqa: B027  most searches have no use for it
+        """Takes note of the trial of a config of the space, which `trials` holds from now on."""
+
+    @abc.abstractmethod
+    def pick(self, n: int) -> list[int]:
+        """Returns the positions of up to `n` configs for which `is_free` holds, each once."""
+
+    def is_free(self, position: int) -> bool:
+        """Whether a config is kept and was neither asked nor told."""
+        return position not in self._taken and self.space.keeps(position)
+
+    def _take(self, positions: list[int]) -> list[int]:
+        free = [position for position in positions if position not in self._taken]
+        self._taken.update(free)
+        self.pending.update(free)
+        return free
+
+
+class Ordered(Strategy):
+    """All configs in a given order; of a generator, only as many as are asked."""
+
+    def __init__(self, space: Space, starts: Iterable[Config], order: Iterator[int]) -> None:
+        """Begins at the first config.
+
+        Args:
+            space: the configs.
+            starts: as for `Strategy`.
+            order: the positions of all configs.
+        """
+        super().__init__(space, starts)
+        self._order = order
+
+    def pick(self, n: int) -> list[int]:
+        """Returns the next configs."""
+        return list(itertools.islice(filter(self.is_free, self._order), n))
+
+
+def shuffled(space: Space, rng: np.random.Generator) -> Iterator[int]:
+    """Returns all positions of a space in random order; needs memory only for those that were asked.
+
+    This is the shuffle of Fisher and Yates, which keeps only the positions that were moved. A generator is run to its
+    end at once.
+    """
+    size = space.whole()
+    moved: dict[int, int] = {}
+
+    def draw(at: int) -> int:
+        drawn = int(rng.integers(at, size))
+        here = moved.pop(at, at)
+        if drawn == at:
+            return here
+        found = moved.get(drawn, drawn)
+        moved[drawn] = here
+        return found
+
+    return map(draw, range(size))
+
+
+class UsersSearch(Strategy):
+    """Passes on what another search asks, mostly an object of the user's, without configs that were asked before."""
+
+    def __init__(self, search: Search, space: Space, starts: Iterable[Config] = ()) -> None:
+        """Wraps the object.
+
+        Args:
+            search: the object.
+            space: the configs.
+            starts: as for `Strategy`; the object is told their trials like all others.
+        """
+        super().__init__(space, starts)
+        self._search = search
+
+    def pick(self, n: int) -> list[int]:
+        """Returns configs that the object asks; a repeated one is answered with the trial that is known."""
+        picked: list[int] = []
+        repeats = 0
+        while len(picked) < n and repeats < _MOST_REPEATS:
+            asked = self._search.ask(n - len(picked))
+            if not isinstance(asked, (list, tuple)) or len(asked) > n - len(picked):
+                raise TypeError(
+                    f"{type(self._search).__name__}.ask({n - len(picked)}) returned {shown(asked)}; "
+                    f"return a list of at most {n - len(picked)} configs."
+                )
+            if not asked:
+                break
+            for config in asked:
+                position = self._position(config)
+                if position not in picked and self.is_free(position):
+                    picked.append(position)
+                    continue
+                repeats += 1
+                if position in self.trials:
+                    self._search.tell(config, self.trials[position])
+        return picked
+
+    def tell(self, config: Config, trial: Trial) -> None:
+        """Takes note of a trial, and passes it on."""
+        super().tell(config, trial)
+        self._search.tell(dict(config), trial)
+
+    def _position(self, config: Config) -> int:
+        name = type(self._search).__name__
+        if not isinstance(config, dict):
+            raise TypeError(f"{name}.ask returned {shown(config)} among the configs; every config is a dict.")
+        position = self.space.find(config)
+        if position is None:
+            self.space.whole()  # a generator may yield it later
+            position = self.space.find(config)
+        if position is None:
+            raise ValueError(f"{name}.ask returned {shown(config)}, which is none of the configs; return one of them.")
+        return position
+
+
+class Reading(UsersSearch):
+    """Asks for one config that is known already, then reads the others for the search itself."""
+
+    def __init__(self, space: Space, starts: Iterable[Config], make: Callable[[], Search]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            space: the configs.
+            starts: as for `Strategy`.
+            make: makes the search, which may read the space to its end.
+        """
+        super().__init__(Ordered(space, (), space.positions()), space, starts)
+        self._make: Callable[[], Search] | None = make
+
+    def pick(self, n: int) -> list[int]:
+        """Returns one config at first, none while it is tried, and then those of the search."""
+        if self._make is not None:
+            if self.pending:
+                return []
+            if not self.trials:
+                return super().pick(1)
+            self.space.whole()
+            self._search, self._make = self._make(), None
+            for position, trial in self.trials.items():
+                self._search.tell(self.space[position], trial)
+        return super().pick(n)
 
 
 def chosen(search: str | Search, space: Space) -> str | Search:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from quarantune.search import Strategy, log_time, shuffled
 from quarantune.search.fields import Fields, by_size
-from quarantune.search.strategy import Strategy, log_time, shuffled
 from quarantune.values.search_choice import OPTUNA
 from quarantune.values.space import Space
 from quarantune.values.texts import did_you_mean
@@ -112,7 +112,7 @@ class OptunaSearch(Strategy):
         log = None if trial is None else log_time(trial)
         if log is None or not math.isnan(log):
             return log
-        logs = [log_time(known) for known in self.trials.values() if known.outcome is Outcome.OK and known.merit]
+        logs = [log_time(known) for known in self.trials.values() if known.outcome is Outcome.OK]
         return max((log for log in logs if log is not None), default=None)
 
     def _finish(self, proposal: Any, value: float | None) -> None:

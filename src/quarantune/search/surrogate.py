@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from quarantune.search import Strategy, log_time
 from quarantune.search.fields import Features, Fields, Floats
-from quarantune.search.strategy import Strategy, log_time
 from quarantune.values.space import Space
 from quarantune.values.trial import Config, Trial
 

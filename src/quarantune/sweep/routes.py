@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -29,8 +30,7 @@ from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import NoReferenceError
 from quarantune.sweep.isolation import Isolation
-from quarantune.sweep.request import Finish, SweepRequest, worker_options
-from quarantune.sweep.swept import Swept
+from quarantune.sweep.request import Finish, SweepRequest, Swept, worker_options
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import TIME
 from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
@@ -55,14 +55,11 @@ _BATCH = 64
 more."""
 _COMPILES_PER_WORKER = 32
 """How many configs one compile worker takes for an accelerator. The first takes 0.3 s more than others: on an H200, 648
-configs of which 59% fail take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
+configs, 59% of them bad, take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
 
 
-_unfit: dict[Route, weakref.WeakSet[Callable[..., object]]] = {
-    Route.APART: weakref.WeakSet(),
-    Route.HANDED_OVER: weakref.WeakSet(),
-}
-"""By route, the functions of which no config of an earlier sweep of this process could take it."""
+_unfit = collections.defaultdict[Route, weakref.WeakSet[Callable[..., object]]](weakref.WeakSet)
+"""By route, the functions whose configs could all not take it in an earlier sweep of this process."""
 
 
 class _Unshared(Lease):
@@ -111,7 +108,7 @@ class Routes:
         self._finish = finish
         self._ran_as: dict[int, int] = {}
         self._race = Race(by_time=request.options.objective == TIME)
-        self._made: list[Scheduler] = []
+        self._opened: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
         lease = _Unshared if self._is_alone else functools.partial(Lease, thread=threading.get_ident())
@@ -126,10 +123,10 @@ class Routes:
         self._devices, self._target = devices, target
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
-        """Runs configs to their outcomes, and compares the fastest in `measured`, to which their trials are added."""
+        """Runs configs to their outcomes, adds their trials to `measured`, and compares the fastest there."""
         if not self._load(configs):
             return Swept()
-        with contextlib.closing(self._race), contextlib.ExitStack() as self._schedulers:
+        with contextlib.ExitStack() as self._schedulers:
             self._reference, configs = self._reference_for(configs, measured)
             self._schedulers.callback(self._reference.close)
             self._reference.is_coming = callable(self._request.options.ref_fn) and bool(configs)
@@ -140,33 +137,30 @@ class Routes:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.settle(finish)
             contenders = self._reference.contenders(measured, self._problem.default) if self._request.has_final else {}
-            last = self._made[-1] if self._made else self._new_scheduler(self._route_with_device, self._finish)
+            last = self._opened[-1] if self._opened else self._new_scheduler(self._route_with_device, self._finish)
             # The last route may have run nothing but the config that confirms an error.
-            comparing = next((scheduler for scheduler in self._made if scheduler.has_idle_worker), last)
+            comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
             final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = last.compiled()
             reference = self._reference
             return Swept(final, for_cache, executables, reference.untuned, reference.complaint(), reference.noise)
 
     def compile(self, configs: dict[int, Config]) -> Swept:
-        """Compiles configs without running them, and returns their executables.
+        """Compiles configs without running them, and returns their executables, but none in a check.
 
         Where no worker can compile a program, its trial is that of a config that was compiled, without an executable.
         """
         executables: dict[int, bytes] = {}
         if self._load(configs):
             with contextlib.ExitStack() as self._schedulers:
-                self._run_routes(configs)
-                for scheduler in self._made:
+                if self._request.target is None:
+                    self._run_routes(configs)
+                else:
+                    self._run_route(Route.APART, self._ordered(configs), self._finish)
+                for scheduler in self._opened:
                     executables |= scheduler.compiled()[0]
         # The caller runs a program without the gradient that it was compiled with.
         return Swept(executables={} if self._request.options.time_grad else executables)
-
-    def check(self, configs: dict[int, Config]) -> None:
-        """Compiles configs for a device that need not be here, and reports how each ends."""
-        if self._load(configs):
-            with contextlib.ExitStack() as self._schedulers:
-                self._run_route(Route.APART, self._ordered(configs), self._finish)
 
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
@@ -187,7 +181,7 @@ class Routes:
             return
         left = self._run_route(Route.APART, ordered, self._finish, source)
         if left.unfit:
-            self._run_with_device(left.unfit_configs, self._finish, source)
+            self._run_with_device(left.unfit, self._finish, source)
         # The configs that failed where there was no device.
         self._confirmed |= left.first_at.keys() if self._on_tpu else left.confirmed
         settle(left, self._confirmed, self._finish, self._run_with_device, source)
@@ -226,7 +220,7 @@ class Routes:
                 left = self._run_route(Route.HANDED_OVER, configs, finish, source)
                 if not left.unfit:
                     return left
-                configs, raised_at = left.unfit_configs, left.raised_at
+                configs, raised_at = left.unfit, left.raised_at
             left = self._run_route(self._route_with_device, configs, finish, source)
             return dataclasses.replace(left, raised_at=raised_at | left.raised_at)
         for index, config in configs.items():
@@ -238,16 +232,16 @@ class Routes:
     ) -> Leftovers:
         left = self._new_scheduler(route, finish, source).run(configs)
         if left.unfit:
-            reason = next(iter(left.unfit.values()))
-            _logger.info("%s: the programs take another route than %s, because %s", self._problem.name, route, reason)
+            name = self._problem.name
+            _logger.info("%s: the programs take another route than %s, because %s", name, route, left.why_unfit)
             if left.none_fits:
                 with contextlib.suppress(TypeError):  # not every callable can be referred to
                     _unfit[route].add(self._problem.fn)
         return left
 
     def _new_scheduler(self, route: Route, finish: Finish, source: ConfigSource = NOTHING_MORE) -> Scheduler:
-        if self._made:
-            self._made[-1].free_devices()
+        if self._opened:
+            self._opened[-1].free_devices()
         here, events = route is Route.IN_PROCESS, self._request.events
         scheduler = Scheduler(
             self._sandbox,
@@ -263,8 +257,8 @@ class Routes:
             lease_on=self._lease_on,
             stops=self._stops,
         )
-        self._made.append(scheduler)
-        self._schedulers.callback(self._made.remove, scheduler)
+        self._opened.append(scheduler)
+        self._schedulers.callback(self._opened.remove, scheduler)
         self._schedulers.callback(scheduler.close)
         self._schedulers.callback(scheduler.free_devices)
         return scheduler
@@ -302,8 +296,6 @@ class Routes:
             compiles_per_worker=self._compiles_per_worker(route),
             exclusive=exclusive,
             parked=parked,
-            # Loading the function may crash a worker, and only the trial of a config can report that.
-            ahead=exclusive and route is Route.TOGETHER and self._on_cpu and self._sandbox.forks_loaded,
             # There is no deadline where no worker could be ended.
             compile_timeout_s=math.inf if self._is_alone else limits.compile_timeout_s,
             timeout_s=math.inf if self._is_alone else limits.timeout_s,
@@ -313,7 +305,7 @@ class Routes:
             compile_only=self._compile_only,
             is_check=self._request.target is not None,
             measures_here=measures_here,
-            errors_stand=self._on_tpu,
+            errors_are_final=self._on_tpu,
             proof=self._request.proof,
             objective=self._request.options.objective,
         )
@@ -337,16 +329,9 @@ class Routes:
 
     def _fail_all(self, configs: dict[int, Config], report: LoadFailed) -> None:
         """Ends every config, because the function itself cannot be loaded."""
-        text = f"{report.error}: {report.text}" if report.error else report.text
         log = "\n".join(part for part in (report.traceback, report.log) if part)
         for index, config in configs.items():
-            trial = Trial(
-                config=config,
-                outcome=report.outcome,
-                phase=Phase.LOAD,
-                message=text,
-                log_tail=log,
-            )
+            trial = Trial(config=config, outcome=report.outcome, phase=Phase.LOAD, message=report.message, log_tail=log)
             self._finish(index, trial, log)
 
     def _reference_for(

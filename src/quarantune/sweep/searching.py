@@ -6,17 +6,18 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from quarantune import search
+from quarantune.scheduler.plan import ConfigSource
 from quarantune.search import Space
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, PATIENCE, TIME_BUDGET, SearchLimits
 from quarantune.values.search_choice import LEAST_GAIN
 from quarantune.values.trial import Config, Outcome, Trial
 
 _FINAL_S, _FINAL_SHARE = 3.0, 0.2
-"""Seconds of the time budget that are kept for the final, and the largest share: it plays for up to 2.4 s."""
+"""Seconds of the time budget that are kept for the final, and the largest share: it takes up to 2.4 s."""
 
 
-class Searching:
-    """The search of one sweep; it implements `ConfigSource` for the scheduler and for trials in this process.
+class Searching(ConfigSource):
+    """The search of one sweep, as the source of its configs.
 
     When the time is over, but for that of the final, configs that are being measured finish, and the others are not
     run. Where no config is usable by then, those in progress go on until one is, but for no longer than one trial may
@@ -42,7 +43,7 @@ class Searching:
             space: the configs.
             defaults: the index of the function's own defaults, which come first; None where they are not in the space.
             starts: the configs to try next.
-            known: the trials that are known already, in the order in which they ended; they count as tried.
+            known: the trials that are known already, in the order of their ends; they count as tried.
             failures: further configs that need not be tried, because they are known to fail.
             trial_s: seconds that one trial may take.
             clock: seconds.

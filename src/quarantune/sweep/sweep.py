@@ -1,4 +1,4 @@
-"""One sweep: packs the call, and opens the sandbox in which its configs take their routes."""
+"""One sweep: packs the call, opens the sandbox, and has configs take their routes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from quarantune.scheduler.plan import Proof
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.proof import comparison
-from quarantune.sweep.request import Finish, SweepRequest
-from quarantune.sweep.swept import Swept
+from quarantune.sweep.request import Finish, SweepRequest, Swept
 from quarantune.transport import payload
 from quarantune.transport.call import PackedCall
 from quarantune.transport.problem import Problem
@@ -109,7 +108,11 @@ def _run(
         isolation = Isolation.PROCESS
     if isolation is Isolation.NONE:
         _check_here(problem, packed, request.settings)
-        _warn(_why_here(request))
+        setting = request.settings.isolation
+        reason = f"{setting}, and {problem.name} has no jax.jit that workers could compile for"
+        if setting == Isolation.NONE.value:
+            reason = f"{setting} (unset it to tune in worker processes)"
+        _warn(f"QUARANTUNE_ISOLATION={reason}")
         with _routes(request, packed, finish, isolation) as routes:
             return routes.run(configs, measured)
     _check(request, packed, possible, isolation)
@@ -122,9 +125,6 @@ def _run(
         # Started before the imports, because it takes longer to start than the modules of the routes take to import.
         shortages.patiently(template.shared)
         with _routes(request, packed, finish, isolation) as routes:
-            if is_check:
-                routes.check(configs)
-                return Swept()
             swept = routes.compile(configs) if request.compile_only else routes.run(configs, measured)
     return dataclasses.replace(swept, is_traced=not proof.is_due)
 
@@ -151,13 +151,27 @@ def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[
 
 def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config], isolation: Isolation) -> None:
     """Raises where workers cannot run the sweep as it is asked for."""
-    problem = request.problem
-    if isolation is Isolation.COMPILE:
+    problem, needed, per_trial = request.problem, packed.devices_needed, request.options.devices_per_trial
+    is_here = isolation is Isolation.COMPILE
+    if is_here:
         _check_here(problem, packed, request.settings)
-        if problem.platform != "tpu":  # of which no worker has any
-            _check_devices_per_trial(problem, packed, request.options)
-    else:
-        _check_devices(request, packed)
+    elif request.target is not None and needed > 1:
+        raise ValueError(
+            f"{problem.name}: its arguments are laid out over {needed} devices, and a compile check is for one: give "
+            f"it the arguments of one device, as arrays or as jax.ShapeDtypeStruct"
+        )
+    elif problem.platform == "tpu" and jax_internals.backends_initialized() and not request.compile_only:
+        raise ValueError(
+            f"{problem.name}: this process uses the TPU, so workers cannot measure on it: set "
+            f"QUARANTUNE_ISOLATION=compile to measure in this process, or tune before JAX is used here"
+        )
+    has_devices = problem.platform != "cpu" and request.target is None and not (is_here and problem.platform == "tpu")
+    if has_devices and needed > per_trial:
+        why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"
+        raise ValueError(
+            f"{problem.name}: {why} over {needed} devices, and devices_per_trial={per_trial}: set "
+            f"devices_per_trial={needed}"
+        )
     _check_sizes(problem, possible)
 
 
@@ -258,14 +272,6 @@ def _devices_and_target(request: SweepRequest) -> tuple[list[device.Device], Com
     return devices, target
 
 
-def _why_here(request: SweepRequest) -> str:
-    """Returns the reason why configs run in this process, for a warning."""
-    setting = request.settings.isolation
-    if setting == Isolation.NONE.value:
-        return "QUARANTUNE_ISOLATION=none (unset it to tune in worker processes)"
-    return f"QUARANTUNE_ISOLATION={setting}, and {request.problem.name} has no jax.jit that workers could compile for"
-
-
 @functools.cache
 def _warn(reason: str) -> None:
     caller.warn(
@@ -277,7 +283,7 @@ def _check_here(problem: Problem, packed: PackedCall, settings: Settings) -> Non
     """Raises where configs cannot be measured in this process.
 
     Raises:
-        ValueError: the configs communicate, or run on devices of several processes, of which only one tunes.
+        ValueError: the configs communicate, or run on devices of several processes, and only one of these tunes.
     """
     is_spread = any(own is not None and not own.is_fully_addressable for own in packed.call.own_shardings)
     needed = packed.devices_needed
@@ -304,33 +310,6 @@ def _check_sizes(problem: Problem, configs: Sequence[Config]) -> None:
                 f"at most {_LARGEST_CONFIG_BYTES:,} can be sent to a worker: pass large data as an argument of the "
                 f"call, and let the config hold a short name or a number for it"
             )
-
-
-def _check_devices(request: SweepRequest, packed: PackedCall) -> None:
-    problem, options = request.problem, request.options
-    if request.target is not None:
-        if packed.devices_needed > 1:
-            raise ValueError(
-                f"{problem.name}: its arguments are laid out over {packed.devices_needed} devices, and a compile check "
-                f"is for one: give it the arguments of one device, as arrays or as jax.ShapeDtypeStruct"
-            )
-        return
-    if problem.platform == "tpu" and jax_internals.backends_initialized() and not request.compile_only:
-        raise ValueError(
-            f"{problem.name}: this process uses the TPU, so workers cannot measure on it: set "
-            f"QUARANTUNE_ISOLATION=compile to measure in this process, or tune before JAX is used here"
-        )
-    _check_devices_per_trial(problem, packed, options)
-
-
-def _check_devices_per_trial(problem: Problem, packed: PackedCall, options: Options) -> None:
-    """Raises where workers would have fewer devices than the call needs."""
-    if problem.platform != "cpu" and packed.devices_needed > options.devices_per_trial:
-        why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"
-        raise ValueError(
-            f"{problem.name}: {why} over {packed.devices_needed} devices, and "
-            f"devices_per_trial={options.devices_per_trial}: set devices_per_trial={packed.devices_needed}"
-        )
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ def arguments(
     if (block := _blocks.innermost) is not None:
         return _given_for_block(block, call, fn)
     leaves = jax.tree.leaves(call)
-    if not callable(supply) or not any(_has_no_value(leaf) for leaf in leaves):
+    if not callable(supply) or not any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in leaves):
         return call
     structs, _ = as_structs(args, kwargs)
     with jax.ensure_compile_time_eval():  # the call may be inside a trace; this is not
@@ -126,10 +126,6 @@ def _given_for_block(given: set_autotune_inputs, call: Arguments, fn: Callable[.
         if given.kwargs or len(given.args) != 1 or not isinstance(given.args[0], (list, tuple)):
             raise
     return _spelt_alike((tuple(given.args[0]), {}), call, fn, _REAL)
-
-
-def _has_no_value(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))
 
 
 def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], source: str) -> Arguments:

@@ -16,7 +16,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -30,21 +32,21 @@ from quarantune.sandbox.events import Ended, Event, Said
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.pool import Sandbox
 from quarantune.sweep.request import SweepRequest, worker_options
-from quarantune.sweep.watchdog import Watched
 from quarantune.transport.call import Call
 from quarantune.values import codec
 from quarantune.values.config_values import restore
 from quarantune.values.shown import format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
 from quarantune.worker.bench import Bench, Program
-from quarantune.worker.error_report import readable
-from quarantune.worker.failures import NeedsDeviceError
+from quarantune.worker.failures import NeedsDeviceError, readable
 from quarantune.worker.main import Worker
 
 _logger = logging.getLogger("quarantune")
 
 
 _BEGINS = "the process that ran it has ended meanwhile"
+_LOOK_S = 0.1
+"""Seconds between two looks at the work; a longer gap than `stops` allows means that this process was stopped."""
 
 
 class _Here(Worker):
@@ -296,7 +298,7 @@ class ThisProcess(Sandbox):
         elif isinstance(reply, (messages.Measured, messages.Failed)):
             self.note(index, config, Outcome.NOT_RUN, "it waits for the outputs of others")
         if isinstance(reply, messages.Measured) and worker.program.compile_s:  # it cannot be loaded once more
-            self.fastest[index] = (reply.cpu_ms, worker.program)
+            self.fastest[index] = (reply.ranking_ms, worker.program)
             if len(self.fastest) > finals.MOST_FINALISTS:
                 del self.fastest[max(self.fastest, key=lambda index: self.fastest[index][0])]
 
@@ -310,7 +312,7 @@ class ThisProcess(Sandbox):
             case messages.Compile(trial=index, config=config) | messages.Measure(trial=index, config=config):
                 limit_s = limits.compile_timeout_s if phase is Phase.COMPILE else limits.timeout_s
                 return limit_s, self._label(index, config)
-            case messages.ComputeReference() | messages.CheckShapes():
+            case messages.ComputeReference():
                 return each_s, "ref_fn"
             case messages.Compare(entries=entries):
                 return len(entries) * each_s, "the comparison of the fastest configs"
@@ -379,3 +381,46 @@ def _interruptible() -> Iterator[None]:
         if re.search(r"^KeyboardInterrupt\b", str(error), re.MULTILINE):
             raise KeyboardInterrupt from error
         raise
+
+
+class Watched:
+    """Watches the work of a `with` statement; reports it when it is overdue, and again when twice as long has passed.
+
+    Nothing can end work of this process from outside, but its user can be told which config hangs.
+
+    Attributes:
+        taken_s: the seconds that it has taken, without stops of this process.
+        is_overdue: whether it has taken longer than it may.
+    """
+
+    def __init__(self, limit_s: float, report: Callable[[float], None]) -> None:
+        """Prepares to watch.
+
+        Args:
+            limit_s: the seconds that the work may take.
+            report: called, in a thread of its own, with the seconds that it has taken.
+        """
+        self.taken_s, self.is_overdue = 0.0, False
+        self._next_report_s, self._report = max(limit_s, _LOOK_S), report
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="quarantune-watchdog", daemon=True)
+
+    def __enter__(self) -> Watched:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pauses, before, is_over = Stops(time.monotonic), time.monotonic(), False
+        while not is_over:
+            is_over = self._over.wait(_LOOK_S)
+            now = time.monotonic()
+            self.taken_s += now - before - pauses.lost_s()
+            before = now
+            if self.taken_s >= self._next_report_s:
+                self.is_overdue = True
+                self._next_report_s *= 2
+                self._report(self.taken_s)

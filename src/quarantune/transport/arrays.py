@@ -33,7 +33,8 @@ def restore_array(
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
         array: jax.Array = _put(data, sharding).block_until_ready()
     if impl is not None:
-        return cast("jax.Array", jax.random.wrap_key_data(array, impl=impl))
+        keys: jax.Array = jax.random.wrap_key_data(array, impl=impl)
+        return keys
     return jax_internals.as_weak(array) if weak_type else array
 
 

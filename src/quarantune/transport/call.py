@@ -10,8 +10,8 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.transport import unpicklable
-from quarantune.transport.state import ProgramValue
 from quarantune.values.shardings import MeshSpec, ShardingSpec
+from quarantune.values.texts import shown
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call: the positional ones, and the keyword arguments by name."""
@@ -89,6 +89,27 @@ class ArrayRef:
         return len(self.shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class ProgramValue:
+    """A value of one of the caller's modules.
+
+    Attributes:
+        place: the name of the module, and the steps to the value.
+        state: a hash of its state.
+        same_as: the number of the first of the values that are this very object; -1 for an object without identity.
+        shown: its repr, where it cannot travel.
+        blob: the pickled value; None where it cannot travel.
+        reason: why a part of it cannot.
+    """
+
+    place: tuple[str, ...]
+    state: str
+    same_as: int
+    shown: str
+    blob: bytes | None
+    reason: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call(unpicklable.Bundle):
     """A call as it arrives in a worker; pickled as one, so that an object shared by two of its parts stays one object.
@@ -129,11 +150,11 @@ class Call(unpicklable.Bundle):
 
     def labelled_parts(self) -> Iterator[tuple[str, Any]]:
         """Yields the parts that may be impossible to pickle, each after a phrase that names it."""
-        yield f"the function {getattr(self.fn, '__qualname__', unpicklable.short(self.fn))!r}", self.fn
+        yield f"the function {getattr(self.fn, '__qualname__', shown(self.fn))!r}", self.fn
         yield from ((f"argument {index}", value) for index, value in enumerate(self.args))
         yield from ((f"argument {key!r}", value) for key, value in self.kwargs.items())
         yield from ((f"the function given as {key}", value) for key, value in self.judges.items())
-        yield from ((f"the config value {unpicklable.short(value)}", value) for value in self.config_values.values())
+        yield from ((f"the config value {shown(value)}", value) for value in self.config_values.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,18 +20,7 @@ def dumps(compiled: Any) -> bytes:
     Raises:
         Exception: the program cannot be serialised.
     """
-    return pickling.dumps((*serialize_executable.serialize(compiled), _device_ids(compiled)))
-
-
-def dumps_as_data(compiled: Any) -> bytes:
-    """Returns a compiled program as bytes for `executable_data.loads`, which runs no code.
-
-    Raises:
-        ValueError: the program cannot be represented as data.
-    """
-    from quarantune.transport import executable_data  # imports modules that few workers need
-
-    return executable_data.dumps(compiled, _device_ids(compiled))
+    return pickling.dumps((*serialize_executable.serialize(compiled), device_ids(compiled)))
 
 
 def loads(blob: bytes) -> Any:
@@ -43,17 +32,17 @@ def loads(blob: bytes) -> Any:
     Raises:
         ValueError: this process lacks one of the devices.
     """
-    serialized, in_tree, out_tree, device_ids = pickling.loads(blob)
+    serialized, in_tree, out_tree, numbers = pickling.loads(blob)
     jax_internals.prepare_to_load(serialized)
     here = {device.id: device for device in jax.local_devices()}
-    if missing := [number for number in device_ids if number not in here]:
-        raise ValueError(f"it was compiled for the devices {device_ids}, of which {missing} are missing here")
+    if missing := [number for number in numbers if number not in here]:
+        raise ValueError(f"it was compiled for the devices {numbers}, of which {missing} are missing here")
     # By default JAX loads onto all devices, which ends the process if the program was compiled for fewer.
-    devices = [here[number] for number in device_ids]
+    devices = [here[number] for number in numbers]
     return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
 
 
-def _device_ids(compiled: Any) -> list[int]:
+def device_ids(compiled: Any) -> list[int]:
     """Returns the numbers of the devices that a program runs on, in the program's order."""
     runtime = compiled.runtime_executable()
     if not hasattr(runtime, "local_devices"):

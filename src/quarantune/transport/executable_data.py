@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.experimental.layout import Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from quarantune import jax_internals
+from quarantune.transport import executable
 
 _LARGEST_HEADER_BYTES = 1 << 24
 
@@ -32,12 +33,11 @@ class Loaded:
     with_trees: Callable[[Any, Any], Any]
 
 
-def dumps(compiled: Any, device_ids: Sequence[int]) -> bytes:
+def dumps(compiled: Any) -> bytes:
     """Returns a compiled program as bytes for `loads`.
 
     Args:
         compiled: the result of `lower(...).compile()`.
-        device_ids: the numbers of the devices it runs on, in the program's order.
 
     Raises:
         ValueError: the program cannot be represented as data.
@@ -48,20 +48,12 @@ def dumps(compiled: Any, device_ids: Sequence[int]) -> bytes:
     except ValueError:
         out_tree = None
     header = {
-        "devices": list(device_ids),
+        "devices": executable.device_ids(compiled),
         "name": parts.name,
         "committed": parts.committed,
-        "kept": list(parts.kept),
-        "donated": list(parts.donated),
-        "all_in": list(map(_aval, parts.all_in_avals)),
-        "in": list(map(_aval, parts.in_avals)),
-        "out": list(map(_aval, parts.out_avals)),
-        "in_shardings": list(map(_sharding, parts.in_shardings)),
-        "out_shardings": list(map(_sharding, parts.out_shardings)),
-        "in_layouts": list(map(_layout, parts.in_layouts)),
-        "out_layouts": list(map(_layout, parts.out_layouts)),
         "out_tree": out_tree,
     }
+    header |= {name: list(map(write, getattr(parts, name))) for name, (write, _) in _LISTS.items()}
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + parts.program
 
@@ -95,15 +87,7 @@ def loads(blob: bytes, *, onto: jax.Device | None = None) -> Loaded:
             program=blob[8 + length :],
             name=str(header["name"]),
             committed=bool(header["committed"]),
-            kept=list(map(int, header["kept"])),
-            donated=list(map(int, header["donated"])),
-            all_in_avals=list(map(_read_aval, header["all_in"])),
-            in_avals=list(map(_read_aval, header["in"])),
-            out_avals=list(map(_read_aval, header["out"])),
-            in_shardings=[_read_sharding(item, here) for item in header["in_shardings"]],
-            out_shardings=[_read_sharding(item, here) for item in header["out_shardings"]],
-            in_layouts=list(map(_read_layout, header["in_layouts"])),
-            out_layouts=list(map(_read_layout, header["out_layouts"])),
+            **{name: [read(item, here) for item in header[name]] for name, (_, read) in _LISTS.items()},
         )
         out_tree = None if header["out_tree"] is None else jax.tree.structure(_read_tree(header["out_tree"][0]))
         if not devices or (out_tree is not None and out_tree.num_leaves != len(parts.out_avals)):
@@ -134,7 +118,7 @@ def _aval(item: Any) -> list[Any]:
     return [list(map(int, item.shape)), dtype, bool(item.weak_type)]
 
 
-def _read_aval(item: Any) -> Any:
+def _read_aval(item: Any, _: object) -> Any:
     shape, name, weak_type = item
     dtype = jax_internals.key_dtype(name["key"]) if isinstance(name, dict) else jnp.dtype(str(name))
     return jax_internals.aval(list(map(int, shape)), dtype, weak_type=bool(weak_type))
@@ -184,13 +168,26 @@ def _layout(item: Any) -> Any:
     return [list(item.major_to_minor), None if item.tiling is None else list(map(list, item.tiling)), size]
 
 
-def _read_layout(item: Any) -> Any:
+def _read_layout(item: Any, _: object) -> Any:
     if item is None:
         return None
     order, tiling, size = item
     return Layout(
         tuple(map(int, order)), None if tiling is None else tuple(tuple(map(int, tile)) for tile in tiling), size
     )
+
+
+def _read_index(item: Any, _: object) -> int:
+    return int(item)
+
+
+_LISTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any, dict[int, Any]], Any]]] = {
+    **dict.fromkeys(("kept", "donated"), (int, _read_index)),
+    **dict.fromkeys(("all_in_avals", "in_avals", "out_avals"), (_aval, _read_aval)),
+    **dict.fromkeys(("in_shardings", "out_shardings"), (_sharding, _read_sharding)),
+    **dict.fromkeys(("in_layouts", "out_layouts"), (_layout, _read_layout)),
+}
+"""Parts of a program that are lists, with the functions that write an item and read it, given the devices here."""
 
 
 # --- trees --------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import importlib
 import math
 import os
@@ -22,9 +21,8 @@ from quarantune.host import origins
 from quarantune.host.shared_files import write_all
 from quarantune.jax_internals import state
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
-from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, with_leaves
+from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, ProgramValue, with_leaves
 from quarantune.transport.pickling import dumps, loads
-from quarantune.transport.state import ProgramValue
 from quarantune.values import naming
 from quarantune.values.shardings import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
 
@@ -71,7 +69,7 @@ def pack_call(
         TypeError: a part of the call cannot be pickled.
         ValueError: an argument was deleted, or donated to an earlier call.
     """
-    packer = _ArrayPacker(_Values.of(fn, with_values=with_values))
+    packer = _ArrayPacker(with_values=with_values, of_numpy=with_values or not jax_internals.is_jitted(fn))
     packed_args, packed_kwargs = with_leaves(args, kwargs, _is_spooled, packer.reference)
     specs = tuple(packer.specs)
     if manual_mesh is not None:
@@ -87,7 +85,13 @@ def pack_call(
         context_mesh=_mesh_to_send(specs, devices if manual_mesh is None else 0),
         program_values=program_values,
     )
-    process = _ProcessOptions.current(devices=call.devices_needed)
+    process = _ProcessOptions(
+        import_path=origins.import_path(),
+        jax_options=state.options_to_travel(),
+        contexts=dumps(jax_internals.contexts()),
+        devices=call.devices_needed,
+        program=naming.program(),
+    )
     return PackedCall(
         # Two pickles, because the outer one is read before any of the user's modules is imported.
         blob=pickle.dumps((process, dumps(call))),
@@ -158,30 +162,17 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
             write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
-class _Values(enum.Enum):
-    """The arrays that travel with their values."""
-
-    ALL = enum.auto()
-    OF_NUMPY = enum.auto()
-    NONE = enum.auto()
-
-    @classmethod
-    def of(cls, fn: Callable[..., Any], *, with_values: bool) -> _Values:
-        """Returns which arrays of a function's call travel with their values."""
-        if with_values:
-            return cls.ALL
-        return cls.NONE if jax_internals.is_jitted(fn) else cls.OF_NUMPY
-
-    def include(self, array: Any) -> bool:
-        """Returns whether an array travels with its value, if it has one."""
-        return self is _Values.ALL or (self is _Values.OF_NUMPY and isinstance(array, np.ndarray))
-
-
 class _ArrayPacker:
     """Numbers the arrays of a call and lays them out in the spool; puts a reference in the place of each."""
 
-    def __init__(self, values: _Values) -> None:
-        self._values = values
+    def __init__(self, *, with_values: bool, of_numpy: bool) -> None:
+        """Starts without arrays.
+
+        Args:
+            with_values: whether JAX's arrays travel with their values, where they have one.
+            of_numpy: whether those of NumPy do.
+        """
+        self._with_values, self._of_numpy = with_values, of_numpy
         self.specs: list[ArraySpec] = []
         self.sources: list[Any] = []
         self.shardings: list[jax.sharding.NamedSharding | None] = []
@@ -189,8 +180,8 @@ class _ArrayPacker:
         self.spool_bytes = 0
 
     def reference(self, array: Any) -> ArrayRef:
-        includes = self._values.include(array)
-        spec = _describe(array, index=len(self.specs), offset=next_start(self.spool_bytes), with_value=includes)
+        with_value = self._of_numpy if isinstance(array, np.ndarray) else self._with_values
+        spec = _describe(array, index=len(self.specs), offset=next_start(self.spool_bytes), with_value=with_value)
         self.specs.append(spec)
         self.sources.append(None if spec.made else array)
         self.shardings.append(local_sharding(array, spec.sharding))
@@ -227,7 +218,8 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
     spec = ArraySpec(
         index=index,
         shape=tuple(array.shape),
-        dtype="uint32" if impl else _dtype_name(array.dtype, made=made),
+        # A concrete array has the dtype it has; a struct's float64 is float32 unless x64 is on.
+        dtype="uint32" if impl else (jax.dtypes.canonicalize_dtype(array.dtype) if made else array.dtype).name,
         weak_type=bool(getattr(array, "weak_type", False)),
         is_committed=_is_committed(array),
         kind="key" if impl else "jax",
@@ -239,11 +231,6 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
         return spec
     nbytes = int(np.prod(spec.data_shape, dtype=np.int64)) * dtype_from_name(spec.dtype).itemsize
     return dataclasses.replace(spec, offset=offset, nbytes=nbytes)
-
-
-def _dtype_name(dtype: np.dtype[Any], *, made: bool) -> str:
-    # A concrete array has the dtype it has; a struct's float64 is float32 unless x64 is on.
-    return str((jax.dtypes.canonicalize_dtype(dtype) if made else dtype).name)
 
 
 def _is_committed(array: Any) -> bool:
@@ -291,21 +278,6 @@ class _ProcessOptions:
     contexts: bytes
     devices: int
     program: str
-
-    @classmethod
-    def current(cls, *, devices: int) -> _ProcessOptions:
-        """Returns the options of this process and thread.
-
-        Args:
-            devices: how many devices the call needs.
-        """
-        return cls(
-            import_path=origins.import_path(),
-            jax_options=state.options_to_travel(),
-            contexts=dumps(jax_internals.contexts()),
-            devices=devices,
-            program=naming.program(),
-        )
 
     def adopt_before_imports(self) -> Mapping[str, Any]:
         """Sets the import path and JAX's options in this process, before any of the user's modules is imported.

@@ -13,7 +13,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -259,12 +259,14 @@ class _ModuleGlobals:
         return module_globals, (self._name,)
 
 
-def _reference_from(modules: list[types.ModuleType], obj: Any) -> Any:
-    for module in modules:
-        for name, value in list(vars(module).items()):
-            if value is obj:
-                return load_by_name, (module.__name__, name, 0)
-    return NotImplemented
+def _reference_from(modules: Iterable[types.ModuleType], obj: Any) -> Any:
+    home = next(filter(None, (home_in(module, obj) for module in modules)), None)
+    return NotImplemented if home is None else (load_by_name, (*home, 0))
+
+
+def home_in(module: types.ModuleType, obj: Any) -> tuple[str, str] | None:
+    """Returns the names of a module and of an object in it; None where the object is not one of its values."""
+    return next(((module.__name__, name) for name, value in list(vars(module).items()) if value is obj), None)
 
 
 # One look-up per class, not per object; bounded, so that classes made in a loop can be freed.

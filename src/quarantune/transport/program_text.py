@@ -25,6 +25,15 @@ def calls_back(text: str) -> bool:
     return "callback" in text
 
 
+def calls_cudnn(text: str) -> bool:
+    """Returns whether a program calls cuDNN by itself, as `jax.nn.dot_product_attention` does if asked to.
+
+    XLA plans such a call only where it compiles with the device; a program without the plan loads, and fails when it
+    runs.
+    """
+    return "__cudnn$" in text
+
+
 def remove_notes(lowered: Any) -> None:
     """Removes notes for profilers from a lowered program that is to be compiled without its device.
 

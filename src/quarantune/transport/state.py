@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import pickle
 import sys
@@ -14,30 +13,9 @@ import jax
 import numpy as np
 
 from quarantune.transport import classes, unpicklable
-from quarantune.transport.pickling import Pickler, dump_with, load_by_name, set_attributes
+from quarantune.transport.pickling import Pickler, dump_with, home_in, load_by_name, set_attributes
 
 _LARGEST_BYTES, _LARGEST_ARRAY_BYTES = 1 << 26, 1 << 24
-
-
-@dataclasses.dataclass(frozen=True)
-class ProgramValue:
-    """A value of one of the caller's modules.
-
-    Attributes:
-        place: the name of the module, and the steps to the value.
-        state: a hash of its state.
-        same_as: the number of the first of the values that are this very object; -1 for an object without identity.
-        shown: its repr, where it cannot travel.
-        blob: the pickled value; None where it cannot travel.
-        reason: why a part of it cannot.
-    """
-
-    place: tuple[str, ...]
-    state: str
-    same_as: int
-    shown: str
-    blob: bytes | None
-    reason: str
 
 
 class _LeftOut: ...
@@ -84,7 +62,7 @@ def home_of(obj: Any) -> tuple[str, str] | None:
     module = sys.modules.get(type(obj).__module__)
     if module is None or type(obj).__module__ == "builtins" or not classes.refuses_to_be_copied(obj):
         return None
-    return next(((module.__name__, name) for name, value in list(vars(module).items()) if value is obj), None)
+    return home_in(module, obj)
 
 
 class _StatePickler(Pickler):

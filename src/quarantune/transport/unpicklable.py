@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quarantune import jax_internals
+from quarantune.values.texts import shown
 
 _REMEDY = (
     "Create it inside the function, pass it as an argument, or move the function into a module that can be "
@@ -43,7 +44,7 @@ def explain(obj: object, error: Exception, dump: Callable[[object], bytes]) -> s
     where = trail[-1] if trail else "it"
     through = f" (reached through {', then '.join(trail[:-1])})" if len(trail) > 1 else ""
     advice = str(cause) if isinstance(cause, CannotTravelError) else f"{str(cause).rstrip('.')}. {_REMEDY}"
-    return f"{where}{through} is {short(culprit)}, which cannot be sent to a worker process. {advice}"
+    return f"{where}{through} is {shown(culprit)}, which cannot be sent to a worker process. {advice}"
 
 
 def _find_culprit(
@@ -84,13 +85,13 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, types.MethodType):
         yield f"the object that {name!r} is bound to", obj.__self__
     elif isinstance(obj, functools.partial):
-        yield f"the function of the partial of {short(obj.func)}", obj.func
+        yield f"the function of the partial of {shown(obj.func)}", obj.func
         yield from ((f"partial argument {index}", value) for index, value in enumerate(obj.args))
         yield from ((f"partial argument {key!r}", value) for key, value in obj.keywords.items())
     elif isinstance(obj, Bundle):
         yield from obj.labelled_parts()
     elif isinstance(obj, dict):
-        yield from ((f"the entry {short(key)}", value) for key, value in obj.items())
+        yield from ((f"the entry {shown(key)}", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple, set, frozenset)):
         yield from ((f"element {index}", value) for index, value in enumerate(obj))
     elif type(obj) is jax_internals.pjit_type:
@@ -120,15 +121,6 @@ def _parts_of_function(function: types.FunctionType, name: str) -> Iterator[tupl
 def _names_used(code: types.CodeType) -> set[str]:
     inner = (_names_used(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*inner)
-
-
-def short(obj: object) -> str:
-    """Returns the repr of an object, cut to fit into a message."""
-    try:
-        text = repr(obj)
-    except Exception:
-        text = f"an object of {type(obj).__qualname__}"
-    return text if len(text) <= 120 else f"{text[:117]}..."
 
 
 # --- exceptions of signal handlers ---

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quarantune.values.texts import printable
@@ -52,13 +52,13 @@ def _is_array(value: Mapping[str, Any]) -> bool:
 def _text(value: Any, depth: int) -> str:
     if isinstance(value, Mapping) and depth < _DEEPEST:
         if _is_array(value):
-            return _array(value)
+            return array_text(value["shape"], value["dtype"])
         return "{" + ", ".join(f"{printable(str(key))}: {_text(item, depth + 1)}" for key, item in value.items()) + "}"
     if isinstance(value, list) and depth < _DEEPEST:
         return "[" + ", ".join(_text(item, depth + 1) for item in value) + "]"
     return printable(value) if isinstance(value, str) else printable(json.dumps(value, default=str))
 
 
-def _array(value: Mapping[str, Any]) -> str:
-    dtype = str(value["dtype"])
-    return printable(f"{_SHORT.get(dtype, dtype)}[{','.join(str(length) for length in value['shape'])}]")
+def array_text(shape: Iterable[object], dtype: object) -> str:
+    """Returns the kind of an array on a few characters, as `f32[512,512]`."""
+    return printable(f"{_SHORT.get(str(dtype), dtype)}[{','.join(map(str, shape))}]")

@@ -16,18 +16,18 @@ class CompileTarget:
 
     Attributes:
         platform: `cuda`, `rocm` or `tpu`.
-        config_text: XLA's description of the device; empty for a TPU.
         device_kind: JAX's name of the device.
-        num_cores: the number of its cores; None where JAX does not know it.
         topology: the name of a TPU's topology; empty for other devices.
+        config_text: XLA's description of a GPU; empty for other devices.
+        num_cores: the number of its cores; None where JAX does not know it.
         estimates: whether the compiler is asked, too, how many cycles a program takes.
     """
 
     platform: str
-    config_text: str
     device_kind: str
-    num_cores: int | None
     topology: str = ""
+    config_text: str = dataclasses.field(default="", repr=False)
+    num_cores: int | None = None
     estimates: bool = False
 
 
@@ -133,4 +133,4 @@ class CompilerFigures(Record):
 
 
 NO_FIGURES = CompilerFigures()
-"""Those of a program of which nothing is known."""
+"""Those of a program whose figures are not known."""

@@ -1,4 +1,4 @@
-"""Config spaces as plain values: expanded, normalised and checked against the function they tune."""
+"""Checks of configs and their values, and of the function whose tunables they set."""
 
 from __future__ import annotations
 
@@ -36,63 +36,6 @@ BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD
 """The kinds of parameters that may be tunable."""
 
 
-def grid(**lists: Iterable[Any]) -> list[Config]:
-    """Returns every combination of the given values, the last name varying fastest.
-
-    Args:
-        **lists: the values of each tunable.
-
-    Raises:
-        TypeError: something is no list of config values.
-        ValueError: there is no name, or a name without values.
-
-    Example:
-        >>> grid(BM=[16, 32], fast=[True])
-        [{'BM': 16, 'fast': True}, {'BM': 32, 'fast': True}]
-    """
-    return expand(lists, fn_name="grid")
-
-
-def expand(
-    configs: Configs, *, fn_name: str, parameters: inspect.Signature | None = None, keep_repeated: bool = False
-) -> list[Config]:
-    """Returns the configs as a checked list: each once, in order, made of hashable values.
-
-    Args:
-        configs: dicts, or one dict of lists that stands for its full grid.
-        fn_name: the function being tuned, for error messages.
-        parameters: the signature of the function being tuned, whose defaults stand for the keys that a config lacks;
-            None where every config must have all keys.
-        keep_repeated: whether to keep a config as often as it was given.
-
-    Raises:
-        TypeError: the configs are not of these forms, or hold something that is no config value.
-        ValueError: there are none, far too many, or their keys differ.
-    """
-    if isinstance(configs, Mapping):
-        configs = _combinations(configs, fn_name)
-    if isinstance(configs, (str, bytes)) or not isinstance(configs, Iterable):
-        raise TypeError(
-            f"{fn_name}: configs is {configs!r}; give a list of dicts such as [{{'BM': 32}}, {{'BM': 64}}], "
-            "a dict of lists such as {'BM': [32, 64]}, or a function that returns one of them."
-        )
-    listed = list(itertools.islice(configs, MOST_CONFIGS + 1))
-    if len(listed) > MOST_CONFIGS:
-        raise ValueError(
-            f"{fn_name}: there are more than {MOST_CONFIGS:,} configs; a generator has to end, as with "
-            "itertools.islice(..., 100)."
-        )
-    checked = [_normalised(raw, f"{fn_name}: configs[{index}]") for index, raw in enumerate(listed)]
-    if not any(checked):
-        problem = "the configs have no keys" if checked else "configs is empty"
-        raise ValueError(
-            f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
-        )
-    checked = _completed(checked, parameters, fn_name)
-    check_classes(checked, fn_name, {})
-    return checked if keep_repeated else distinct(checked)
-
-
 def distinct(configs: Iterable[Config]) -> list[Config]:
     """Returns the configs without repetitions."""
     unique: dict[str, Config] = {}
@@ -128,100 +71,72 @@ def called(configs_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return made
 
 
-def axes(lists: Mapping[str, Iterable[Any]], *, fn_name: str) -> dict[str, list[ConfigValue]]:
-    """Returns the values of each tunable of a grid, checked and each once, without making the grid.
+def column(name: Any, values: Any, *, fn_name: str) -> list[ConfigValue]:
+    """Returns the checked values of one tunable of a grid.
 
     Args:
-        lists: the values of each tunable.
+        name: the name.
+        values: the list of its values.
         fn_name: the function being tuned, for error messages.
 
     Raises:
-        TypeError: something is no list of config values.
-        ValueError: there is no name, or a name without values.
+        TypeError: the name is none, or the values are no list of config values.
+        ValueError: there are no values.
     """
-    if not lists:
-        raise ValueError(
-            f"{fn_name}: configs is empty; there is nothing to choose from: give at least one list, {{'BM': [32, 64]}}."
+    key, where = _key(name, f"{fn_name}: configs"), f"{fn_name}: configs[{name!r}]"
+    # A set has no order of its own, and a string is one value, not a list of letters.
+    if not isinstance(values, (list, tuple, range, np.ndarray)):
+        raise TypeError(
+            f"{where} is {shown(values)}; in a dict of lists each value is the list of what to try, as in "
+            f"{{{key!r}: [{shown(values)}]}}."
         )
-    _check_lists(lists, fn_name)
-    checked: dict[str, list[ConfigValue]] = {}
-    for raw, values in lists.items():
-        key = _key(raw, f"{fn_name}: configs")
-        unique = {text_of(value): value for value in (_value(item, f"configs[{key!r}]", ()) for item in values)}
-        checked[key] = list(unique.values())
-    check_classes([{key: value} for key, values in checked.items() for value in values], fn_name, {})
-    return checked
+    if not len(values):
+        raise ValueError(f"{where} is empty; list at least one value to try.")
+    return [_value(item, where, ()) for item in values]
 
 
-def extended(config: Any, *, index: int, keys: Config, fn_name: str, parameters: inspect.Signature | None) -> Config:
-    """Returns one more config of a space whose first configs are known, checked and completed.
+def nothing_to_choose(fn_name: str, problem: str) -> ValueError:
+    """Returns the error for configs of which there are none."""
+    return ValueError(
+        f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
+    )
+
+
+def checked(
+    raw: Any,
+    *,
+    fn_name: str,
+    index: int = 0,
+    names: Sequence[str] | None = None,
+    parameters: inspect.Signature | None = None,
+) -> Config:
+    """Returns one config made of hashable values, with the function's defaults for the names that it lacks.
 
     Args:
-        config: the config as the user's generator yields it.
+        raw: the config as the user gives it.
+        fn_name: the function being tuned, for error messages.
         index: its position, for error messages.
-        keys: the keys of the configs before it, each with an example.
-        fn_name: the function being tuned, for error messages.
-        parameters: as for `expand`.
+        names: the names of all tunables; None for those that it has.
+        parameters: the signature of the function being tuned, whose defaults stand for the keys that a config lacks;
+            None where every config must have all keys.
 
     Raises:
-        TypeError: it is no config.
-        ValueError: it has a key that those before it lack.
+        TypeError: it is no config, or holds something that is no config value.
+        ValueError: it lacks a name, or has another one.
     """
-    checked = _normalised(config, f"{fn_name}: configs[{index}]")
-    if new := [key for key in checked if key not in keys]:
-        raise ValueError(
-            f"{fn_name}: configs[{index}] has the key {new[0]!r}, which earlier ones lack; "
-            "give every config the same keys."
-        )
-    return _completed([keys, checked], parameters, fn_name, first=index - 1)[1]
-
-
-def _check_lists(lists: Mapping[str, Iterable[Any]], fn_name: str) -> None:
-    for key, values in lists.items():
-        # A set has no order of its own, and a string is one value, not a list of letters.
-        if not isinstance(values, (list, tuple, range, np.ndarray)):
-            raise TypeError(
-                f"{fn_name}: configs[{key!r}] is {shown(values)}; in a dict of lists each value is the list "
-                f"of what to try, as in {{{key!r}: [{shown(values)}]}}."
-            )
-        if not len(values):
-            raise ValueError(f"{fn_name}: configs[{key!r}] is empty; list at least one value to try.")
-
-
-def _combinations(lists: Mapping[str, Any], fn_name: str) -> list[dict[str, Any]]:
-    _check_lists(lists, fn_name)
-    if (size := math.prod(map(len, lists.values()))) > MOST_CONFIGS:
-        raise ValueError(
-            f"{fn_name}: configs is a grid of {size:,} configs, more than {MOST_CONFIGS:,}; leave out values, "
-            "or give a function that makes the configs of one call."
-        )
-    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-
-
-def _normalised(raw: Any, where: str) -> Config:
+    where = f"{fn_name}: configs[{index}]"
     if not isinstance(raw, Mapping):
         raise TypeError(f"{where} is {shown(raw)}; every config is a dict such as {{'BM': 32}}.")
-    return {_key(key, where): _value(value, f"{where}[{key!r}]", ()) for key, value in raw.items()}
-
-
-def _completed(
-    configs: list[Config], parameters: inspect.Signature | None, fn_name: str, *, first: int = 0
-) -> list[Config]:
-    """Returns the configs, the first of them at some index, with the function's defaults for the keys they lack."""
-    examples = examples_of(configs)
-    if all(len(config) == len(examples) for config in configs):
-        return configs
-    complete = []
-    for index, config in enumerate(configs, first):
-        missing = [name for name in examples if name not in config]
-        if missing and parameters is None:
-            raise ValueError(
-                f"{fn_name}: configs[{index}] has the keys {sorted(config)}, others have {sorted(examples)}; "
-                "give every config the same keys."
-            )
-        defaults = {name: _default(name, parameters, f"{fn_name}: configs[{index}]") for name in missing}
-        complete.append({name: config[name] if name in config else defaults[name] for name in examples})
-    return complete
+    config = {_key(key, where): _value(value, f"{where}[{key!r}]", ()) for key, value in raw.items()}
+    if names is None:
+        return config
+    if new := [key for key in config if key not in names]:
+        raise ValueError(f"{where} has the key {new[0]!r}, which earlier ones lack; give every config the same keys.")
+    if len(config) < len(names) and parameters is None:
+        raise ValueError(
+            f"{where} has the keys {sorted(config)}, others have {sorted(names)}; give every config the same keys."
+        )
+    return {name: config[name] if name in config else _default(name, parameters, where) for name in names}
 
 
 def _default(name: str, parameters: inspect.Signature | None, where: str) -> ConfigValue:
@@ -240,20 +155,18 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
     return _value(parameter.default, f"{where} lacks {name!r}, whose default", ())
 
 
-def check_classes(configs: Iterable[Config], fn_name: str, classes: dict[str, type]) -> None:
+def check_classes(values: Iterable[ConfigValue], fn_name: str, classes: dict[str, type]) -> None:
     """Checks that values of different classes have different texts, which hold only the name of a class.
 
     Args:
-        configs: the configs.
+        values: the values.
         fn_name: the function being tuned, for error messages.
         classes: the classes of the values that were checked before, by their texts; those of these are added.
 
     Raises:
         ValueError: two values of different classes have one text.
     """
-    for value in (
-        value for config in configs for value in config.values() if is_tagged(value) and not dtype_name(value)
-    ):
+    for value in (value for value in values if is_tagged(value) and not dtype_name(value)):
         kind = type(value)
         other = classes.setdefault(text_of(value), kind)
         if other is not kind:
@@ -261,15 +174,6 @@ def check_classes(configs: Iterable[Config], fn_name: str, classes: dict[str, ty
                 f"{fn_name}: two classes called {kind.__qualname__!r}, of {other.__module__} and of {kind.__module__}, "
                 f"have the value {shown(value)} in the configs; give one of them another name, as in a subclass."
             )
-
-
-def examples_of(configs: Iterable[Config]) -> Config:
-    """Returns every key of the configs in order, each with one of its values."""
-    examples: Config = {}
-    for config in configs:
-        if config.keys() != examples.keys():
-            examples = examples | config
-    return examples
 
 
 def _key(key: Any, where: str) -> str:
@@ -337,41 +241,52 @@ def check_parameters(
     configs: Sequence[Config],
     *,
     parameters: inspect.Signature,
-    static_names: frozenset[str],
+    static_names: frozenset[str] | None,
     fn_name: str,
     need_defaults: bool = True,
 ) -> None:
     """Checks that every tunable is a static keyword parameter with a default.
 
     Args:
-        configs: the configs that `expand` returned.
+        configs: the configs, or a few in which every value occurs.
         parameters: the signature of the function being tuned.
-        static_names: the parameters that `jax.jit` treats as static where they are given by keyword.
+        static_names: the parameters that `jax.jit` treats as static where they are given by keyword; None for a
+            function that is not jitted, which only has to take every tunable as a keyword argument.
         fn_name: the function's name, for error messages.
-        need_defaults: whether the function is also called without a config, as a decorated one is.
+        need_defaults: whether a jitted function is also called without a config, as a decorated one is.
 
     Raises:
         TypeError: a key is no parameter that can be passed by keyword, or has no default.
         ValueError: a key is not static.
     """
-    tunable = {name: item for name, item in parameters.parameters.items() if item.kind in BY_KEYWORD}
-    examples = examples_of(configs)
-    if COMPILER_OPTIONS not in parameters.parameters:
-        examples = {key: example for key, example in examples.items() if key != COMPILER_OPTIONS}
+    items = parameters.parameters
+    tunable = {name: item for name, item in items.items() if item.kind in BY_KEYWORD}
+    examples = {key: value for config in configs for key, value in config.items()}
+    if static_names is None and any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items.values()):
+        return
+    if static_names is not None and COMPILER_OPTIONS not in items:
+        examples.pop(COMPILER_OPTIONS, None)
     for key, example in examples.items():
-        if key in parameters.parameters and key not in tunable:
+        if key in items and key not in tunable:
             raise TypeError(
                 f"{fn_name}: config key {key!r} cannot be passed by keyword; make it an ordinary "
                 f"parameter, as in `def {fn_name}(..., *, {key}={shown(example)})`."
+            )
+        if key == COMPILER_OPTIONS and key not in tunable:
+            raise TypeError(
+                f"{fn_name}: configs have {COMPILER_OPTIONS}, and {fn_name} is not jitted: put jax.jit on it, or "
+                f"make {COMPILER_OPTIONS!r} a parameter of {fn_name}, to do with it what it means there."
             )
         if key not in tunable:
             raise TypeError(
                 f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters}.{did_you_mean(key, tunable)} "
                 f"Add it to the function, as in `{key}={shown(example)}`, or take it out of the configs."
             )
+    if static_names is None:
+        return
     moving = [key for key in examples if key not in static_names]
     if moving:
-        names = sorted(static_names | examples.keys(), key=list(parameters.parameters).index)
+        names = sorted(static_names | examples.keys(), key=list(items).index)
         raise ValueError(
             f"{fn_name}: config keys {moving} are not static, so jit would trace them; "
             f"decorate with `@jax.jit(static_argnames={names})`."
@@ -383,31 +298,3 @@ def check_parameters(
             f"{fn_name}: config keys {required} have no default, so {fn_name} cannot be called without them; "
             f"give them one, as in `def {fn_name}(..., {defaults})`."
         )
-
-
-def check_keywords(configs: Sequence[Config], *, parameters: inspect.Signature, fn_name: str) -> None:
-    """Checks that a function which is not jitted takes every tunable as a keyword argument.
-
-    Args:
-        configs: the configs that `expand` returned.
-        parameters: the signature of the function being tuned.
-        fn_name: the function's name, for error messages.
-
-    Raises:
-        TypeError: a key is no parameter that can be passed by keyword.
-    """
-    items = parameters.parameters.values()
-    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items):
-        return
-    by_keyword = {item.name for item in items if item.kind in BY_KEYWORD}
-    for key in examples_of(configs):
-        if key == COMPILER_OPTIONS and key not in by_keyword:
-            raise TypeError(
-                f"{fn_name}: configs have {COMPILER_OPTIONS}, and {fn_name} is not jitted: put jax.jit on it, or "
-                f"make {COMPILER_OPTIONS!r} a parameter of {fn_name}, to do with it what it means there."
-            )
-        if key not in by_keyword:
-            raise TypeError(
-                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters} that can be passed by keyword."
-                f"{did_you_mean(key, by_keyword)} Add it to the function, or take it out of the configs."
-            )

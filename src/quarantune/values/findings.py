@@ -106,6 +106,11 @@ class Findings(Record):
         return dataclasses.replace(self, score=best.score, default_score=default_score, energy_mj=best.energy_mj)
 
     @property
+    def figure(self) -> float:
+        """The figure by which the winner was chosen, less being better: the score, or the time."""
+        return self.time_ms if self.score is None else self.score
+
+    @property
     def is_estimate(self) -> bool:
         """Whether the config was never measured."""
         return self.search.stopped == ESTIMATED

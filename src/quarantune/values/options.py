@@ -135,7 +135,7 @@ class Options:
         if not callable(self.supply) and self.supply not in SUPPLIES:
             raise ValueError(f"supply={self.supply!r} is not valid: give one of {', '.join(SUPPLIES)}, or a function")
         if self.tables is not None:
-            table_name.check(self.tables)
+            table_name.directory_of(self.tables)
         _ = self.tolerance  # raises where a value is out of range
         if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
             raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")

@@ -80,6 +80,9 @@ def _number(*, above: float = -math.inf, least: float = -math.inf, most: float =
     return parse
 
 
+_SECONDS = _number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9"
+
+
 def _integer(*, least: int) -> Callable[[Any], int]:
     def parse(value: Any) -> int:
         number = int(value)
@@ -210,18 +213,14 @@ class Settings:
     cpu_utilization: float = _setting(_number(above=0, most=1), "a number above 0 and at most 1", 0.9)
     cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 to choose one", -1)
     max_cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 for no bound", -1)
-    compile_timeout: float | None = _setting(
-        _number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9"
-    )
-    timeout: float | None = _setting(_number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9")
+    compile_timeout: float | None = _setting(*_SECONDS)
+    timeout: float | None = _setting(*_SECONDS)
     memory_limit: int | None = _setting(parse_memory, "bytes, or a number with a unit such as '8GB' or '512MiB'")
     search: str | Search | None = _setting(  # noqa: RUF009 - makes a field
         _search, "'auto', 'exhaustive', 'random', 'surrogate', 'optuna:<sampler>', or an object with ask and tell"
     )
     max_trials: int | None = _setting(_integer(least=1), "a whole number of at least 1")
-    time_budget: float | None = _setting(
-        _number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9"
-    )
+    time_budget: float | None = _setting(*_SECONDS)
     devices: tuple[str, ...] | None = _setting(_names, "different indices or UUIDs, as in '0,2'", unset="all")
     configs_per_worker: int | None = _setting(_integer(least=1), "a whole number of at least 1", unset="auto")
     start_method: str | None = _setting(_choice("fork", "spawn"), "'fork' or 'spawn'", unset="auto")
@@ -353,11 +352,6 @@ def adopt_blocks(blocks: list[settings]) -> None:
 def block_of(name: str) -> settings | None:
     """Returns the innermost `settings` block of this thread that sets an option; None where none does."""
     return next((block for block in reversed(_blocks.entered) if name in block.values), None)
-
-
-def is_set_in_block(name: str) -> bool:
-    """Returns whether a `settings` block of this thread sets an option, and it does not hold for the whole process."""
-    return block_of(name) is not None
 
 
 @functools.cache

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from quarantune.values.config_values import dtype_name, field_names
 from quarantune.values.texts import printable
 from quarantune.values.trial import Config
 
 _NO_DEFAULT = object()
-_DTYPES = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
 
 
 def format_config(config: Config) -> str:
@@ -34,14 +33,6 @@ def format_value(value: object) -> str:
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{json.dumps(key)}:{_inner(item)}' for key, item in value.items())}}}"
     return f"{value:g}" if isinstance(value, float) else dtype_name(value) or str(value)
-
-
-def format_array(shape: Iterable[object], dtype: object) -> str:
-    """Returns the kind of an array on a few characters, as `f32[512,512]`."""
-    name = str(dtype)
-    for long, short in _DTYPES:
-        name = name.replace(long, short, 1) if name.startswith(long) else name
-    return f"{name}[{','.join(map(str, shape))}]"
 
 
 def _inner(value: object) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import array
+import functools
 import inspect
 import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,35 @@ _MOST_COUNTED = 100_000
 """Of a larger space, so many configs are looked at to find out whether more than a few are kept."""
 _MOST_REMEMBERED = 200_000
 """The answers of the predicate that are remembered of a huge grid."""
+
+
+def grid(**lists: Iterable[Any]) -> list[Config]:
+    """Returns every combination of the given values, the last name varying fastest.
+
+    Args:
+        **lists: the values of each tunable.
+
+    Raises:
+        TypeError: something is no list of config values.
+        ValueError: there is no name, or a name without values.
+
+    Example:
+        >>> grid(BM=[16, 32], fast=[True])
+        [{'BM': 16, 'fast': True}, {'BM': 32, 'fast': True}]
+    """
+    return expand(lists, fn_name="grid")
+
+
+def expand(configs: Configs, *, fn_name: str, parameters: inspect.Signature | None = None) -> list[Config]:
+    """Returns the configs as a checked list: each once, in order, made of hashable values.
+
+    Args:
+        configs: as for `Space`, and so are the other arguments and the exceptions.
+        fn_name: the function being tuned.
+        parameters: its signature.
+    """
+    space = Space(configs, fn_name=fn_name, parameters=parameters)
+    return [space.config_of(row) for row in space.codes(space.listed()).tolist()]
 
 
 class Space(Sequence[Config]):
@@ -58,10 +88,12 @@ class Space(Sequence[Config]):
             ValueError: there are none, far too many, or their keys differ.
         """
         if isinstance(configs, Mapping):
-            self._source: Source = Grid(configs, fn_name)
+            self._source: Grid | Listed = Grid(configs, fn_name)
         elif isinstance(configs, (str, bytes)) or not isinstance(configs, Iterable):
-            config_space.expand(configs, fn_name=fn_name)  # raises
-            raise AssertionError
+            raise TypeError(
+                f"{fn_name}: configs is {configs!r}; give a list of dicts such as [{{'BM': 32}}, {{'BM': 64}}], "
+                "a dict of lists such as {'BM': [32, 64]}, or a function that returns one of them."
+            )
         else:
             self._source = Listed(configs, fn_name, parameters)
         self._fn_name = fn_name
@@ -90,7 +122,7 @@ class Space(Sequence[Config]):
     def __reduce__(self) -> Any:
         """Pickles as the lists of a grid, or as a list of configs; without the predicate."""
         lists = dict(zip(self.names, self.values, strict=True))
-        return _rebuilt, (lists if self.is_grid else list(self), self._fn_name)
+        return functools.partial(Space, fn_name=self._fn_name), (lists if self.is_grid else list(self),)
 
     @property
     def names(self) -> list[str]:
@@ -173,10 +205,12 @@ class Space(Sequence[Config]):
         position += len(self) if position < 0 else 0
         if not 0 <= position < self._source.reach(position + 1):
             raise IndexError(f"there is no config {position} in this space")
-        row = self._source.codes([position])[0].tolist()
-        return {
-            name: values.listed[code] for name, values, code in zip(self.names, self._source.values, row, strict=True)
-        }
+        return self.config_of(self._source.codes([position])[0].tolist())
+
+    def config_of(self, row: Sequence[int]) -> Config:
+        """Returns the config with some codes, one for each name."""
+        columns = zip(self.names, self._source.values, row, strict=True)
+        return {name: values.listed[code] for name, values, code in columns}
 
     def keeps(self, position: int) -> bool:
         """Returns whether a config is kept; the predicate is asked once for each."""
@@ -250,10 +284,6 @@ class Space(Sequence[Config]):
                 self._kept[position] = kept
                 self.dropped += not kept
         return kept
-
-
-def _rebuilt(configs: Any, fn_name: str) -> Space:
-    return Space.of(configs, fn_name=fn_name, parameters=None)
 
 
 class WatchedConfig(dict[str, Any]):
@@ -345,38 +375,16 @@ def identity(value: Any) -> Any:
     return (kind, value) if kind in _PLAIN or (kind is float and value) else text_of(value)
 
 
-class Source(Protocol):
-    """The configs of a space by their positions."""
-
-    names: list[str]
-    values: list[Values]
-
-    def reach(self, count: int) -> int:
-        """Makes sure that so many configs are known, if there are as many; returns how many are."""
-        ...
-
-    @property
-    def size(self) -> int | None:
-        """The number of configs; None until all are known."""
-        ...
-
-    def codes(self, positions: Sequence[int]) -> Codes:
-        """Returns the configs at some positions as codes."""
-        ...
-
-    def find(self, codes: Codes) -> list[int | None]:
-        """Returns the position of each config; None for one that is not known."""
-        ...
-
-
 class Grid:
     """All combinations of lists of values, the last name varying fastest; positions and values are computed."""
 
     def __init__(self, lists: Mapping[str, Iterable[Any]], fn_name: str) -> None:
-        axes = config_space.axes(lists, fn_name=fn_name)
-        self.names = list(axes)
-        self.values = [Values(values) for values in axes.values()]
-        sizes = [len(values) for values in axes.values()]
+        if not lists:
+            raise config_space.nothing_to_choose(fn_name, "the configs have no keys")
+        self.names = list(lists)
+        self.values = [Values(config_space.column(*each, fn_name=fn_name)) for each in lists.items()]
+        config_space.check_classes((value for values in self.values for value in values.listed), fn_name, {})
+        sizes = [len(values.listed) for values in self.values]
         self.size: int = math.prod(sizes)
         if self.size > MOST_IN_GRID:
             raise ValueError(
@@ -386,7 +394,7 @@ class Grid:
         self._strides = np.array([math.prod(sizes[at + 1 :]) for at in range(len(sizes))], np.int64)
 
     def reach(self, count: int) -> int:
-        """Returns the number of configs."""
+        """Makes sure that so many configs are known, if there are as many; returns how many are."""
         return self.size
 
     def codes(self, positions: Sequence[int]) -> Codes:
@@ -394,7 +402,7 @@ class Grid:
         return np.asarray(positions, np.int64)[:, None] // self._strides % self._sizes
 
     def find(self, codes: Codes) -> list[int | None]:
-        """Returns the position of each config."""
+        """Returns the position of each config, as `Listed` does."""
         return list((codes @ self._strides).tolist())
 
 
@@ -412,12 +420,14 @@ class Listed:
         self._parameters = parameters
         self._rest: Any = iter(configs)
         first = list(itertools.islice(self._rest, _FIRST))
-        keys = config_space.expand(first, fn_name=fn_name, parameters=parameters)[0]
-        if isinstance(configs, (list, tuple)):  # any config may have a key that those before it lack
-            keys |= {key: value for config in _by_keys(configs) for key, value in config.items() if key not in keys}
-        self._keys = keys
+        # In a list, any config may have a key that those before it lack.
+        known = configs if isinstance(configs, (list, tuple)) else first
+        self.names = list(dict.fromkeys(key for config in known if isinstance(config, Mapping) for key in config))
+        if not self.names:
+            for raw in first:
+                config_space.checked(raw, fn_name=fn_name)
+            raise config_space.nothing_to_choose(fn_name, "the configs have no keys" if first else "configs is empty")
         self._classes: dict[str, type] = {}
-        self.names = list(keys)
         self.values = [Values() for _ in self.names]
         self._rows = array.array("i")
         self._pulled = 0
@@ -481,10 +491,10 @@ class Listed:
 
     def _checked(self, raw: Any, index: int) -> list[int]:
         """Returns the codes of a config, which may hold anything."""
-        config = config_space.extended(
-            raw, index=index, keys=self._keys, fn_name=self._fn_name, parameters=self._parameters
+        config = config_space.checked(
+            raw, fn_name=self._fn_name, index=index, names=self.names, parameters=self._parameters
         )
-        config_space.check_classes([config], self._fn_name, self._classes)
+        config_space.check_classes(config.values(), self._fn_name, self._classes)
         if self.is_plain and originals([config]):
             raise ValueError(
                 f"{self._fn_name}: configs[{index}] holds an object, as the first {_FIRST} do not ({shown(config)}): "
@@ -512,8 +522,3 @@ class Listed:
         for column, stride in enumerate(self._strides):
             keys += codes[:, column].astype(np.uint64) * stride
         return keys
-
-
-def _by_keys(configs: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """Returns one config for each list of keys that some have."""
-    return list({tuple(config): config for config in configs if isinstance(config, Mapping)}.values())

@@ -9,27 +9,18 @@ from pathlib import Path
 _NAME = re.compile(r"(?P<package>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<directory>[\w-][\w.-]*(/[\w-][\w.-]*)*)")
 
 
-def check(name: object) -> None:
-    """Raises where a name cannot be that of a table.
-
-    Raises:
-        TypeError: it is no text.
-        ValueError: it does not have the form `package:directory`, or the package is not installed.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"tables={name!r} is not valid: give 'package:directory', as in 'mykernels:tables'")
-    directory_of(name)
-
-
-def directory_of(name: str) -> Path:
+def directory_of(name: object) -> Path:
     """Returns the directory of a table, whether or not it exists; the package is found, and not imported.
 
     Args:
         name: `package:directory`, as in `mykernels:tables`; the directory is relative to that of the package.
 
     Raises:
-        ValueError: the name does not have that form, or the package is not installed.
+        TypeError: the name is no text.
+        ValueError: it does not have that form, or the package is not installed.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"tables={name!r} is not valid: give 'package:directory', as in 'mykernels:tables'")
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(

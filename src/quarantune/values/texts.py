@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 _MOST_SHOWN = 80
 
@@ -30,8 +30,9 @@ def shown(value: object) -> str:
     """Returns the repr of a value a user gave, cut to a line's length."""
     try:
         text = repr(value)
-    except ValueError:  # an int of more digits than Python turns into text
-        text = f"a very large {type(value).__name__}"
+    except Exception as error:
+        is_too_long = isinstance(value, int) and isinstance(error, ValueError)  # Python refuses to write it
+        text = f"a very large {type(value).__name__}" if is_too_long else f"an object of {type(value).__qualname__}"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
@@ -40,3 +41,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
+def columns(rows: Iterable[Sequence[str]], *, indent: str = "") -> Iterator[str]:
+    """Yields the lines of a table without rules, the last column as wide as it needs to be."""
+    listed = list(rows)
+    widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
+    for row in listed:
+        yield (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

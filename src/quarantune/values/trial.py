@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 from collections.abc import Sequence
@@ -84,7 +85,14 @@ def frozen(config: Config) -> Config:
     return {name: freeze(value) for name, value in config.items()}
 
 
+def _not_empty(samples_ms: tuple[float, ...]) -> tuple[float, ...]:
+    if not samples_ms:
+        raise ValueError("there are no samples")
+    return samples_ms
+
+
 Milliseconds: TypeAlias = Annotated[float, within(_SHORTEST_MS, _LONGEST_MS)]
+Samples: TypeAlias = Annotated[tuple[Milliseconds, ...], _not_empty]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
@@ -103,7 +111,7 @@ class Trial(Record):
         phase: the phase it ended in; None where it never started.
         time_ms: median time of one call in milliseconds; None unless measured.
         samples_ms: the samples behind the median, in milliseconds.
-        own_ms: the time by which finalists are chosen: that of the fastest sample without its waits for a CPU, or the
+        own_ms: the time by which finalists are ranked: that of the fastest sample without its waits for a CPU, or the
             median of a device's own clock; None unless measured.
         compile_s: seconds spent tracing, lowering and compiling.
         peak_memory_bytes: the largest host memory that its process was observed to hold.
@@ -177,7 +185,7 @@ class Trial(Record):
 
 def pruned_trial(config: Config) -> Trial:
     """Returns the trial of a config that `prune_fn` drops."""
-    return Trial(config=config, outcome=Outcome.PRUNED, message="prune_fn said no")
+    return Trial(config=config, outcome=Outcome.PRUNED, message="prune_fn dropped it")
 
 
 def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
@@ -188,10 +196,7 @@ def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
 
 def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
     """Returns how many trials ended in each outcome that occurred."""
-    counts: dict[str, int] = {}
-    for trial in trials:
-        counts[trial.outcome.value] = counts.get(trial.outcome.value, 0) + 1
-    return counts
+    return dict(collections.Counter(trial.outcome.value for trial in trials))
 
 
 class TuningFailedError(RuntimeError):

@@ -19,13 +19,13 @@ from quarantune.host.waits import RunTime, Watch
 from quarantune.jax_internals import kernels
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions
+from quarantune.sandbox.messages import BenchOptions, Measurement
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes, program_text
 from quarantune.transport.call import Arguments, Call
 from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray
 from quarantune.values.config_values import restore
 from quarantune.values.trial import Config
-from quarantune.worker import kernel_figures
+from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
@@ -35,7 +35,7 @@ from quarantune.worker.stale_memory import StaleMemory
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
 Announce = Callable[[str, tuple[OutputArray, ...]], None]
-"""Receives the hash of a lowered program, by which configs with the same program are found, and its output."""
+"""Receives the hash of a lowered program, which is that of other configs with the same program, and its output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,29 +62,6 @@ class Program:
     identity: str | None = None
     coarsest: int | None = None
     figures: CompilerFigures | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """The times of one config, as `Measured` tells them.
-
-    Attributes:
-        samples_ms: the samples by the clock, in milliseconds.
-        cpu_ms: the time by which finalists are chosen, without waits for a CPU.
-        own_ms: the samples without waits for a CPU; empty where the clock is free of the effects of other processes.
-        clock: the name of the clock.
-        is_slow: whether sampling stopped because the config cannot win any more.
-        energy_mj: the energy of one run in millijoules; None where it was not measured.
-        watts: the power meanwhile.
-    """
-
-    samples_ms: tuple[float, ...]
-    cpu_ms: float
-    own_ms: tuple[float, ...]
-    clock: str
-    is_slow: bool
-    energy_mj: float | None
-    watts: float | None
 
 
 class Bench:
@@ -201,8 +178,15 @@ class Bench:
         if self.is_plain:
             return Program(config, binding.bind(self._call.fn, config), 0.0)
         if target is not None:
+            figures = None
+            if target.estimates:
+                from quarantune.worker import estimates  # it imports what few workers need
+
+                figures = estimates.estimate(self, config, target)  # before libtpu is loaded here, since it forks
+                start = time.perf_counter()
             program = self._compile_deviceless(config, target, announce, show, is_check=is_check)
-            return dataclasses.replace(program, compile_s=time.perf_counter() - start)
+            figures = figures or program.figures
+            return dataclasses.replace(program, compile_s=time.perf_counter() - start, figures=figures)
         args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
         jitted, keywords = binding.applied(self._jitted, config)
         traced = jitted.trace(*args, **kwargs, **keywords)
@@ -210,7 +194,7 @@ class Bench:
             _check_vmem(traced.jaxpr, jax.local_devices()[0].device_kind)
         show(traced.jaxpr)
         lowered = traced.lower()
-        calls_back, _ = self._announce(lowered, config, announce)
+        calls_back, _ = self._announce(lowered, lowered.as_text(), config, announce)
         with jax_internals.compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
             compiled = lowered.compile()
         # With its gradient, the caller compiles another program.
@@ -251,8 +235,10 @@ class Bench:
             spool.write_parts(fd, [self._call.fn.report(program.config), b"", b""])
             return
         if as_data:
+            from quarantune.transport import executable_data  # imports modules that few workers need
+
             with contextlib.suppress(ValueError):
-                spool.write_parts(fd, [executable.dumps_as_data(program.call)])
+                spool.write_parts(fd, [executable_data.dumps(program.call)])
             return
         try:
             blob = executable.dumps(program.call)
@@ -404,12 +390,12 @@ class Bench:
             is_exact=clock.is_exact,
             noise=noise,
         )
-        cpu_ms = samples.level_ms(is_exact=clock.is_exact)
-        energy_mj, watts = self._energy(program, cpu_ms) if self._options.measures_energy else (None, None)
+        ranking_ms = samples.ranking_ms(is_exact=clock.is_exact)
+        energy_mj, watts = self._energy(program, ranking_ms) if self._options.measures_energy else (None, None)
         return Measurement(
             samples_ms=samples.samples_ms,
-            cpu_ms=cpu_ms,
-            own_ms=() if clock.is_exact else samples.cpu_ms,
+            cpu_ms=() if clock.is_exact else samples.cpu_ms,
+            ranking_ms=ranking_ms,
             clock=clock.name,
             is_slow=samples.is_ruled_out,
             energy_mj=energy_mj,
@@ -456,25 +442,24 @@ class Bench:
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
         rep = self._options.rep
-        rounds_ms = finals.play([clock.take for clock in each], is_exact=is_exact, rep=rep)
+        rounds_ms = finals.take_turns([clock.take for clock in each], is_exact=is_exact, rep=rep)
         warm_ms: list[list[float]] = [[] for _ in programs]
         near = finals.level(dict(enumerate(rounds_ms)), floor=finals.NEAR)
         if len(near) > 1 and self._has_own_clock():
             contenders = [self.clock(programs[position], is_flushed=False).take for position in near]
-            played = finals.play(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
-            for position, samples_ms in zip(near, played, strict=True):
+            warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
+            for position, samples_ms in zip(near, warm, strict=True):
                 warm_ms[position] = samples_ms
         meters = [functools.partial(self._energy, *each) for each in zip(programs, map(min, rounds_ms), strict=True)]
         rounds = model.FEW if self._options.measures_energy else 0
         return rounds_ms, warm_ms, [[meter()[0] for meter in meters] for _ in range(rounds)]
 
-    def _announce(self, lowered: Any, config: Config, announce: Announce) -> tuple[bool, str | None]:
+    def _announce(self, lowered: Any, text: str, config: Config, announce: Announce) -> tuple[bool, str | None]:
         """Announces a lowered program by its hash, unless gradients are checked, which the program says nothing about.
 
         Returns:
             Whether it calls back into Python, and its hash.
         """
-        text = lowered.as_text()
         _, compiler_options = binding.split(self._jitted, config)
         program = program_text.identity(lowered, text, compiler_options, structure_of)
         if program is not None and not self._options.check_grad:
@@ -504,16 +489,19 @@ class Bench:
             if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform)):
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))
-        _, identity = self._announce(lowered, config, announce)
+        text = lowered.as_text()
+        if not is_check and program_text.calls_cudnn(text):
+            raise NeedsDeviceError("cuDNN plans its kernels with the device")
+        _, identity = self._announce(lowered, text, config, announce)
         program_text.remove_notes(lowered)
         reads = is_check and target.platform == "cuda"
-        compiled, figures = kernel_figures.compiled(lowered, target) if reads else (lowered.compile(), None)
+        compiled, figures = compiler_figures.compiled(lowered, target) if reads else (lowered.compile(), None)
         coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, target.platform)
         return Program(config, compiled, 0.0, identity=identity, coarsest=coarsest, figures=figures)
 
 
 def _check_vmem(jaxpr: Any, kind: str) -> None:
-    """Refuses a program for a TPU that cannot fit, on which its compiler may spend minutes.
+    """Refuses a program that cannot fit into a TPU, since its compiler may spend minutes on it.
 
     Raises:
         ValueError: the blocks and scratch of one of its kernels are larger than the VMEM that there is.

@@ -1,13 +1,22 @@
-"""Reads the compiler's figures about a program."""
+"""The compiler's figures about a program, and what its kernels need on an NVIDIA GPU, without any GPU.
+
+ptxas tells the registers and spills of each kernel in a log that XLA adds to this worker's own. With how many threads
+and how much shared memory it starts each, XLA writes into a directory, and Mosaic GPU into the log. The texts are read
+as data; what a version of them does not tell is not known.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from quarantune.values.compiling import CompilerFigures
+from quarantune.host import shared_files, variables
+from quarantune.sandbox import shared_names
+from quarantune.values.compiling import NO_FIGURES, CompilerFigures, CompileTarget
 
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
@@ -17,22 +26,29 @@ _ESTIMATE = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _COST = re.compile(r'"(flops|bytes_accessed)":\s*"?(\d+)')
 """What the author of a kernel says of its cost; the compiler itself counts a kernel as nothing."""
 _UNCOUNTED = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|triton_kernel_call|mosaic_gpu)|\bwhile\(')
-"""Kernels on GPUs, which the compiler counts as nothing, too, and loops, of which it counts one turn."""
+"""Kernels on GPUs, which the compiler counts as nothing, too, and loops, which it counts as one turn."""
 _LARGEST = 1 << 62
 
 
-def read_figures(compiled: Any, known: CompilerFigures | None = None) -> CompilerFigures:
+def read_figures(program: Any, known: CompilerFigures | None = None) -> CompilerFigures:
     """Returns the compiler's figures about a program; a compiler that states none raises no error here.
 
     Args:
-        compiled: a `jax.stages.Compiled`.
+        program: a `jax.stages.Compiled`.
         known: those that are known of it already.
     """
-    memory, costs = _answer(compiled.memory_analysis), _answer(compiled.cost_analysis)
-    costs, text = costs if isinstance(costs, dict) else {}, _answer(compiled.as_text) or ""
-    estimates = [{name: int(cost) for name, cost in _COST.findall(found[1])} for found in _ESTIMATE.finditer(text)]
-    has_costs = len(_KERNEL.findall(text)) <= len(estimates) and not _UNCOUNTED.search(text)
+    memory, costs = _answer(program.memory_analysis), _answer(program.cost_analysis)
+    costs, text = costs if isinstance(costs, dict) else {}, _answer(program.as_text) or ""
+    stated = [dict(_COST.findall(found[1])) for found in _ESTIMATE.finditer(text)]
+    has_costs = len(_KERNEL.findall(text)) <= len(stated) and not _UNCOUNTED.search(text)
     used = [int(found[1]) + int(found[2]) for part in _USED.finditer(text) for found in _VMEM.finditer(part[1])]
+
+    def cost(name: str) -> float | None:
+        """Returns the compiler's figure, which may lack what kernels are said to cost, but is never below that."""
+        of_kernels = sum(int(each.get(name.replace(" ", "_"), 0)) for each in stated)
+        value = max(of_kernels, found if isinstance(found := costs.get(name), (int, float)) else 0)
+        return float(value) if has_costs and 0 < value < _LARGEST else None
+
     return dataclasses.replace(
         known or CompilerFigures(),
         argument_bytes=_size(memory, "argument_size_in_bytes"),
@@ -41,8 +57,8 @@ def read_figures(compiled: Any, known: CompilerFigures | None = None) -> Compile
         aliased_bytes=_size(memory, "alias_size_in_bytes"),
         code_bytes=_size(memory, "generated_code_size_in_bytes"),
         vmem_bytes=max(used, default=None),
-        flops=_cost(costs, "flops", estimates, "flops") if has_costs else None,
-        moved_bytes=_cost(costs, "bytes accessed", estimates, "bytes_accessed") if has_costs else None,
+        flops=cost("flops"),
+        moved_bytes=cost("bytes accessed"),
     )
 
 
@@ -59,10 +75,95 @@ def _size(memory: Any, name: str) -> int | None:
     return value if isinstance(value, int) and 0 <= value < _LARGEST else None
 
 
-def _cost(costs: dict[str, Any], name: str, estimates: list[dict[str, int]], estimated: str) -> float | None:
-    """Returns the compiler's figure, which may lack what kernels are said to cost, but is never below that."""
-    value = costs.get(name)
-    if estimates:
-        known = value if isinstance(value, (int, float)) else 0
-        value = max(known, sum(estimate.get(estimated, 0) for estimate in estimates))
-    return float(value) if isinstance(value, (int, float)) and 0 < value < _LARGEST else None
+# --- kernels on NVIDIA GPUs -----------------------------------------------------------------------------------
+
+_LOG_FD = 2
+_MOST_BYTES = 4 << 20
+"""Of each text; a kernel of Mosaic GPU takes 0.2 MB, another 1 KB."""
+_NUMBER = r"(\d{1,9})"
+_COMPILED = re.compile(
+    rf"'([\w$.]+)' for 'sm_{_NUMBER}\w?'\n(?:.*\n)*?.* Function properties for \1\n"
+    rf".* {_NUMBER} bytes spill stores, .*\n(?:.*\n)*?.*: Used {_NUMBER} registers(?:.*?{_NUMBER} bytes smem)?"
+)
+_STARTED = re.compile(
+    rf"Kernel \[[^\]\n]*\] ([\w$.]+) grid: .* threads: \[{_NUMBER}, {_NUMBER}, {_NUMBER}\] +shared_memory: {_NUMBER} "
+)
+_SIZES = rf"\(ptr %\w+(?:, i32 %?\w+){{6}}{f', i32 {_NUMBER}' * 4},"
+_STARTED_BY_MOSAIC = re.compile(
+    rf"@mosaic_gpu_get_function\(ptr %\w+, ptr @([\w$.]+)_name, (?s:.*?)@mosaic_gpu_launch_kernel{_SIZES}"
+)
+_SPECIFIED_BY_MOSAIC = re.compile(
+    rf"^define void @([\w$.]+)\(.*\n(?s:.*?)@mosaic_gpu_build_kernel_spec{_SIZES}", re.MULTILINE
+)
+"""What jaxlib 0.12 has in place of it, with the name of the kernel but for a `_kernel` at its end."""
+_HASH = re.compile(r'kernel_hash = "(?:[^"\\\n]|\\.)*"')
+"""A kernel of Mosaic GPU, which compiles those of one hash once in a process."""
+_LIMIT = re.compile(r"^ *(threads|registers|shared_memory)_per_core(?:_limit)?: ([1-9]\d{1,8})$", re.MULTILINE)
+_BLOCKS = {80: 32, 86: 16, 87: 16, 89: 24, 90: 32, 100: 32, 103: 32, 120: 24, 121: 24}
+"""Blocks on a multiprocessor by compute capability, from the "CUDA C++ Programming Guide"."""
+
+
+def compiled(lowered: Any, target: CompileTarget) -> tuple[Any, CompilerFigures]:
+    """Compiles a program for a GPU; returns it, and what its kernels need.
+
+    Args:
+        lowered: a `jax.stages.Lowered`.
+        target: the GPU.
+    """
+    program = None
+    try:
+        with shared_names.directory() as directory, variables.given({"MOSAIC_GPU_DUMP_HOST_LLVM": "1"}):
+            start = os.fstat(_LOG_FD).st_size
+            program = lowered.compile(compiler_options={"xla_dump_to": directory})
+            (path,) = Path(directory).glob("*.thunk_sequence.txt")
+            started = shared_files.read(path, largest_bytes=_MOST_BYTES).decode(errors="replace")
+            log = os.pread(_LOG_FD, _MOST_BYTES, start).decode(errors="replace")
+            return program, read(log, started, program.as_text(), target.config_text)
+    except (OSError, ValueError):  # there is no room, or this version of XLA writes something else
+        return program or lowered.compile(), NO_FIGURES
+
+
+def read(log: str, started: str, program: str, gpu: str) -> CompilerFigures:
+    """Returns the most that a kernel of a program needs, and the least occupancy; none where a kernel is not known.
+
+    Args:
+        log: what was logged while it was compiled.
+        started: XLA's text about the kernels that it starts.
+        program: the text of the compiled program.
+        gpu: XLA's description of the GPU.
+
+    Raises:
+        ValueError: a text is torn.
+    """
+    by_xla, known, needs = _STARTED.findall(started), 0, list[tuple[int, int, int, float | None]]()
+    for part in log.split("Compiling entry function ")[1:]:
+        if (kernel := _COMPILED.match(part)) is None:
+            raise ValueError(f"ptxas does not tell what a kernel needs: {part[:80]!r}")
+        capability, spilled, registers, static = map(int, kernel.groups("0")[1:])
+        by_mosaic = [(f"{name}_kernel", *sizes) for name, *sizes in _SPECIFIED_BY_MOSAIC.findall(part)]
+        starts = [start for start in by_xla + _STARTED_BY_MOSAIC.findall(part) + by_mosaic if start[0] == kernel[1]]
+        known += bool(starts)
+        for _, *sizes in starts:
+            x, y, z, dynamic = map(int, sizes)
+            occupancy = _occupancy(capability, x * y * z, registers, static + dynamic, gpu)
+            needs.append((registers, spilled, static + dynamic, occupancy))
+    if not known or known != len({name for name, *_ in by_xla} | set(_HASH.findall(program))):
+        return NO_FIGURES
+    used, spills, shared, occupancies = zip(*needs, strict=True)
+    least = None if None in occupancies else min(occupancies)
+    return CompilerFigures(registers=max(used), spilled_bytes=max(spills), shared_bytes=max(shared), occupancy=least)
+
+
+def _occupancy(capability: int, threads: int, registers: int, shared_bytes: int, gpu: str) -> float | None:
+    """Returns the share of a multiprocessor's warps that can run at a time; None where its limits are not known.
+
+    As NVIDIA's occupancy calculator has it, a warp gets registers in units of 256, from one of four partitions, and a
+    block gets shared memory in units of 128 bytes, 1 KiB of it for the system.
+    """
+    limits = {name: int(limit) for name, limit in _LIMIT.findall(gpu)}
+    if capability not in _BLOCKS or len(limits) < 3 or not threads or not registers:
+        return None
+    most_warps, warps = limits["threads"] // 32, -(-threads // 32)
+    by_registers = limits["registers"] // 4 // (-(-registers * 32 // 256) * 256) * 4 // warps
+    by_memory = limits["shared_memory"] // (-(-(shared_bytes + 1024) // 128) * 128)
+    return min(_BLOCKS[capability], most_warps // warps, by_registers, by_memory) * warps / most_warps

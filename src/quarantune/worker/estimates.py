@@ -9,17 +9,17 @@ as data.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
+import multiprocessing
 import os
 import re
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -47,64 +47,61 @@ _MOST_BYTES = 4 << 20
 """Of one file that libtpu or a process of it writes; an operation takes about 200."""
 _MOST_FILES = 4096
 _PAUSE_S = 0.01
-_ABOUT, _TEXT = "about", "text"
-_ESTIMATE = re.compile(r"hlo_op_estimate \{([^{}]*)\}")
-_FIELD = re.compile(r"\s*(\w+): (\"[^\"\\\n]{1,500}\"|\w{1,40})\n")
-_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*[{}\\](?:[^"\\\n]|\\.)*"')
-_PART = re.compile(r"^ +\w+ \{[^{}]*\}\n", re.MULTILINE)
-_DEEPEST = 20
+_POINTS, _ERROR = "points", "error"
+_ESTIMATE = re.compile(
+    r'hlo_op_estimate \{\n  hlo_op_name: "([^"\\\n]{1,500})"\n  estimated_cycles: (\d{1,15})\n'
+    r"(?:  num_equivalent_hlos: (\d{1,8})\n)?((?:  (?!num_equivalent_hlos).*\n)*)\}\n"
+)
 _COPY = re.compile(
-    r"^  num_equivalent_hlos: (\d{1,9})\n  dma_instruction_type: .*\n  hlo_instruction \{\n(?:    \w+: .*\n)*"
-    r"    shape \{\n      element_type: [A-Z]+(\d*).*\n((?:      dimensions: \d{1,12}\n)*)",
-    re.MULTILINE,
+    r"  dma_instruction_type: .*\n  hlo_instruction \{\n(?:    \w+: .*\n)*"
+    r"    shape \{\n      element_type: [A-Z]+(\d*).*\n((?:      dimensions: \d{1,12}\n)*)"
 )
 _KERNEL = re.compile(r"kernel_(\d+)(?:\.\d+)*")
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$", re.MULTILINE)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{\n((?:.*\n)*?)\}", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = ", re.MULTILINE)
-_CALLED = re.compile(r"(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)")
-_CONDITION = re.compile(r" while\(.*condition=%?([\w.-]+)")
+_CALLED = re.compile(
+    r"(?:condition=%?([\w.-]+), )?(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.-]+)"
+)
 _CONSTANT = re.compile(r" = s32\[\]\S* constant\((\d{1,9})\)")
 _NO_END = "it has a loop whose end depends on data"
 
 
 _Steps = Annotated[int, within(1, 1 << 50)]
-_Moved = Annotated[float, within(0, 1e30)]
-
-
-class NoEstimateError(Exception):
-    """There is no estimate of a program; the text says why."""
+_Amount = Annotated[float, within(0, 1e30)]
 
 
 @dataclasses.dataclass(frozen=True)
-class _About(Record):
-    """What a process says of a program before it compiles it.
+class _Point(Record):
+    """A program with some steps of its kernels' grids.
 
     Attributes:
-        unknown: why there can be no estimate; empty if there can.
         has_loops: whether it has loops outside of kernels.
         whole: how many steps each kernel has.
-        steps: how many it has in the program that is compiled.
-        moved_bytes: what the whole kernels move.
+        steps: how many it has in this program.
+        moved_bytes: what the whole kernels move, and what copies that need no cycles read and write.
+        cycles: those of each operation; empty until they are known.
     """
 
-    unknown: str
     has_loops: bool
     whole: tuple[_Steps, ...]
     steps: tuple[_Steps, ...]
-    moved_bytes: _Moved
+    moved_bytes: _Amount
+    cycles: dict[str, _Amount] = dataclasses.field(default_factory=dict)
 
+    def with_cycles(self, directory: Path, turns: Mapping[str, float]) -> _Point:
+        """Returns it with what libtpu wrote of it into a directory, which is not there afterwards."""
+        cycles, moved_bytes = dict[str, float](), self.moved_bytes
+        for path in directory.glob(f"*{_SUFFIX}"):
+            found, copied_bytes = _parsed(_content(path))
+            cycles |= {name: count * turns.get(name, 1) for name, count in found.items()}
+            moved_bytes += copied_bytes
+            path.unlink()
+        return dataclasses.replace(self, cycles=cycles, moved_bytes=moved_bytes)
 
-@dataclasses.dataclass(frozen=True)
-class _Point:
-    """The cycles of each operation of a program, and whether it was compiled to its end.
-
-    Copies that need no cycles count by the bytes that they read and write.
-    """
-
-    about: _About
-    cycles: dict[str, float]
-    is_whole: bool
-    copied_bytes: float = 0.0
+    def note(self, directory: Path) -> None:
+        """Writes it below those that are in a directory."""
+        with (directory / _POINTS).open("a") as file:
+            file.write(f"{json.dumps(self.to_json())}\n")
 
 
 def estimate(bench: Bench, config: Config, target: CompileTarget) -> CompilerFigures:
@@ -117,62 +114,39 @@ def estimate(bench: Bench, config: Config, target: CompileTarget) -> CompilerFig
         config: the config.
         target: the TPU.
     """
+    deadline, most_steps, points = time.monotonic() + _LONGEST_S, 1, list[_Point]()
     try:
-        with shared_names.directory() as directory:
-            return CompilerFigures(estimate=_estimate(bench, config, target, Path(directory)))
-    except (NoEstimateError, ValueError, OSError) as error:  # what a process left may be half written
+        while True:
+            with shared_names.directory() as name:
+                directory = Path(name)
+                work = functools.partial(_compile_growing, bench, config, target, most_steps)
+                status = _run_apart(work, directory, deadline)
+                found = _points(directory, status)
+                points += found
+                # The first steps alone cost more than those that follow.
+                if len(points) > 1 or (points and points[0].steps == points[0].whole):
+                    return CompilerFigures(estimate=_extrapolated(points))
+                if not found or status == 0 or time.monotonic() > deadline:
+                    return CompilerFigures(no_estimate=_why_none(directory, status))
+            most_steps *= 2
+    except (ValueError, OSError) as error:  # it says why; or what a process left is half written
         return CompilerFigures(no_estimate=str(error))
 
 
-def _estimate(bench: Bench, config: Config, target: CompileTarget, directory: Path) -> CycleEstimate:
-    deadline, most_steps, points = time.monotonic() + _LONGEST_S, 1, list[_Point]()
-    while True:
-        work = functools.partial(_compile_growing, bench, config, target, most_steps, directory)
-        status = _run_apart(work, directory, deadline)
-        if any(directory.glob(f"*{_SUFFIX}")):  # it was ended after it had written
-            _keep(directory, _ABOUT)
-        before, points = len(points), _read(directory)
-        if status == 0 or len(points) >= 2 or time.monotonic() > deadline:
-            break
-        if len(points) == before or points[-1].about.steps == points[-1].about.whole:
-            break  # what there is may do
-        most_steps *= 2
-    # The first steps alone cost more than those that follow.
-    if not points or (len(points) == 1 and points[0].about.steps != points[0].about.whole):
-        raise NoEstimateError(_why_none(directory, status))
-    about = points[-1].about
-    if about.has_loops and not all(point.is_whole for point in points):
-        raise NoEstimateError("it has a loop, and libtpu was ended while it wrote")
-    return _extrapolated(points, about.moved_bytes + points[-1].copied_bytes)
-
-
-def _run_apart(work: Callable[[], None], directory: Path, deadline: float) -> int:
+def _run_apart(work: Callable[[Path], None], directory: Path, deadline: float) -> int:
     """Runs work in a fork; returns its exit code, or minus the signal that ended it."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            _confine(directory)
-            work()
-            code = 0
-        except BaseException as error:
-            with contextlib.suppress(BaseException):
-                (directory / "error").write_text(f"{type(error).__name__}: {error}"[:500])
-        finally:
-            os._exit(code)
-    ended, status = 0, 0
+    process = multiprocessing.get_context("fork").Process(target=_confined, args=(work, directory))
+    process.start()
     try:
-        while not ended and time.monotonic() < deadline and len(os.listdir(directory)) < _MOST_FILES:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            time.sleep(0 if ended else _PAUSE_S)
+        while process.is_alive() and time.monotonic() < deadline and len(os.listdir(directory)) < _MOST_FILES:
+            process.join(_PAUSE_S)
     finally:
-        if not ended:
-            os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status)
+        process.kill()
+        process.join()
+    return process.exitcode or 0
 
 
-def _confine(directory: Path) -> None:
+def _confined(work: Callable[[Path], None], directory: Path) -> None:
     """Has this process write small files into one directory only, and print nothing: aborts print gigabytes."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
@@ -182,146 +156,118 @@ def _confine(directory: Path) -> None:
     os.environ["TMPDIR"] = str(directory)
     own = os.environ.get("LIBTPU_INIT_ARGS", "")
     os.environ["LIBTPU_INIT_ARGS"] = f"{own} {_OPTION}{directory}".strip()
+    try:
+        work(directory)
+    except BaseException as error:
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        (directory / _ERROR).write_text(f"{kind}{error}"[:500])
+        os._exit(1)
 
 
 def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_steps: int, directory: Path) -> None:
-    """Compiles a program with more and more steps of its grids, and keeps the texts of each in a directory."""
+    """Compiles a program with more and more steps of its grids, and notes the cycles of each in a directory."""
     with bench.traced_for(config, target, is_check=True) as (traced, sharding):
         found = kernels.grids(traced.jaxpr)
         outside = {each.primitive.name for each in jax_internals.equations(traced.jaxpr, closed={"pallas_call"})}
-        unknown = _NO_END if "while" in outside else next((grid.unknown for grid in found if grid.unknown), "")
-        whole, moved = tuple(grid.steps for grid in found), sum(grid.moved_bytes for grid in found)
-        about = _About(unknown, "scan" in outside, whole, (), moved)
-        (directory / _ABOUT).write_text(json.dumps(about.to_json()))
-        if unknown:
-            return
+        if "while" in outside:
+            raise ValueError(_NO_END)
+        whole, moved_bytes = tuple(grid.steps for grid in found), sum(grid.moved_bytes for grid in found)
         # The time is that of all threads, and of no other program.
         cores, compiled, began_s = target.num_cores or 1, 0, time.process_time()
         while True:
-            if all(grid.steps <= 2 * most_steps * cores for grid in found):
+            if all(steps <= 2 * most_steps * cores for steps in whole):
                 most_steps *= 2
             smaller, steps = kernels.with_smaller_grids(traced.jaxpr, most_steps, cores)
             args = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in smaller.in_avals]
             lowered = jax.jit(jaxpr_as_fun(smaller)).trace(*args).lower(lowering_platforms=(target.platform,))
-            (directory / _ABOUT).write_text(json.dumps(about.to_json() | {"steps": steps}))
-            text = lowered.compile().as_text()
-            (directory / _TEXT).write_text(text)
-            _keep(directory, _ABOUT, _TEXT)
+            point = _Point("scan" in outside, whole, tuple(steps), moved_bytes)
+            point.note(directory)
+            point.with_cycles(directory, _turns(lowered.compile().as_text())).note(directory)
             compiled += 1
-            if tuple(steps) == whole or (compiled > 1 and time.process_time() - began_s > _LONG_S):
+            if point.steps == whole or (compiled > 1 and time.process_time() - began_s > _LONG_S):
                 return
             most_steps *= 2
 
 
-def _keep(directory: Path, *names: str) -> None:
-    """Moves what libtpu wrote of one program, and files by name, to where it writes over nothing."""
-    place = directory / f"{sum(path.name.isdigit() for path in directory.iterdir()):04d}"
-    place.mkdir()
-    for path in [*directory.glob(f"*{_SUFFIX}"), *(directory / name for name in names)]:
-        path.rename(place / path.name)
+def _points(directory: Path, status: int) -> list[_Point]:
+    """Returns the programs in a directory that have cycles by libtpu, the one with the smallest grids first.
 
+    Args:
+        directory: where they are noted.
+        status: how the process that compiled them ended.
 
-def _read(directory: Path) -> list[_Point]:
-    """Returns what libtpu has written of a program, that with the smallest grids first."""
-    points = []
-    for place in sorted(path for path in directory.iterdir() if path.name.isdigit()):
-        texts = [_content(path) for path in sorted(place.glob(f"*{_SUFFIX}"))[:_MOST_FILES]]
-        cycles = {name: count for text in texts for name, count in _parsed(text).items()}
-        is_whole = (place / _TEXT).exists()
-        turns = _turns(_content(place / _TEXT)) if is_whole else {}
-        about = _About.from_json(json.loads(_content(place / _ABOUT)))
-        named = {match[1] for name in cycles if (match := _KERNEL.fullmatch(name))}
-        if cycles and (is_whole or len(named) == len(about.whole)):
-            cycles = {name: count * turns.get(name, 1) for name, count in cycles.items()}
-            points.append(_Point(about, cycles, is_whole, sum(map(_copied_bytes, texts))))
-    return points
+    Raises:
+        ValueError: it was ended in a program with loops, whose turns are not known then.
+    """
+    points = [_Point.from_json(json.loads(line)) for line in _content(directory / _POINTS).splitlines()]
+    if status < 0 and points and (last := points[-1].with_cycles(directory, {})).cycles:  # ended after it had written
+        if last.has_loops:
+            raise ValueError("it has a loop, and libtpu was ended while it wrote")
+        if len({match[1] for name in last.cycles if (match := _KERNEL.fullmatch(name))}) == len(last.whole):
+            points.append(last)
+    return [point for point in points if point.cycles]
 
 
 def _content(path: Path) -> str:
-    return shared_files.read(path, largest_bytes=_MOST_BYTES).decode("utf-8", errors="replace")
+    return shared_files.read(path, largest_bytes=_MOST_BYTES).decode(errors="replace") if path.exists() else ""
 
 
-def _parsed(text: str) -> dict[str, float]:
-    """Returns the cycles of each operation that a text of libtpu names, all operations like it together.
+def _parsed(text: str) -> tuple[dict[str, float], float]:
+    """Returns the cycles of each operation that a text of libtpu names, all like it together, and the bytes of copies.
 
     Raises:
         DamageError: the text is torn, or is no such text.
     """
-    found = {}
-    text = _STRING.sub('""', text)
-    for _ in range(_DEEPEST):
-        text = _PART.sub("", text)
-    rest = _ESTIMATE.sub("", text).strip()
-    if rest:
+    if rest := _ESTIMATE.sub("", text).strip():
         raise DamageError(f"libtpu's estimate is not one: {rest[:80]!r}")
-    for block in _ESTIMATE.finditer(text):
-        fields = dict(_FIELD.findall(block[1]))
-        name, cycles = fields.get("hlo_op_name", '""').strip('"'), fields.get("estimated_cycles", "")
-        alike = fields.get("num_equivalent_hlos", "1")
-        if not (name and cycles.isdigit() and alike.isdigit() and len(cycles) < 16 and len(alike) < 9):
-            raise DamageError(f"libtpu's estimate is not one: {block[1][:80]!r}")
-        found[name] = float(int(cycles) * int(alike))
-    return found
-
-
-def _copied_bytes(text: str) -> float:
-    """Returns the bytes that the copies in a text of libtpu read and write."""
-    return sum(
-        2.0 * int(alike) * (int(bits or 8) / 8) * math.prod(map(int, re.findall(r"\d+", sizes)))
-        for alike, bits, sizes in _COPY.findall(text)
-    )
+    cycles, copied_bytes = dict[str, float](), 0.0
+    for name, count, alike, more in _ESTIMATE.findall(text):
+        cycles[name] = float(int(count) * int(alike or 1))
+        if (copy := _COPY.match(more)) is not None:  # it is read and written
+            elements = math.prod(map(int, re.findall(r"\d+", copy[2])))
+            copied_bytes += 2.0 * int(alike or 1) * elements * int(copy[1] or 8) / 8
+    return cycles, copied_bytes
 
 
 def _turns(text: str) -> dict[str, float]:
     """Returns how often each operation of a compiled program runs, whose loops are scans: from zero in steps of one.
 
     Raises:
-        NoEstimateError: the end of a loop is no constant.
+        ValueError: the end of a loop is no constant.
     """
-    made: dict[str, list[str]] = {}
-    ends: dict[str, list[int]] = {}
-    callers: dict[str, list[tuple[str, str]]] = {}
-    at = ""
-    for line in text.splitlines():
-        if (begins := _COMPUTATION.match(line)) is not None:
-            at = "" if line.startswith("ENTRY") else begins[1]
-        elif (instruction := _INSTRUCTION.match(line)) is not None:
-            made.setdefault(at, []).append(instruction[1])
-            if (end := _CONSTANT.search(line)) is not None:
-                ends.setdefault(at, []).append(int(end[1]))
-            condition = _CONDITION.search(line)
-            for called in _CALLED.findall(line):
-                callers.setdefault(called, []).append((at, condition[1] if condition else ""))
+    bodies = dict(_COMPUTATION.findall(text))
+    calls = [(called, at, condition) for at, body in bodies.items() for condition, called in _CALLED.findall(body)]
 
+    @functools.cache
     def of(computation: str) -> float:
-        if computation not in callers:  # the program itself, or a branch
-            return 1.0
-        return sum(of(caller) * trips(condition) for caller, condition in callers[computation])
+        found = [of(at) * trips(condition) for called, at, condition in calls if called == computation]
+        return sum(found) if found else 1.0  # of the program itself, or a branch
 
     def trips(condition: str) -> int:
-        if condition and len(ends.get(condition, ())) != 1:
-            raise NoEstimateError(_NO_END)
-        return ends[condition][0] if condition else 1
+        ends = _CONSTANT.findall(bodies.get(condition, ""))
+        if condition and len(ends) != 1:
+            raise ValueError(_NO_END)
+        return int(ends[0]) if condition else 1
 
-    return {name: of(at) for at, names in made.items() for name in names}
+    return {name: of(at) for at, body in bodies.items() for name in _INSTRUCTION.findall(body)}
 
 
-def _extrapolated(points: list[_Point], moved_bytes: float) -> CycleEstimate:
+def _extrapolated(points: list[_Point]) -> CycleEstimate:
     """Returns the cycles with all steps of all grids: each further step costs as much as the last ones did."""
-    last, before, whole = points[-1], points[-2] if len(points) > 1 else None, points[-1].about.whole
+    before, last = points[-2:][0], points[-1]
     total = of_kernels = 0.0
     for name, cycles in last.cycles.items():
         kernel = _KERNEL.fullmatch(name)
-        if kernel is not None and (number := int(kernel[1])) < len(whole):
-            steps = last.about.steps[number]
-            left, earlier = whole[number] - steps, before.about.steps[number] if before is not None else steps
-            if before is not None and name in before.cycles and earlier < steps:
-                cycles += left * (cycles - before.cycles[name]) / (steps - earlier)
+        if kernel is not None and (number := int(kernel[1])) < len(last.whole):
+            whole, steps, earlier = last.whole[number], last.steps[number], before.steps[number]
+            if name in before.cycles and earlier < steps:
+                cycles += (whole - steps) * (cycles - before.cycles[name]) / (steps - earlier)
             else:
-                cycles *= whole[number] / steps
+                cycles *= whole / steps
             of_kernels += cycles
         total += cycles
-    return CycleEstimate(cycles=total, kernel_cycles=of_kernels if whole else None, moved_bytes=moved_bytes)
+    kernel_cycles = of_kernels if last.whole else None
+    return CycleEstimate(cycles=total, kernel_cycles=kernel_cycles, moved_bytes=last.moved_bytes)
 
 
 def _why_none(directory: Path, status: int) -> str:
@@ -329,8 +275,8 @@ def _why_none(directory: Path, status: int) -> str:
         return f"it takes longer than {_LONGEST_S:g} s"
     if status < 0:
         return f"libtpu was ended by {signal.Signals(-status).name} before it wrote one"
-    if (error := directory / "error").exists():
-        return _content(error)
-    if not (about := directory / _ABOUT).exists():
+    if error := _content(directory / _ERROR):
+        return error
+    if not _content(directory / _POINTS):
         return f"this version of libtpu takes no option for it: it ended with exit code {status}"
-    return _About.from_json(json.loads(_content(about))).unknown or "this version of libtpu writes no cycles"
+    return "this version of libtpu writes no cycles"

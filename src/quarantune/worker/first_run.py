@@ -16,7 +16,7 @@ _SLICE_S = 0.02
 class FirstRunLimit:
     """Watches the run inside a `with` statement from another thread, and ends this process if it takes too long.
 
-    Nothing else can stop a run of XLA. Waits for a CPU do not count, nor does time in which this process was stopped.
+    Nothing else can stop a run of XLA. Waits for a CPU do not count, nor does time while this process was stopped.
     """
 
     def __init__(self, limit_ms: float, report: Callable[[RunTime], None]) -> None:

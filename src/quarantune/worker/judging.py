@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import numbers
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.cache import described
+from quarantune.host.memory import file_id
 from quarantune.measure import compare, on_device, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
@@ -324,13 +324,13 @@ class Judge:
         return found
 
     def _keep(self, own: ComparedOutput, checked: Checked, fd: int) -> None:
-        """Writes an output to the file from which other configs' outputs are compared with it."""
+        """Writes an output to a file, so that other configs' outputs can be compared with it."""
         on_host = dataclasses.replace(own.on_host(), allowances=self._allowances(own, checked))
         self.noise = on_host.noise
         _write(fd, on_host)
         if self._shortcut is not None:
             self._shortcut.keep(own.output.values, on_host.output.values)
-        self._expected[_identity(fd)] = on_host
+        self._expected[file_id(fd)] = on_host
 
     def _allowances(self, own: ComparedOutput, checked: Checked) -> tuple[Allowance, ...]:
         """Returns how far other outputs may be from one, leaf by leaf; runs its program on moved arguments for that.
@@ -365,7 +365,7 @@ class Judge:
 
     def _expected_in(self, fd: int) -> ComparedOutput:
         """Returns the content of a reference's file, read once."""
-        file = _identity(fd)
+        file = file_id(fd)
         if file not in self._expected:
             self._expected[file] = _read(fd)
         return self._expected[file]
@@ -398,11 +398,6 @@ def _flat(tree: Any) -> Flat:
 def structure_of(tree: jax.tree_util.PyTreeDef) -> Any:
     """Returns the containers of a pytree and their static parts as data that is the same in all processes."""
     return compare.described_structure(tree, described.describe)
-
-
-def _identity(fd: int) -> tuple[int, int]:
-    about = os.fstat(fd)
-    return about.st_dev, about.st_ino
 
 
 def _kind_unless_array(leaf: Any) -> Any:

@@ -1,12 +1,13 @@
 """A worker's main: runs the scheduler's tasks, and replies phase by phase.
 
-It ends with its first failure, because a process in which something went wrong cannot be trusted with another config.
+It ends with its first failure, because a process cannot be trusted with another config after something went wrong.
 Only a worker that compiles for others goes on after an exception, unless JAX's settings have changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import sys
@@ -27,15 +28,21 @@ from quarantune.transport.call import Call
 from quarantune.transport.program_lines import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import Frame
-from quarantune.values.compiling import CompilerFigures, CompileTarget
+from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Phase
 from quarantune.worker import deviceless, program_values
 from quarantune.worker.bench import Bench, Program
 from quarantune.worker.compiler_figures import read_figures
-from quarantune.worker.error_report import describe_error, readable, shortened
-from quarantune.worker.failures import NeedsDeviceError, WrongResultError, outcome_of, place_of
+from quarantune.worker.failures import (
+    NeedsDeviceError,
+    WrongResultError,
+    describe_error,
+    outcome_of,
+    place_of,
+    readable,
+    shortened,
+)
 from quarantune.worker.first_run import FirstRunLimit
-from quarantune.worker.probe import probe
 
 # A template imports this module, so that no worker has to.
 codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
@@ -139,7 +146,7 @@ class Worker:
         """Does a task, step by step; yields its replies, before the step that each announces."""
         self._trial = task.trial
         if isinstance(task, messages.Probe):
-            found = probe(task.platforms)
+            found = deviceless.probe(task.platforms)
             yield messages.Probed(**self._heading(), devices=found.devices, config_text=found.config_text)
             return
         if isinstance(task, messages.Measure):
@@ -153,19 +160,13 @@ class Worker:
                 yield messages.Ready(**self._heading(), modules=self.new_modules())
             case messages.Expect():
                 bench.expect(task.outputs, *fds)
-            case messages.Warm():
-                with contextlib.suppress(Exception):  # the config that comes meets it again, and reports it
-                    bench.prepare()
             case messages.Compile():
                 yield from self._compile(bench, task, fds)
-            case messages.CheckShapes():
-                yield self.entered(Phase.CHECK)
-                differs = bench.judge.shapes_differ(fds[0])
-                yield messages.ShapesChecked(**self._heading(), differs=differs)
             case messages.ComputeReference():
                 yield self.entered(Phase.CHECK)
                 bench.judge.compute_reference(fds[0])
                 yield messages.ReferenceComputed(**self._heading())
+                yield messages.ShapesChecked(**self._heading(), differs=bench.judge.shapes_differ(fds[0]))
             case messages.Compare():
                 yield from self._compare(bench, task, fds)
 
@@ -204,12 +205,6 @@ class Worker:
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
         self._trace_context = jax_internals.trace_context()
         self.program = None  # that of an earlier config, with its memory
-        estimated = None
-        if task.target is not None and task.target.estimates:
-            from quarantune.worker import estimates  # it imports what few workers need
-
-            # Before this process loads libtpu, since it forks.
-            estimated = estimates.estimate(bench, dict(task.config), task.target)
         self.program = bench.compile(
             dict(task.config),
             target=task.target,
@@ -223,11 +218,11 @@ class Worker:
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
                 bench.save(self.program, fds[0], as_data=task.as_data)
-        yield self.compiled(bench, self.program, estimated)
+        yield self.compiled(bench, self.program)
 
-    def compiled(self, bench: Bench, program: Program, estimated: CompilerFigures | None = None) -> Reply:
+    def compiled(self, bench: Bench, program: Program) -> Reply:
         """Returns the reply about a program that was compiled here."""
-        figures = None if bench.is_plain else read_figures(program.call, estimated or program.figures)
+        figures = None if bench.is_plain else read_figures(program.call, program.figures)
         return messages.Compiled(
             **self._heading(), compile_s=program.compile_s, modules=self.new_modules(), figures=figures
         )
@@ -333,14 +328,15 @@ class Worker:
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""
         about = describe_error(error)
-        is_wrong = isinstance(error, WrongResultError)
+        agreement = None
+        if isinstance(error, WrongResultError):
+            about = dataclasses.replace(about, traceback="")  # the place where it is raised here tells nothing
+            agreement = messages.Agreement(error.group)
         return messages.Failed(
             **self._heading(),
+            **vars(about),
             outcome=messages.Raised(outcome_of(error, self.phase)),
-            error=about.error,
-            text=about.text,
-            traceback="" if is_wrong else about.traceback,  # the place where it is raised here tells nothing
-            agreement=messages.Agreement(error.group) if isinstance(error, WrongResultError) else None,
+            agreement=agreement,
             place=shortened(place_of(error, about.text, self.phase)),
             goes_on=goes_on,
         )

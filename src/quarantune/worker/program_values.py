@@ -20,8 +20,10 @@ import numpy as np
 from quarantune.cache import described, reach, state
 from quarantune.cache.fingerprint import reached
 from quarantune.host import origins
-from quarantune.transport import pickling, unpicklable
-from quarantune.transport.state import LEFT_OUT, ProgramValue, dump_state, home_of
+from quarantune.transport import pickling
+from quarantune.transport.call import ProgramValue
+from quarantune.transport.state import LEFT_OUT, dump_state, home_of
+from quarantune.values import texts
 
 _logger = logging.getLogger("quarantune")
 
@@ -81,7 +83,7 @@ def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:
         blob, reason = None, "it is made by running code that is not its module's"
     else:
         blob, reason = dump_state(value, name)
-    shown = unpicklable.short(value) if blob is None else ""
+    shown = texts.shown(value) if blob is None else ""
     return ProgramValue(place, state.state_hash(value), same_as, shown, blob, reason)
 
 
@@ -133,7 +135,7 @@ def adopt(values: Sequence[ProgramValue]) -> None:
 
 def _message(value: ProgramValue, mine: Any) -> str:
     name, module, shown = ".".join(value.place), value.place[0], value.shown or "another value"
-    here = "missing" if mine is reach.NOTHING else unpicklable.short(mine)
+    here = "missing" if mine is reach.NOTHING else texts.shown(mine)
     return (
         f"{name} is {shown} in the calling process, and {here} in a fresh import of {module}, and cannot be sent "
         f"to a worker: {value.reason.rstrip('.')}. Set it where {module} is imported, or pass it to the function as an "

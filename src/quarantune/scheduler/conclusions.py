@@ -1,0 +1,370 @@
+"""Draws the conclusions from what workers say and from how they end, for their jobs and their devices."""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+
+from quarantune.host import machine
+from quarantune.measure.sampling import is_unreliable
+from quarantune.sandbox import shortages
+from quarantune.sandbox.events import describe_status, was_killed
+from quarantune.sandbox.messages import (
+    REPLIES,
+    Checked,
+    Compared,
+    Compiled,
+    Failed,
+    Lowered,
+    Measured,
+    PhaseEntered,
+    Raised,
+    Ready,
+    ReferenceComputed,
+    Reply,
+    ShapesChecked,
+    Stopped,
+    Traced,
+)
+from quarantune.scheduler.routes import RouteSteps
+from quarantune.scheduler.run import Run
+from quarantune.scheduler.verdicts import raised, shortage, too_large
+from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
+from quarantune.values import codec
+from quarantune.values.trial import READY, Outcome, Phase
+
+_logger = logging.getLogger("quarantune")
+
+_MAX_DEVICE_FAILURES = 2
+_LOST_FACTOR = 5
+"""So many times as many workers may be lost before that: other processes may have killed them."""
+_EXPLICABLE = (Outcome.CRASHED, Outcome.ERROR, Outcome.TIMEOUT, Outcome.LOST)
+"""Outcomes that a shortage may have brought about."""
+
+
+class Conclusions:
+    """Applies the replies of workers, settles the jobs of those that end, and withdraws unusable devices."""
+
+    def __init__(self, run: Run, route: RouteSteps) -> None:
+        self._run = run
+        self._route = route
+        self._oom_kills = machine.oom_kills()
+
+    # What workers say
+
+    def on_message(self, worker: Worker, frame: codec.Frame) -> None:
+        """Applies a worker's reply; one that cannot be true ends the worker."""
+        expected = None if worker.job is None else worker.job.index
+        if worker.verdict is not None or frame.get("trial") != expected:
+            return  # late, or of a trial that is over
+        worker.was_heard = True
+        try:
+            self._apply(worker, codec.decode(frame, *REPLIES))
+        except (TypeError, ValueError, ArithmeticError) as error:
+            self._run.workers.kill_with_verdict(
+                worker, Verdict(Outcome.CRASHED, f"it sent an invalid message: {error!r}")
+            )
+
+    def _apply(self, worker: Worker, reply: Reply) -> None:
+        worker.phase = reply.phase
+        job, device, state = worker.job, worker.device, worker.state
+        if job is not None and isinstance(reply, (Checked, Measured, Failed)) and reply.agreement is not None:
+            group, noise = reply.agreement.group, reply.agreement.noise
+            self._run.reference.note(job.index, group, offered=worker.offered, fd=worker.output_fd, noise=noise)
+            worker.close_output()
+        match reply:
+            case PhaseEntered():
+                self._run.jobs.has_loaded |= state is WorkerState.MEASURING and worker.phase is not Phase.LOAD
+                self._begin(worker)
+            case Ready() if device is not None and worker.is_standby:
+                self._on_ready(worker, device, reply)
+            case Traced() if state is WorkerState.COMPILING and job is not None:
+                self._run.plan.proof.show(job.config, reply.lines)
+            case Lowered() if state is WorkerState.COMPILING and job is not None:
+                self._on_lowered(worker, job, reply)
+            case Compiled() if state is WorkerState.COMPILING and job is not None:
+                self._on_compiled(worker, job, reply)
+            case Compiled() if state is WorkerState.MEASURING and job is not None:
+                job.figures = reply.figures
+                self._route.on_compiled_again(worker, job, reply)
+                if (verdict := too_large(job, self._run.plan)) is not None:
+                    self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
+                    worker.job = None
+                    self._run.workers.retire(worker)
+            case Checked() if state is WorkerState.MEASURING and device is not None:
+                self._route.on_checked(worker, device, reply)
+            case Stopped() if state is WorkerState.MEASURING:
+                self._route.on_stopped(worker, reply)
+            case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
+                self._on_measured(worker, job, device, reply)
+            case ReferenceComputed() if state is WorkerState.SIDE_TASK:
+                worker.reply = reply  # comparing shapes comes next
+            case ShapesChecked() | Compared() if state is WorkerState.SIDE_TASK:
+                worker.reply = reply
+                self._run.workers.retire(worker)
+            case Failed():
+                self._on_failed(worker, reply)
+
+    def _begin(self, worker: Worker) -> None:
+        """Starts the clock of a worker whose time counts from its first phase on."""
+        if worker.job is not None:
+            self._run.on_phase(worker.job.index, worker.phase.value)
+        if worker.state in (WorkerState.COMPILING, WorkerState.SIDE_TASK) and not worker.began:
+            worker.began = True
+            worker.deadline = self._run.clock() + (worker.side_task_s or self._run.plan.compile_timeout_s)
+
+    def _on_ready(self, worker: Worker, device: DeviceState, reply: Ready) -> None:
+        worker.transition(WorkerState.IDLE)
+        worker.deadline, device.failures = NEVER, 0
+        if self._run.plan.configs_per_worker == 1:  # there will be many more
+            self._run.workers.share_modules(reply.modules)
+
+    def _on_lowered(self, worker: Worker, job: Job, reply: Lowered) -> None:
+        """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
+        job.slack_s = worker.deadline - self._run.clock()
+        self._route.on_lowered(reply.outputs)
+        first = self._run.jobs.programs.first(reply.program, job)
+        if first is not job:
+            self._run.reference.join(job.index, first.index)
+            self._run.on_phase(job.index, READY)
+            worker.job = None
+            self._run.workers.retire(worker)
+            self._run.jobs.join_same_program(job, first)
+
+    def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
+        job.compile_s, job.figures = reply.compile_s, reply.figures
+        self._run.jobs.compiled += 1
+        self._run.on_phase(job.index, READY)
+        self._run.workers.share_modules(reply.modules)
+        if (verdict := too_large(job, self._run.plan)) is not None:
+            self._end_compiling(worker, job, verdict)
+            return
+        if not self._run.plan.compile_only:
+            self._route.on_compiled(worker, job)
+            return
+        if not self._run.plan.is_check:
+            self._run.race.keep_compiled(job)
+        self._end_compiling(worker, job, Verdict(Outcome.OK, ""))
+
+    def _end_compiling(self, worker: Worker, job: Job, verdict: Verdict) -> None:
+        """Ends a job while it is compiled; its worker may go on with another."""
+        worker.keep_peak()
+        self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
+        self._route.free(worker)
+
+    def _on_measured(self, worker: Worker, job: Job, device: DeviceState, reply: Measured) -> None:
+        run, race = self._run, self._run.race
+        worker.keep_peak()
+        if reply.cpu_ms:
+            race.noise.add(reply.cpu_ms, min(reply.cpu_ms))
+        if job.first_run is not None and not job.was_disturbed:
+            race.noise.add_first_run(job.first_run[1], reply.ranking_ms)
+        if job.unreliable_times is not None:
+            reply = min(job.unreliable_times, reply, key=lambda measured: measured.ranking_ms)
+        elif (
+            not reply.is_slow
+            and is_unreliable(reply.samples_ms, reply.cpu_ms)
+            and self._route.measure_again(worker, device, reply)
+        ):
+            race.note_time(job.index, reply.ranking_ms)  # it takes no longer than that
+            return
+        verdict = Verdict(Outcome.OK, "")
+        if reply.is_slow:
+            message = f"at best {min(reply.samples_ms):.4g} ms, where another config takes {race.best_median_ms:.4g}"
+            verdict = Verdict(Outcome.SLOW, message)
+        else:
+            race.note_time(job.index, reply.ranking_ms)
+        is_default = run.reference.is_default(job.index)
+        # Other slow configs may be in the final, if they were disturbed.
+        is_kept = is_default or not (reply.is_slow and reply.clock == "device")
+        run.jobs.finish(
+            job,
+            worker,
+            verdict,
+            Phase.MEASURE,
+            (lambda merit: race.keep_executable(job, -math.inf if is_default else merit)) if is_kept else None,
+            time_ms=statistics.median(reply.samples_ms),
+            samples_ms=reply.samples_ms,
+            own_ms=reply.ranking_ms,
+            clock=reply.clock,
+            energy_mj=reply.energy_mj,
+            watts=reply.watts,
+        )
+        device.measuring = None
+        self._route.after_measuring(worker, device)
+
+    def _on_failed(self, worker: Worker, reply: Failed) -> None:
+        """Ends a worker whose task raised, and with it all that its config did to the process."""
+        run = self._run
+        if reply.outcome is Raised.UNFIT and self._route.on_unfit(worker, reply):
+            return
+        worker.traceback, worker.raised_at, job, verdict = reply.traceback, reply.place, worker.job, raised(reply)
+        if job is not None:
+            job.raised_at = reply.place
+            if reply.goes_on and run.jobs.fails_by_itself(job, worker, verdict.outcome):
+                device = worker.device
+                if worker.state is WorkerState.MEASURING and device is not None:
+                    worker.keep_peak()
+                    run.jobs.finish(job, worker, verdict, worker.phase)
+                    device.measuring = None
+                    self._route.after_measuring(worker, device)
+                    return
+                if worker.is_compiling and run.plan.compiles_per_worker > 1:
+                    self._end_compiling(worker, job, verdict)
+                    return
+        run.workers.kill_with_verdict(worker, verdict)
+
+    # How workers end
+
+    def on_exit(self, worker: Worker, status: int | None) -> None:
+        """Concludes from the end of a worker's process, whose status is as for `Ended`."""
+        worker.keep_peak()
+        self._conclude(worker, worker.verdict or self._judge(worker, status))
+
+    def _judge(self, worker: Worker, status: int | None) -> Verdict:
+        """Returns the verdict on a worker, and kills another one that took the memory it died for.
+
+        Args:
+            worker: the worker.
+            status: its exit code, or minus the signal that ended it; None where its template died with it.
+        """
+        if status is None:
+            return Verdict(Outcome.LOST, "it could not be started, or the process that started it died")
+        kills = machine.oom_kills()
+        if status != -9 or kills <= self._oom_kills:
+            if (job := worker.job) is not None and not worker.was_heard:
+                job.forgive()
+            may_go_on = job is None or job.may_be_repeated or worker.state is WorkerState.PARKED
+            outcome = Outcome.LOST if was_killed(status) and may_go_on else Outcome.CRASHED
+            return Verdict(outcome, f"the process {describe_status(status)} without a result")
+        self._oom_kills = kills
+        if (culprit := self._run.memory.larger_than(worker)) is not None:
+            reason = "the kernel ran out of memory, killed another config's process"
+            self._run.workers.kill_with_verdict(culprit, shortage(culprit, reason))
+            return Verdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
+        return Verdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
+
+    def _conclude(self, worker: Worker, verdict: Verdict) -> None:
+        """Settles the job of a worker that has ended, or blames its device, and forgets the worker."""
+        run, device = self._run, worker.device
+        if verdict.outcome in _EXPLICABLE:
+            text = f"{verdict.message}\n{run.workers.log(worker)}"
+            lacked, message = shortages.lacking(text, has_device=device is not None)
+            verdict = Verdict(Outcome.LOST, message, lacked) if lacked else verdict
+        worker.verdict = verdict
+        if verdict.lacked and run.devices and not run.scarcity.gives_up(worker, verdict):
+            self._repeat_beside_fewer(worker)
+        elif worker.job is not None:
+            self._settle(worker.job, worker, verdict)
+        elif (
+            device in self._run.devices
+            and worker in device.standby
+            and not worker.used
+            and verdict.outcome is not Outcome.OK
+        ):
+            self._blame_device(device, worker, verdict)
+        self._run.workers.remove(worker)
+
+    def give_up(self, worker: Worker) -> None:
+        """Goes on without a worker that SIGKILL does not end, and without its device."""
+        assert worker.verdict is not None
+        verdict, device = worker.verdict, worker.device
+        _logger.error("worker %s does not die after SIGKILL", self._run.workers.pid(worker))
+        if worker.job is not None:
+            message = f"{verdict.message}; its process does not die"
+            self._run.jobs.finish(worker.job, worker, Verdict(verdict.outcome, message), worker.phase)
+        self._run.workers.remove(worker)
+        if device is not None and device in self._run.devices:
+            message = f"{device.device.name} is held by a process that does not die"
+            self._withdraw(device, Verdict(Outcome.LOST, message))
+
+    def stop(self, reason: str) -> None:
+        """Ends all jobs but those that are being measured."""
+        run, verdict = self._run, Verdict(Outcome.NOT_RUN, reason)
+        run.jobs.end_waiting(verdict, None)
+        for worker in run.workers:
+            is_early = worker.state in (WorkerState.COMPILING, WorkerState.PARKED)
+            if worker.job is not None and is_early and worker.job.unreliable_times is None:
+                run.workers.kill_with_verdict(worker, verdict)
+
+    def _settle(self, job: Job, worker: Worker, verdict: Verdict) -> None:
+        """Ends a job, or has it tried again where its worker's end may not be its own doing."""
+        run, outcome = self._run, verdict.outcome
+        is_parked = worker.state is WorkerState.PARKED
+        if not run.devices or verdict.lacked:
+            run.jobs.finish(job, worker, verdict, worker.phase)
+        elif outcome is Outcome.LOST and (is_parked or job.may_be_repeated):
+            # One that only waited did nothing that could have killed its template.
+            job.losses += not is_parked
+            run.jobs.again(job)
+        elif self._may_fit_alone(job, worker, outcome):
+            run.jobs.again_alone(job)
+        elif outcome is Outcome.DEVICE_OOM and worker.device and self._make_room(worker.device):
+            run.jobs.again(job)
+        elif worker.used and outcome.is_failure and not run.jobs.fails_by_itself(job, worker, outcome):
+            # An earlier config may have done something to this process: only a fresh one can tell.
+            self._route.repeat_fresh(worker, job)
+        else:
+            run.jobs.finish(job, worker, verdict, worker.phase)
+
+    def _repeat_beside_fewer(self, worker: Worker) -> None:
+        """Has the job of a worker that lacked something that its config has no part in tried again, if it had one."""
+        run, job = self._run, worker.job
+        for device in run.devices:
+            device.is_cramped = True
+        if run.scarcity.most == 1:
+            for other in run.workers:
+                if other.is_standby or other.state is WorkerState.BETWEEN:
+                    run.workers.retire(other)
+        if job is not None:
+            (run.jobs.again_alone if run.scarcity.most == 1 else run.jobs.again)(job)
+
+    def _may_fit_alone(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
+        """Whether a config that ran out of memory might not have done so without the others."""
+        plan = self._run.plan
+        if job.is_alone or outcome not in (Outcome.OOM, Outcome.DEVICE_OOM):
+            return False
+        if outcome is Outcome.DEVICE_OOM:
+            return self._route.lacks_memory_beside(worker)
+        if job.peak_bytes > plan.memory_limit_bytes:
+            return plan.may_exceed_alone
+        return any(other is not job for other in self._run.workers.jobs())
+
+    def _make_room(self, device: DeviceState) -> bool:
+        """Retires the other workers on a device, whose memory a config lacked; returns whether there were any."""
+        beside = [worker for worker in self._run.workers if worker.state is WorkerState.SIDE_TASK]
+        others = [*device.standby, *(worker for worker in beside if worker.device is device)]
+        for worker in others:
+            self._run.workers.retire(worker)
+        device.is_cramped = device.is_cramped or bool(others)
+        return bool(others)
+
+    def _blame_device(self, device: DeviceState, worker: Worker, verdict: Verdict) -> None:
+        """Counts a standby worker that failed before it had a config; its device is withdrawn the second time.
+
+        Workers that were lost count less.
+        """
+        if verdict.outcome is Outcome.DEVICE_OOM and worker.is_ahead:
+            device.is_cramped = True
+            return
+        name, outcome = device.device.name, verdict.outcome
+        device.failures += 1
+        _logger.warning("no measuring worker on %s: %s: %s", name, outcome.value, verdict.message)
+        is_lost = outcome is Outcome.LOST and not verdict.lacked
+        if device.failures >= _MAX_DEVICE_FAILURES * (_LOST_FACTOR if is_lost else 1):
+            message = f"no worker could be made ready on {name}: {verdict.message}"
+            self._withdraw(device, Verdict(outcome, message))
+
+    def _withdraw(self, device: DeviceState, verdict: Verdict) -> None:
+        """Goes on without a device; without the last one, all jobs end."""
+        run = self._run
+        device.lease.release()
+        run.devices.remove(device)
+        if not run.devices:
+            run.jobs.end_waiting(verdict, Phase.CHECK)
+        for worker in run.workers:
+            if not run.devices:
+                run.workers.kill_with_verdict(worker, verdict)
+            elif worker.device is device:
+                run.workers.kill_with_verdict(worker, Verdict(Outcome.LOST, verdict.message))  # another device will do
