@@ -108,7 +108,8 @@ def kill_its_siblings() -> None:
         raise AssertionError(f"process {parent} is no template")
     for sibling in machine.children(parent):
         if sibling != os.getpid():
-            os.kill(sibling, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(sibling, signal.SIGKILL)
     kill_itself()
 
 

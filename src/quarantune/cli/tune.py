@@ -77,7 +77,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
             return _tune_recorded(options, out)
         for call, (ended, was_known) in zip(wanted, _ends(tuned, wanted, options), strict=True):
             about = {"function": function.name, "call": calls.describe(call, function.signature)}
-            record, text = _told(tuned, call, ended, was_known=was_known)
+            record, text = told(tuned, call, ended, was_known=was_known)
             records.append(about | record)
             if len(wanted) == 1 and isinstance(ended, TuningResult) and ended.trials:
                 out.line(f"{ended.table(width=out.width)}\n")
@@ -125,7 +125,7 @@ def _check_cache() -> None:
         ) from error
 
 
-def _told(tuned: ahead.Tuned, call: Call, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
+def told(tuned: ahead.Tuned, call: Call, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
     """Returns how a call ended, as JSON and as text."""
     if isinstance(ended, TuningFailedError):
         return _told_failure(ended)
@@ -271,7 +271,7 @@ def _ended(call: RecordedCall, made: _Made, status: str) -> _Ended:
     except Exception as error:  # the others are tuned all the same
         failed = TuningFailedError(message_of(error), trials=(), key="")
         ended, status = error if isinstance(error, TuningFailedError) else failed, _FAILED
-    return call, status, _told(tuned, again, ended, was_known=status == _KNOWN)
+    return call, status, told(tuned, again, ended, was_known=status == _KNOWN)
 
 
 # --- the engine that `--executor` names -----------------------------------------------------------------------
