@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import helpers
 import jax
 import jax.numpy as jnp
 import misdeeds
@@ -577,6 +578,40 @@ def test_a_cached_call_touches_no_file_and_starts_no_process(watched: Callable[[
     assert fn.lookup(x) == {"n": 1}
     assert [event for event in events if "'/sys/" not in event] == []  # the kind of the CPU is looked up there
     assert not cache_dir.exists()
+
+
+def test_a_first_call_searches_for_no_garbage_while_it_imports(tmp_path: Path) -> None:
+    program = """
+        import functools, gc, sys
+        import jax
+        import jax.numpy as jnp
+        import quarantune
+
+        def note(phase, info):
+            frame = sys._getframe(1)
+            while frame is not None:
+                if frame.f_code.co_name == "<module>":
+                    importing.add(frame.f_globals["__name__"])
+                frame = frame.f_back
+
+        @quarantune.autotune({"n": [1, 2]})
+        @functools.partial(jax.jit, static_argnames="n")
+        def fn(x, n=1):
+            return x * n
+
+        x, importing = jnp.ones(4), set()
+        gc.set_threshold(1)
+        gc.callbacks.append(note)
+        import wave
+        with quarantune.settings(on_miss="default"):
+            fn(x)
+        gc.callbacks.remove(note)
+        assert "wave" in importing
+        assert "quarantune.resolve.resolver" in sys.modules
+        assert "quarantune.resolve.resolver" not in importing
+        assert gc.isenabled()
+    """
+    helpers.run_on_devices(tmp_path, program, program="", devices=None)
 
 
 def test_a_new_function_object_finds_the_cached_result_of_another(sweeps: list[str]) -> None:

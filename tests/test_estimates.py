@@ -261,20 +261,20 @@ def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
 def test_what_an_ended_process_wrote_counts_if_it_names_all_kernels(
     kernels: int, status: int, found: int, tmp_path: Path
 ) -> None:
-    (tmp_path / f"copy.7{estimates._SUFFIX}").write_text(WRITTEN)
+    (tmp_path / "copy.7_static_llo_profile.textproto").write_text(WRITTEN)
     point(whole=(4,) * kernels, steps=(2,) * kernels).note(tmp_path)
     assert [each.cycles for each in estimates._points(tmp_path, status)] == [{"copy.1": 62560.0}] * found
 
 
 def test_a_program_does_not_get_the_steps_of_the_next_that_wrote_nothing(tmp_path: Path) -> None:
-    (tmp_path / f"kernel_0.1{estimates._SUFFIX}").write_text(WRITTEN.replace("copy", "kernel_0"))
+    (tmp_path / "kernel_0.1_static_llo_profile.textproto").write_text(WRITTEN.replace("copy", "kernel_0"))
     point(steps=(1,)).with_cycles(tmp_path, {}).note(tmp_path)
     point(steps=(2,)).note(tmp_path)
     assert [each.steps for each in estimates._points(tmp_path, -signal.SIGABRT)] == [(1,)]
 
 
 def test_a_program_with_a_loop_that_was_ended_has_no_estimate(tmp_path: Path) -> None:
-    (tmp_path / f"copy.7{estimates._SUFFIX}").write_text(WRITTEN)
+    (tmp_path / "copy.7_static_llo_profile.textproto").write_text(WRITTEN)
     estimates._Point(True, (), (), 0.0).note(tmp_path)
     with pytest.raises(ValueError, match="it has a loop, and libtpu was ended"):
         estimates._points(tmp_path, -signal.SIGABRT)

@@ -106,10 +106,8 @@ def _tflops(of_16_bits: float, **others: float) -> Mapping[str, float]:
 # memory by default; these are the limits on request, which compilers make.
 _TURING = _gpu(64)
 _AMPERE_DATA_CENTRE = _gpu(163)
-_AMPERE_AND_ADA = _gpu(99)
-_HOPPER = _gpu(227)
-_BLACKWELL_DATA_CENTRE = _gpu(227)
-_BLACKWELL_GEFORCE = _gpu(99)
+_AMPERE_AND_ADA = _BLACKWELL_GEFORCE = _gpu(99)
+_HOPPER = _BLACKWELL_DATA_CENTRE = _gpu(227)
 # AMD's "GPU specifications" for ROCm (64 KiB of LDS and 512 KiB of vector registers in a compute unit) and the CDNA3
 # instruction set (512 vector registers a lane).
 _CDNA3_LIMITS = _gpu(64, registers_per_block=512 * 1024 // 4, registers_per_thread=512)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -159,8 +161,10 @@ class Autotuned(AsMethod[_P, _R]):
 
     def _resolver_of(self, configs: Any, options: Options) -> Resolver:
         # Imported with the first call, because importing all that tuning needs takes a good part of JAX's own time.
-        from quarantune.resolve.resolver import Resolver
-        from quarantune.resolve.tuned_function import TunedFunction
+        # What imports create stays; searching it, and all that JAX has, for garbage takes longer than the imports.
+        with _without_collections():
+            from quarantune.resolve.resolver import Resolver
+            from quarantune.resolve.tuned_function import TunedFunction
 
         function = TunedFunction(
             self.__wrapped__,
@@ -417,3 +421,15 @@ def _rebuild(plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: 
 
 def _name_of(fn: object) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keeps Python from searching for garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -77,7 +77,6 @@ def _size(memory: Any, name: str) -> int | None:
 
 # --- kernels on NVIDIA GPUs -----------------------------------------------------------------------------------
 
-_LOG_FD = 2
 _MOST_BYTES = 4 << 20
 """Of each text; a kernel of Mosaic GPU takes 0.2 MB, another 1 KB."""
 _NUMBER = r"(\d{1,9})"
@@ -113,11 +112,11 @@ def compiled(lowered: Any, target: CompileTarget) -> tuple[Any, CompilerFigures]
     program = None
     try:
         with shared_names.directory() as directory, variables.given({"MOSAIC_GPU_DUMP_HOST_LLVM": "1"}):
-            start = os.fstat(_LOG_FD).st_size
+            start = os.fstat(2).st_size  # of the log
             program = lowered.compile(compiler_options={"xla_dump_to": directory})
             (path,) = Path(directory).glob("*.thunk_sequence.txt")
             started = shared_files.read(path, largest_bytes=_MOST_BYTES).decode(errors="replace")
-            log = os.pread(_LOG_FD, _MOST_BYTES, start).decode(errors="replace")
+            log = os.pread(2, _MOST_BYTES, start).decode(errors="replace")
             return program, read(log, started, program.as_text(), target.config_text)
     except (OSError, ValueError):  # there is no room, or this version of XLA writes something else
         return program or lowered.compile(), NO_FIGURES

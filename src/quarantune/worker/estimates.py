@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from quarantune.worker.bench import Bench
 
 _OPTION = "--xla_jf_dump_static_llo_profile_to="
-_SUFFIX = "_static_llo_profile.textproto"
 _LONGEST_S = 20.0
 """Seconds for all estimates of a program; a matmul of 8192 x 8192 takes 2 to 6 with the first steps of its grid."""
 _LONG_S = 1.0
@@ -46,7 +46,6 @@ _LONG_S = 1.0
 _MOST_BYTES = 4 << 20
 """Of one file that libtpu or a process of it writes; an operation takes about 200."""
 _MOST_FILES = 4096
-_PAUSE_S = 0.01
 _POINTS, _ERROR = "points", "error"
 _ESTIMATE = re.compile(
     r'hlo_op_estimate \{\n  hlo_op_name: "([^"\\\n]{1,500})"\n  estimated_cycles: (\d{1,15})\n'
@@ -91,7 +90,7 @@ class _Point(Record):
     def with_cycles(self, directory: Path, turns: Mapping[str, float]) -> _Point:
         """Returns it with what libtpu wrote of it into a directory, which is not there afterwards."""
         cycles, moved_bytes = dict[str, float](), self.moved_bytes
-        for path in directory.glob(f"*{_SUFFIX}"):
+        for path in directory.glob("*_static_llo_profile.textproto"):
             found, copied_bytes = _parsed(_content(path))
             cycles |= {name: count * turns.get(name, 1) for name, count in found.items()}
             moved_bytes += copied_bytes
@@ -139,7 +138,7 @@ def _run_apart(work: Callable[[Path], None], directory: Path, deadline: float) -
     process.start()
     try:
         while process.is_alive() and time.monotonic() < deadline and len(os.listdir(directory)) < _MOST_FILES:
-            process.join(_PAUSE_S)
+            process.join(0.01)
     finally:
         process.kill()
         process.join()
@@ -152,10 +151,8 @@ def _confined(work: Callable[[Path], None], directory: Path) -> None:
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, _MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["TMPDIR"] = str(directory)
-    own = os.environ.get("LIBTPU_INIT_ARGS", "")
-    os.environ["LIBTPU_INIT_ARGS"] = f"{own} {_OPTION}{directory}".strip()
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_OPTION}{directory}"
     try:
         work(directory)
     except BaseException as error:
@@ -173,8 +170,8 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
             raise ValueError(_NO_END)
         whole, moved_bytes = tuple(grid.steps for grid in found), sum(grid.moved_bytes for grid in found)
         # The time is that of all threads, and of no other program.
-        cores, compiled, began_s = target.num_cores or 1, 0, time.process_time()
-        while True:
+        cores, began_s = target.num_cores or 1, time.process_time()
+        for further in itertools.count():
             if all(steps <= 2 * most_steps * cores for steps in whole):
                 most_steps *= 2
             smaller, steps = kernels.with_smaller_grids(traced.jaxpr, most_steps, cores)
@@ -183,8 +180,7 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
             point = _Point("scan" in outside, whole, tuple(steps), moved_bytes)
             point.note(directory)
             point.with_cycles(directory, _turns(lowered.compile().as_text())).note(directory)
-            compiled += 1
-            if point.steps == whole or (compiled > 1 and time.process_time() - began_s > _LONG_S):
+            if point.steps == whole or (further and time.process_time() - began_s > _LONG_S):
                 return
             most_steps *= 2
 
@@ -266,8 +262,7 @@ def _extrapolated(points: list[_Point]) -> CycleEstimate:
                 cycles *= whole / steps
             of_kernels += cycles
         total += cycles
-    kernel_cycles = of_kernels if last.whole else None
-    return CycleEstimate(cycles=total, kernel_cycles=kernel_cycles, moved_bytes=last.moved_bytes)
+    return CycleEstimate(cycles=total, kernel_cycles=of_kernels if last.whole else None, moved_bytes=last.moved_bytes)
 
 
 def _why_none(directory: Path, status: int) -> str:
