@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
@@ -340,7 +341,9 @@ class Autotuned(AsMethod[_P, _R]):
             return self.__qualname__
         self._jit_options.check_can_travel(_name_of(self))
         options = dataclasses.replace(self._options, name=self.name)  # a worker's `__main__` is another
-        return _rebuild, (self._jitted.__wrapped__, self._jit_options, self._configs, options)
+        function = self._jitted.__wrapped__
+        file = getattr(getattr(function, "__code__", None), "co_filename", "")
+        return _rebuild, (function, self._jit_options, self._configs, options, file)
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""
@@ -415,7 +418,13 @@ class BoundMethod(Generic[_P, _R]):
         return functools.partial(getattr(self.__wrapped__, name), self._instance)
 
 
-def _rebuild(plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options) -> Any:
+def _rebuild(
+    plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options, file: str = ""
+) -> Any:
+    from quarantune.transport import pickling  # calls do not need it
+
+    if isinstance(plain, types.FunctionType):
+        plain.__code__ = pickling.in_file(plain.__code__, file)
     return Autotuned(jit.rebuild(plain), configs, options)
 
 

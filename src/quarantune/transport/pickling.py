@@ -33,6 +33,8 @@ _SIGNATURE_ATTRIBUTES = (
     "__defaults__",
     "__kwdefaults__",
 )
+_NO_FILE = "<dynamic-code>"
+"""cloudpickle writes this in place of a code's file since 3.1.3; errors name the file, and fingerprints read it."""
 
 
 def dumps(obj: object, apart: list[memoryview] | None = None) -> bytes:
@@ -162,6 +164,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduced(self, function: types.FunctionType) -> Any:
         return super().reducer_override(function)
 
+    def _reduce_code(self, code: types.CodeType) -> Any:
+        make, arguments = self.dispatch_table[types.CodeType](code)
+        return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
+
     def _reduce_module(self, module: types.ModuleType) -> Any:
         self._note_module(module.__name__)
         return NotImplemented
@@ -275,6 +281,8 @@ def _reducer_for(kind: Any) -> Callable[[Pickler, Any], Any] | None:
     """Returns the method that reduces objects of a class; None for cloudpickle's own way."""
     if kind is types.FunctionType:
         return Pickler._reduce_function
+    if kind is types.CodeType:
+        return Pickler._reduce_code
     if kind is types.ModuleType:
         return Pickler._reduce_module
     if kind is jax_internals.pjit_type:
@@ -360,6 +368,14 @@ def travels_by_name(obj: Any) -> bool:
         return can_import(obj.__module__) and operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
     except AttributeError:
         return False
+
+
+def in_file(code: types.CodeType, file: str) -> types.CodeType:
+    """Returns code with its file, and that of the code in it, set again where cloudpickle has left it out."""
+    if code.co_filename != _NO_FILE:
+        return code
+    constants = (in_file(item, file) if isinstance(item, types.CodeType) else item for item in code.co_consts)
+    return code.replace(co_filename=file, co_consts=tuple(constants))
 
 
 # --- functions called by `loads` --------------------------------------------------------------------
