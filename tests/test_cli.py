@@ -24,7 +24,7 @@ from test_speed import best_of
 from quarantune import cli
 from quarantune.cache import Journal, Store, TuningCache
 from quarantune.cache.store import encode
-from quarantune.cli.call_texts import ArrayText, Call, parse_call
+from quarantune.cli.call_texts import ArrayText, GivenCall, parse_call
 from quarantune.cli.parser import make_parser
 
 KERNELS = """
@@ -127,7 +127,7 @@ def is_one_line_about(text: str, *parts: str) -> bool:
 
 def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
     text = "bf16[4096, 4096], f32[] pred[2] s32[0,1] 3 -0.5 true none bias=u8[7] mode=fast causal=False pad=(1, 2)"
-    assert parse_call(text) == Call(
+    assert parse_call(text) == GivenCall(
         (
             ArrayText("bfloat16", (4096, 4096)),
             ArrayText("float32", ()),
@@ -141,7 +141,7 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         {"bias": ArrayText("uint8", (7,)), "mode": "fast", "causal": False, "pad": (1, 2)},
     )
     assert parse_call("f8_e4m3fn[8] float16[8]").args == (ArrayText("float8_e4m3fn", (8,)), ArrayText("float16", (8,)))
-    assert parse_call("") == Call((), {})
+    assert parse_call("") == GivenCall((), {})
 
 
 @pytest.mark.parametrize(

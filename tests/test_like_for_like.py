@@ -24,7 +24,7 @@ from test_report import first_words, result_of, trial
 import quarantune
 from quarantune import TuningResult
 from quarantune.cache import Journal, conclusions
-from quarantune.cli import tune
+from quarantune.cli import functions
 from quarantune.measure import finals
 from quarantune.results.html_report import cached_results, page_data
 from quarantune.values.findings import Findings, ratio_text
@@ -97,7 +97,7 @@ def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory
             )
             assert rows[config]["speedup"] == default_ms / rows[config]["time_ms"]
     assert [row["speedup"] for config, row in rows.items() if config not in of] == [None] * (len(rows.keys() - of))
-    printed, line = tune.told(None, None, result, was_known=False)  # type: ignore[arg-type]
+    printed, line = functions.told(None, None, result, was_known=False)  # type: ignore[arg-type]
     assert told in line
     assert (printed["speedup"], printed["speedup_interval"]) == (result.speedup, result.speedup_interval)
     result.save(directory / "saved")

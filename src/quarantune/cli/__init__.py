@@ -1,5 +1,96 @@
-"""The command line. A command imports JAX only if it needs JAX, because that takes most of a second."""
+"""The command line: runs a command, and turns its errors into one line and an exit code.
 
-from quarantune.cli.program import main
+A command imports JAX only if it needs JAX, because that takes most of a second.
+"""
 
-__all__ = ["main"]
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from quarantune.cli import output
+from quarantune.cli.output import FAILED, INTERRUPTED, UNREAD, WRONG, InputError, Output
+from quarantune.cli.parser import make_parser
+
+_FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Engine")
+"""The library's errors that say that the work failed. By name, because the import of their classes takes time."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: the words after the program's name; None for those of this process.
+
+    Returns:
+        The exit code: 0 done, 1 the work failed or the answer is no, 2 the command was wrong, 130 interrupted, 141 the
+        reader of stdout left.
+    """
+    try:
+        code = _code_of(arguments)
+        sys.stdout.flush()  # here, so that a reader that has left is noticed
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Python would complain once more when it flushes at its end.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    return code
+
+
+def _code_of(arguments: Sequence[str] | None) -> int:
+    try:
+        options = make_parser().parse_args(arguments)
+    except SystemExit as ended:  # of `--help`, or of a wrong command after its message
+        return ended.code if isinstance(ended.code, int) else WRONG
+    if options.command == "help":
+        return _code_of([*options.words, "--help"])
+    if not options.run:
+        options.parser.print_help(sys.stderr)
+        return WRONG
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            return _run(options)
+    except InputError as error:
+        text, code = str(error), WRONG
+    except KeyboardInterrupt as error:
+        text, code = "\n".join(getattr(error, "__notes__", ["interrupted"])), INTERRUPTED
+    except Exception as error:
+        if type(error).__name__.removesuffix("Error") not in _FAILURES:
+            raise
+        text, code = output.message_of(error), FAILED
+    _say(f"quarantune {options.command}", output.ERROR_STYLE, text)
+    return code
+
+
+def _run(options: Any) -> int:
+    as_json = getattr(options, "json", False)
+    if "shapes" in options:  # the command is about calls, and wrong ones are refused before JAX is imported
+        from quarantune.cli import call_texts
+
+        options.calls = call_texts.read(options)
+    module, _, name = options.run.partition(":")
+    handler = getattr(importlib.import_module(f"quarantune.cli.{module}"), name)
+    with contextlib.ExitStack() as block:
+        if getattr(options, "cache_dir", None) is not None:
+            from quarantune.values.settings import settings
+
+            block.enter_context(settings(cache_dir=options.cache_dir))
+        out = Output(sys.stdout, as_json=as_json)
+        if as_json:  # a user's module may print when it is imported, which must not end up within the JSON
+            block.enter_context(contextlib.redirect_stdout(sys.stderr))
+        return int(handler(options, out))
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Shows a warning without the line of our source code that it comes from."""
+    _say("quarantune: warning", "33", " ".join(str(message).split()))
+
+
+def _say(head: str, style: str, text: str) -> None:
+    print(f"{output.styled(head, style, sys.stderr)}: {text}", file=sys.stderr)

@@ -47,7 +47,7 @@ class ArrayText:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class GivenCall:
     """The arguments of one call.
 
     Attributes:
@@ -60,7 +60,7 @@ class Call:
     kwargs: Mapping[str, Any]
     source: str = "--args"
 
-    def with_statics(self, statics: Mapping[str, Any]) -> Call:
+    def with_statics(self, statics: Mapping[str, Any]) -> GivenCall:
         """Returns the call with the static parameters of all calls.
 
         Raises:
@@ -71,7 +71,7 @@ class Call:
         return dataclasses.replace(self, kwargs={**self.kwargs, **statics})
 
 
-def read(options: argparse.Namespace) -> list[Call] | None:
+def read(options: argparse.Namespace) -> list[GivenCall] | None:
     """Returns the calls of a command before JAX is imported; None where `--inputs` or `--recorded` has them.
 
     Raises:
@@ -90,7 +90,7 @@ def read(options: argparse.Namespace) -> list[Call] | None:
     return [call.with_statics(statics) for call in found]
 
 
-def parse_call(text: str, *, source: str = "--args") -> Call:
+def parse_call(text: str, *, source: str = "--args") -> GivenCall:
     """Returns the arguments that a text describes.
 
     Args:
@@ -126,7 +126,7 @@ def parse_call(text: str, *, source: str = "--args") -> Call:
             kwargs[name] = value
         separator = _BETWEEN.match(rest, found.end())
         rest = rest[separator.end() if separator else len(rest) :]
-    return Call(tuple(args), kwargs)
+    return GivenCall(tuple(args), kwargs)
 
 
 def parse_value(text: str) -> Any:
@@ -156,7 +156,7 @@ def parse_statics(given: Iterable[str]) -> Mapping[str, Any]:
     return statics
 
 
-def read_calls(path: str) -> list[Call]:
+def read_calls(path: str) -> list[GivenCall]:
     """Returns the calls in a file, one on each line; empty lines and those that begin with `#` are left out.
 
     Args:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from quarantune.api import ahead
 from quarantune.api.contextual import Contextual
-from quarantune.cli.call_texts import ArrayText, Call, parse_statics
+from quarantune.cli.call_texts import ArrayText, GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
 from quarantune.host import variables
 from quarantune.host.installed import is_installed
@@ -148,7 +148,7 @@ def _missing(module: ModuleType, holder: Any, name: str) -> str:
 # --- calls ---
 
 
-def describe(call: Call, signature: inspect.Signature) -> str:
+def describe(call: GivenCall, signature: inspect.Signature) -> str:
     """Returns the arguments of a call by name on one line."""
 
     def leaf(value: Any) -> Any:
@@ -159,7 +159,7 @@ def describe(call: Call, signature: inspect.Signature) -> str:
     return call_text({name: jax.tree.map(leaf, value) for name, value in bound.items()})
 
 
-def make(function: TunedFunction, options: argparse.Namespace) -> list[Call]:
+def make(function: TunedFunction, options: argparse.Namespace) -> list[GivenCall]:
     """Returns the calls of a function that the options give; `calls` are those of texts, None where there are none.
 
     Raises:
@@ -176,10 +176,10 @@ def make(function: TunedFunction, options: argparse.Namespace) -> list[Call]:
     return calls
 
 
-def _with_structs(call: Call) -> Call:
+def _with_structs(call: GivenCall) -> GivenCall:
     args = tuple(_value(value, call.source) for value in call.args)
     kwargs = {name: _value(value, call.source) for name, value in call.kwargs.items()}
-    return Call(args, kwargs, call.source)
+    return GivenCall(args, kwargs, call.source)
 
 
 def _value(value: Any, source: str) -> Any:
@@ -195,7 +195,7 @@ def _value(value: Any, source: str) -> Any:
     return jax.ShapeDtypeStruct(value.shape, dtype)
 
 
-def _inputs(make_inputs: Any, name: str) -> Iterator[Call]:
+def _inputs(make_inputs: Any, name: str) -> Iterator[GivenCall]:
     if not callable(make_inputs):
         raise InputError(f"--inputs {name} is no function: name one that returns the arguments of a call")
     try:
@@ -210,12 +210,12 @@ def _inputs(make_inputs: Any, name: str) -> Iterator[Call]:
                 f"--inputs {name} returned {shown(arguments)}: return a tuple of arguments, or a dict of them by name"
             )
         args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
-        yield Call(args, kwargs, f"--inputs, call {number}")
+        yield GivenCall(args, kwargs, f"--inputs, call {number}")
     if not listed:
         raise InputError(f"--inputs {name} yielded nothing: yield the arguments of each call")
 
 
-def _check(call: Call, function: TunedFunction, name: str) -> None:
+def _check(call: GivenCall, function: TunedFunction, name: str) -> None:
     """Raises where a function does not take a call; the most common mistakes are named before any work starts."""
     signature, static_names = function.signature, function.static_names
     parameters = signature.parameters

@@ -1,17 +1,18 @@
-"""The commands with their options; handlers are named, and imported only if they run."""
+"""The commands with their options, and their completion in shells; handlers are imported only if they run."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import re
+import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from quarantune._version import __version__
-from quarantune.cli.output import ERROR_STYLE, styled
+from quarantune.cli.output import DONE, ERROR_STYLE, Output, styled
 from quarantune.values.texts import did_you_mean
 
 _EPILOG = """\
@@ -338,6 +339,13 @@ COMMANDS: Mapping[str, Command] = {
         (_value("words COMMAND", "the command, as in: quarantune help cache prune", nargs="*"),),
     ),
 }
+_MODULES = {
+    **dict.fromkeys(("tune", "run", "check"), "functions"),
+    **dict.fromkeys(("cache", "report", "replay"), "saved"),
+    **dict.fromkeys(("targets", "doctor"), "machine"),
+    "completion": "parser",
+}
+"""The module of each command's handler, which is named as its command; `help` has none."""
 
 
 def make_parser() -> Parser:
@@ -355,21 +363,22 @@ def _complete(parser: Parser, words: str) -> None:
         holder: Any = parser.add_mutually_exclusive_group(required=True) if is_choice else parser
         for names, keywords in option if isinstance(option, list) else [option]:
             holder.add_argument(*names.split(), **keywords)
-    parser.set_defaults(run=f"{words.partition(' ')[0]}:{words.replace(' ', '_')}", command=words)
-    if within := commands_within(words):
+    first = words.partition(" ")[0]
+    parser.set_defaults(run=f"{_MODULES.get(first, first)}:{words.replace(' ', '_')}", command=words)
+    if within := _commands_within(words):
         parser.set_defaults(run="", parser=parser)
         commands: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
         for name, command in within.items():
             _complete(commands.add_parser(name, help=command.about, **_texts(command)), f"{words} {name}".strip())
 
 
-def commands_within(words: str) -> dict[str, Command]:
+def _commands_within(words: str) -> dict[str, Command]:
     """Returns the commands that follow others, by their last word."""
     parts = ((path.rpartition(" "), command) for path, command in COMMANDS.items() if path)
     return {name: command for (before, _, name), command in parts if before == words}
 
 
-def options_of(words: str) -> list[tuple[list[str], Mapping[str, Any]]]:
+def _options_of(words: str) -> list[tuple[list[str], Mapping[str, Any]]]:
     """Returns the options of a command, each with its names and the keywords of `add_argument`."""
     options = [_HELP, *COMMANDS[words].options]
     listed = [each for option in options for each in (option if isinstance(option, list) else [option])]
@@ -380,3 +389,61 @@ def _texts(command: Command) -> Mapping[str, Any]:
     about = f"{command.about[0].upper()}{command.about[1:]}. {command.details}".strip()
     examples = "\n  ".join(["examples:", *command.examples]) if command.examples else None
     return {"description": textwrap.fill(about, 79), "epilog": examples}
+
+
+# --- completion in bash, zsh and fish, without starting Python for it -----------------------------------------
+
+_BASH = """\
+_quarantune() {{
+  local current=$2 command="" word
+  for word in "${{COMP_WORDS[@]:1:$((COMP_CWORD-1))}}"; do
+    case "$command $word" in
+{moves}
+    esac
+  done
+  local words=""
+  case "$command" in
+{choices}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$current"))
+  if [ "${{#COMPREPLY[@]}}" -eq 0 ]; then COMPREPLY=($(compgen -f -- "$current")); fi
+}}
+complete -o filenames -F _quarantune quarantune
+"""
+_ZSH = "autoload -U +X bashcompinit && bashcompinit\n"
+
+
+def completion(options: argparse.Namespace, out: Output) -> int:
+    """Prints the script for a shell."""
+    text = "\n".join(_fish()) if options.shell == "fish" else _bash()
+    out.line((_ZSH if options.shell == "zsh" else "") + text.rstrip("\n"))
+    return DONE
+
+
+def _bash() -> str:
+    moves, choices = [], []
+    for path in COMMANDS:
+        within = _commands_within(path)
+        moves += [f'      "{path} {name}") command="{f"{path} {name}".strip()}" ;;' for name in within]
+        words = [*within, *(word for names, about in _options_of(path) for word in _words(names, about))]
+        choices.append(f'    "{path}") words="{" ".join(words)}" ;;')
+    return _BASH.format(moves="\n".join(moves), choices="\n".join(choices))
+
+
+def _fish() -> Iterator[str]:
+    for path in COMMANDS:
+        within = _commands_within(path)
+        seen = " && ".join(f"__fish_seen_subcommand_from {word}" for word in path.split()) or "__fish_use_subcommand"
+        first = f"{seen} && not __fish_seen_subcommand_from {' '.join(within)}" if path and within else seen
+        for name, command in within.items():
+            yield f"complete -c quarantune -f -n {shlex.quote(first)} -a {name} -d {shlex.quote(command.about)}"
+        for names, about in _options_of(path):
+            for word in _words(names, about):
+                flag = f"-l {word[2:]}" if word.startswith("--") else f"-s {word[1:]}" if word[0] == "-" else ""
+                how = f"{flag}{' -r' if 'metavar' in about else ''} -d {shlex.quote(about['help'])}" if flag else ""
+                yield f"complete -c quarantune -n {shlex.quote(seen)} {how or f'-f -a {word}'}"
+
+
+def _words(names: list[str], about: Mapping[str, Any]) -> list[str]:
+    """Returns the words that may be typed for an option, or for an argument such as the name of a shell."""
+    return names if names[0].startswith("-") else list(about.get("choices", ()))

@@ -1,4 +1,4 @@
-"""`quarantune doctor`: what this machine gives to tuning, and what is in the way."""
+"""`quarantune doctor` and `quarantune targets`: what this machine gives to tuning, and what can be compiled for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import textwrap
 
 import quarantune.doctor as checks
 from quarantune.cli.output import DONE, ERROR_STYLE, FAILED, OK_STYLE, Output
-from quarantune.values.texts import printable
+from quarantune.devices import targets as known
+from quarantune.values.texts import columns, printable
 
 _MARKS = {"ok": ("ok  ", OK_STYLE), "warn": ("warn", "33"), "fail": ("FAIL", ERROR_STYLE)}
 
@@ -33,3 +34,22 @@ def doctor(options: argparse.Namespace, out: Output) -> int:
     )
     out.json({"ok": not is_failed, "checks": [check.to_dict() for check in found]})
     return FAILED if is_failed else DONE
+
+
+_FIELDS = ("name", "platform", "device_kind", "is_here", "origin")
+
+
+def targets(options: argparse.Namespace, out: Output) -> int:
+    """Lists the devices, those of this machine first, and what is missing for compiling."""
+    records, rows = [], [("device", "here", "needs", "description")]
+    for target in known.targets():
+        missing = ""
+        try:
+            known.usable(target)
+        except ImportError as error:
+            missing = str(error).rpartition(": ")[2]
+        rows.append((target.name, "yes" if target.is_here else "", missing, target.origin))
+        records.append({name: getattr(target, name) for name in _FIELDS} | {"needs": missing or None})
+    out.line("\n".join(columns(rows)))
+    out.json(records)
+    return DONE

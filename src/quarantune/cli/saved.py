@@ -1,15 +1,17 @@
-"""`quarantune cache`: looks at saved results, compares, copies and removes them. Needs no JAX."""
+"""`quarantune cache`, `report` and `replay`: what is done with saved results. Those of `cache` mostly need no JAX."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import re
+import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, exchange, safe_name, tuning_cache
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
@@ -20,6 +22,9 @@ from quarantune.values.findings import Findings, ratio_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.texts import columns, printable, shown
+
+if TYPE_CHECKING:
+    from quarantune.results.result import ResultData
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _HIDDEN = ("schema", "config", "key_values", "kernels", "time_ms", "default_time_ms", "speedup_interval")
@@ -33,7 +38,7 @@ def cache_path(options: argparse.Namespace, out: Output) -> int:
 
 def cache_list(options: argparse.Namespace, out: Output) -> int:
     """Prints a line for each result, grouped by function and device."""
-    store = opened()
+    store = _opened()
     if out.as_json:
         out.json([_record(key, entry) for key, entry in _entries(_chosen(store, options))])
     else:
@@ -51,7 +56,7 @@ def cache_list(options: argparse.Namespace, out: Output) -> int:
 
 def cache_show(options: argparse.Namespace, out: Output) -> int:
     """Prints all that is saved about the results of a function."""
-    store = opened()
+    store = _opened()
     if out.as_json:
         out.json([_record(key, entry) | {"entry": entry} for key, entry in _entries(_chosen(store, options))])
     else:
@@ -72,9 +77,9 @@ def _print(out: Output, store: Store, blocks: Iterable[tuple[str, Iterable[str]]
 
 def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
-    here, there = _all(opened()), _all(another(options.other))
+    here, there = _all(_opened()), _all(_another(options.other))
     found = exchange.compare(here, there)
-    out.line(printable_lines(str(found)))
+    out.line(_printable_lines(str(found)))
     out.json(
         {
             "only_here": _keys(found.only_here),
@@ -88,7 +93,7 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
 
 def cache_verify(options: argparse.Namespace, out: Output) -> int:
     """Checks every file of the cache; with functions, also measures their winners again."""
-    directory, tuned = opened().directory, []
+    directory, tuned = _opened().directory, []
     if not options.functions and (options.max_loss or options.retune):
         raise InputError("--max-loss and --retune are about winners: name their functions, as MODULE:FUNCTION")
     if options.functions:  # only these need JAX
@@ -137,12 +142,12 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
 
 def cache_merge(options: argparse.Namespace, out: Output) -> int:
     """Copies the results of other caches into this one."""
-    others = [another(name).directory for name in options.others]
-    cache = TuningCache(opened().directory)
+    others = [_another(name).directory for name in options.others]
+    cache = TuningCache(_opened().directory)
     records = []
     for other in others:
         report = cache.merge(other)
-        out.line(printable_lines(f"{other}: {report}"))
+        out.line(_printable_lines(f"{other}: {report}"))
         keys = {name: _keys(getattr(report, name)) for name in ("added", "updated", "unchanged")}
         records.append({"directory": str(other), **keys, "conflicts": _pairs(report.conflicts, "kept", "other")})
     out.json(records)
@@ -151,7 +156,7 @@ def cache_merge(options: argparse.Namespace, out: Output) -> int:
 
 def cache_export(options: argparse.Namespace, out: Output) -> int:
     """Writes results into a directory that a package can ship."""
-    cache = TuningCache(opened().directory)
+    cache = TuningCache(_opened().directory)
     with input_errors(ValueError):
         keys = cache.export(options.directory, names=options.names or None, devices=options.device)
     if not keys:
@@ -164,7 +169,7 @@ def cache_export(options: argparse.Namespace, out: Output) -> int:
 def cache_prune(options: argparse.Namespace, out: Output) -> int:
     """Removes remains, and old results if an age is given."""
     age_s = None if options.older_than is None else _seconds(options.older_than)
-    store = opened()
+    store = _opened()
     names = frozenset(name for name, _ in _chosen(store, options)) if options.names or options.device else None
 
     def is_chosen(name: str, device: str | None) -> bool:
@@ -188,6 +193,61 @@ def cache_prune(options: argparse.Namespace, out: Output) -> int:
     return DONE
 
 
+def report(options: argparse.Namespace, out: Output) -> int:
+    """Writes the page."""
+    from quarantune.results import html_report
+
+    parts = [(options.name, "")] if options.after is None else [(options.name, "before"), (options.after, "after")]
+    results = [data for name, when in parts for data in _results(name, options.device, when)]
+    path = Path(options.output if options.output is not None else f"{results[0].result.name}.html").absolute()
+    try:
+        html_report.write(path, results)
+    except OSError as error:
+        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): give another file with -o") from error
+    trials = sum(len(data.result.trials) for data in results)
+    out.line(f"{counted(len(results), 'result')} with {counted(trials, 'trial')} written to {path}")
+    out.json({"file": str(path), "function": results[0].result.name, "results": len(results), "trials": trials})
+    if options.open:
+        webbrowser.open(path.as_uri())
+    return DONE
+
+
+def _results(name: str, device: str | None, when: str) -> list[ResultData]:
+    from quarantune.results.html_report import cached_results
+
+    directory, _, function = name.rpartition("/") if when else ("", "", name)
+    store = _another(directory) if directory else _opened()
+    with input_errors(ValueError):
+        found = cached_results(store.directory, function, device=device)
+    return [dataclasses.replace(data, when=when) for data in found]
+
+
+def replay(options: argparse.Namespace, out: Output) -> int:
+    """Runs the searches against the recorded trials."""
+    from quarantune.results.replay import replay as run
+
+    with input_errors(ValueError, TypeError, ImportError, OSError):
+        result = run(
+            options.recorded,
+            options.search,
+            seeds=range(options.seeds),
+            max_trials=options.max_trials,
+            batch=options.batch,
+        )
+    out.line(result.table())
+    searches = {
+        name: [
+            {each: getattr(run, each) for each in ("seed", "evaluations", "failures", "cpu_ms")}
+            | {"best_ms": run.best_ms[-1] if run.best_ms else None, "trials": len(run.best_ms)}
+            for run in runs
+        ]
+        for name, runs in result.runs.items()
+    }
+    about = {each: getattr(result, each) for each in ("size", "invalid", "optimum_ms", "within", "max_trials")}
+    out.json({**about, "searches": searches})
+    return DONE
+
+
 # --- caches -------------------------------------------------------------------------------------------------
 
 
@@ -196,20 +256,20 @@ def _directory() -> Path:
         return environment.current().cache_dir
 
 
-def opened() -> Store:
+def _opened() -> Store:
     """Returns the entries of the cache, which are only read; there may be none yet."""
     directory = _directory()
     if not os.path.lexists(directory):
         return Store(directory, read_only=True)
-    return _opened(directory, remedy="give another one with --cache-dir or QUARANTUNE_CACHE_DIR")
+    return _readable(directory, remedy="give another one with --cache-dir or QUARANTUNE_CACHE_DIR")
 
 
-def another(directory: str) -> Store:
+def _another(directory: str) -> Store:
     """Returns the entries of another cache, which has to be there."""
-    return _opened(Path(directory).expanduser(), remedy="give the directory of a cache")
+    return _readable(Path(directory).expanduser(), remedy="give the directory of a cache")
 
 
-def _opened(directory: Path, *, remedy: str) -> Store:
+def _readable(directory: Path, *, remedy: str) -> Store:
     if not os.path.lexists(directory):
         raise InputError(f"there is no directory {str(directory)!r}: {remedy}")
     if not directory.is_dir():
@@ -314,6 +374,6 @@ def _shown(config: Any) -> str:
     return format_config({name: freeze(value) for name, value in config.items()})
 
 
-def printable_lines(text: str) -> str:
+def _printable_lines(text: str) -> str:
     """Returns a text of several lines with control characters escaped."""
     return "\n".join(map(printable, text.splitlines()))

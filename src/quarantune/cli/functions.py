@@ -1,9 +1,10 @@
-"""`quarantune tune`: tunes ahead of time, here or on an engine, the calls that are given or that programs recorded."""
+"""`quarantune tune`, `check` and `run`: tune a function, compile all its configs, or run one, for given calls."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -22,26 +23,40 @@ from typing import Any, TypeAlias
 
 from quarantune import cache
 from quarantune.api import ahead
+from quarantune.api.ahead import Alone
+from quarantune.api.autotune import Autotuned
+from quarantune.api.compile_check import compile_check
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
 from quarantune.cli import calls
-from quarantune.cli.call_texts import Call
-from quarantune.cli.check import check
-from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, message_of
-from quarantune.devices import discovery
+from quarantune.cli.call_texts import GivenCall
+from quarantune.cli.output import (
+    DONE,
+    ERROR_STYLE,
+    FAILED,
+    OK_STYLE,
+    InputError,
+    Output,
+    counted,
+    input_errors,
+    message_of,
+)
+from quarantune.devices import discovery, targets
 from quarantune.host.shared_files import Directory
-from quarantune.resolve import engines, recorded
+from quarantune.resolve import compiling, engines, recorded
+from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.rebuilding import described_arguments, described_settings
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.results import result
+from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
-from quarantune.values.texts import did_you_mean, shown
-from quarantune.values.trial import Config, Trial, TuningFailedError, count_outcomes
+from quarantune.values.texts import did_you_mean, printable, shown
+from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes
 
 _UNKNOWN = ("device", "config", "time_ms", "default_time_ms", "speedup", "speedup_interval")
 """The fields of a record that are null where all configs failed."""
@@ -88,7 +103,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     return FAILED if any(record["error"] for record in records) else DONE
 
 
-def _ends(tuned: ahead.Tuned, wanted: Sequence[Call], options: argparse.Namespace) -> Iterator[tuple[End, bool]]:
+def _ends(tuned: ahead.Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace) -> Iterator[tuple[End, bool]]:
     """Yields what came of each call, and whether it was in the cache."""
     known: list[bool] = []
     if options.executor is not None and len(wanted) > 1 and not isinstance(tuned, Contextual):
@@ -125,7 +140,7 @@ def _check_cache() -> None:
         ) from error
 
 
-def told(tuned: ahead.Tuned, call: Call, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
+def told(tuned: ahead.Tuned, call: GivenCall, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
     """Returns how a call ended, as JSON and as text."""
     if isinstance(ended, TuningFailedError):
         return _told_failure(ended)
@@ -149,7 +164,7 @@ def _told_failure(error: TuningFailedError) -> tuple[JsonObject, str]:
     return dict.fromkeys(_UNKNOWN) | failed | {"from_cache": False}, str(error)
 
 
-def _kernels(tuned: Contextual[..., Any], call: Call) -> dict[str, Config]:
+def _kernels(tuned: Contextual[..., Any], call: GivenCall) -> dict[str, Config]:
     """Returns the config of each kernel that a function calls, by a short name."""
     chosen = tuned.lookup(*call.args, **call.kwargs) or {}
     return dict(zip(labels([slot.name for slot in chosen]), chosen.values(), strict=True))
@@ -191,7 +206,7 @@ def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
     return FAILED if counts[_FAILED] or counts[_REFUSED] else DONE
 
 
-_Made = tuple[ahead.Tuned, Call]
+_Made = tuple[ahead.Tuned, GivenCall]
 _Ended = tuple[RecordedCall, str, tuple[JsonObject, str]]
 """A call, what became of it, and that as JSON and as text."""
 
@@ -245,7 +260,7 @@ def _made_again(
         status = _TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
     except Exception as error:  # of the author's functions, too
         return _REFUSED, None, f"it cannot be made again ({message_of(error)}): tune it with --inputs"
-    return status, (tuned, Call(args, kwargs)), ""
+    return status, (tuned, GivenCall(args, kwargs)), ""
 
 
 def _loaded(function: str, name: str) -> ahead.Tuned | str:
@@ -322,3 +337,120 @@ def _connected(address: str) -> Iterator[Executor]:
             reason = message_of(error)
             raise InputError(f"no {kind} answers at {place!r} ({reason}): start one, or correct the address") from error
         yield executor
+
+
+# --- one compile check of all configs -------------------------------------------------------------------------
+
+
+def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> int:
+    """Compiles the configs of each call; none compiling is a failure, or with `--all` one that does not.
+
+    Args:
+        options: those of the command.
+        out: receives the reports.
+        saves: whether the config with the best estimate is saved, which none having one prevents.
+    """
+    with input_errors(ValueError, ImportError):
+        target = targets.usable(options.target)
+    tuned = calls.load_tuned(options.function)
+    if not isinstance(tuned, Autotuned):
+        raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
+    function = ahead.function_of(tuned)
+    records, ended_well = [], True
+    for call in calls.make(function, options):
+        with input_errors(TypeError, ValueError, ImportError):
+            report = compile_check(
+                tuned,
+                function.configs,
+                *call.args,
+                target=target,
+                num_workers=options.jobs,
+                compile_timeout=options.compile_timeout,
+                memory_limit=options.memory_limit,
+                again=options.again,
+                estimate=options.estimate,
+                **call.kwargs,
+            )
+        described = calls.describe(call, function.signature)
+        out.line(f"{function.name}({described}) on {target.name}")
+        out.line(report.table(width=out.width))
+        if report.known:
+            out.line("--again compiles all of them")
+        if saves:
+            best = compiling.save_estimated(BoundCall(function, call.args, call.kwargs), report)
+            told = "no config has an estimate" if best is None else f"{format_config(best)}, estimated, never measured"
+            out.line(told)
+            ended_well &= best is not None
+        out.line()
+        records.append(_check_record(report, described))
+        ended_well &= report.ok if options.all else bool(report.compiled)
+    out.json(records)
+    return DONE if ended_well else FAILED
+
+
+def _check_record(report: CompileReport, call: str) -> JsonObject:
+    return {
+        "function": report.name,
+        "call": call,
+        "target": report.target.name,
+        "ok": report.ok,
+        "known": report.known,
+        "outcomes": count_outcomes(report.trials),
+        "trials": [_trial_record(trial) | {"estimated_ms": report.estimated_ms(trial)} for trial in report.trials],
+    }
+
+
+def _trial_record(trial: Trial) -> JsonObject:
+    figures = dataclasses.asdict(trial.figures) if trial.figures else None
+    ended = {name: getattr(trial, name) for name in ("outcome", "phase", "compile_s", "message")}
+    return {"config": encode(trial.config), "figures": figures} | ended
+
+
+# --- one config alone -----------------------------------------------------------------------------------------
+
+_TRIAL_FIELDS = ("time_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes", "message")
+
+
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Runs a config for a call and prints its output, then its outcome."""
+    config = _parsed_config(options.config)
+    tuned = calls.load_kernel(options.function, to_do="run")
+    function = ahead.function_of(tuned)
+    call, *others = calls.make(function, options)
+    if others:
+        raise InputError(f"{call.source.partition(',')[0]} gives {1 + len(others)} calls: give one of them")
+    with input_errors(TypeError, ValueError):
+        alone = ahead.run_alone(tuned, call.args, call.kwargs, config)
+    described, trial = calls.describe(call, function.signature), alone.trial
+    _show_alone(f"{function.name}({described}) with {format_config(trial.config)}", alone, out)
+    ended = {"outcome": trial.outcome.value, "phase": trial.phase.value if trial.phase else None}
+    fields = {"device": trial.device or None, **ended, **{name: getattr(trial, name) for name in _TRIAL_FIELDS}}
+    about = {"function": function.name, "call": described, "config": encode(trial.config)}
+    out.json({**about, **fields, "log": alone.log})
+    return DONE if trial.outcome is Outcome.OK else FAILED
+
+
+def _show_alone(label: str, alone: Alone, out: Output) -> None:
+    trial, is_ok = alone.trial, alone.trial.outcome is Outcome.OK
+    for line in alone.log.splitlines():
+        out.line(printable(line.expandtabs()))
+    phase = "" if is_ok or trial.phase is None else f" ({trial.phase.value})"
+    time = "" if trial.time_ms is None else f", {trial.time_ms:.4g} ms"
+    compiling = "" if trial.compile_s is None else f", compiled in {trial.compile_s:.2f} s"
+    outcome = out.styled(trial.outcome.value, OK_STYLE if is_ok else ERROR_STYLE)
+    out.line(f"{label}: {outcome}{phase}{time}{compiling}")
+    message = "" if trial.message in alone.log else trial.message
+    # Where the config is wrong, its message says all that the complaint about one config can say.
+    complaint = "" if trial.outcome is Outcome.WRONG else alone.complaint
+    for line in [*message.splitlines(), *complaint.splitlines()]:
+        out.line(f"  {printable(line)}")
+
+
+def _parsed_config(text: str) -> JsonObject:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"--config {shown(text)} is no JSON ({error}): write it as '{{\"bm\": 64}}'") from None
+    if not isinstance(config, dict) or not config:
+        raise InputError(f"--config {shown(text)} is no config: write values by their names, as '{{\"bm\": 64}}'")
+    return config
