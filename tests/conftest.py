@@ -7,10 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from quarantune.scheduler.reference import Reference
+
+pytest.register_assert_rewrite("helpers", "scripted")
 # Else, every process that a test starts would compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -118,3 +122,27 @@ def compiles() -> Iterator[list[str]]:
         yield noted
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def worker_memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """The memory that each scripted worker holds, by its number, which is its process id too."""
+    from quarantune.host import machine, memory
+
+    held: dict[int, int] = {}
+    monkeypatch.setattr(machine, "resident_bytes", lambda pid: (held.get(pid, 0), 0))
+    monkeypatch.setattr(memory, "shared_bytes", lambda family, *, since, foreign, thorough: 0)
+    monkeypatch.setattr(memory, "proportional_bytes", lambda family: None)
+    monkeypatch.setattr(machine, "descendants", lambda pid: [])
+    monkeypatch.setattr(machine, "oom_kills", lambda: 0)
+    return held
+
+
+@pytest.fixture
+def reference() -> Iterator[Reference]:
+    """The outputs that a scheduler compares others with, where config 5 is that of the defaults."""
+    from quarantune.scheduler.reference import Reference
+
+    made = Reference(compares=True, default=5)
+    yield made
+    made.close()

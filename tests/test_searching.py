@@ -10,18 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_scheduler import (  # noqa: F401
-    GB,
-    SLOTS,
-    TARGET,
-    Clock,
-    FakeSandbox,
-    compiles,
-    for_config,
-    measures,
-    memory,
-    plan_for,
-)
+from scripted import GB, SLOTS, TARGET, Clock, FakeSandbox, compiles, for_config, measures, plan_for
 
 from quarantune import settings
 from quarantune.resolve import layers
@@ -37,6 +26,7 @@ from quarantune.values.options import Options
 from quarantune.values.space import expand
 from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
 
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 ROUTES = pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])
 
 

@@ -1,0 +1,243 @@
+"""Devices are shared, have one owner at a time where they must, and are withdrawn where workers fail on them."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import signal
+import uuid
+from collections.abc import Mapping, Sequence
+
+import pytest
+from scripted import (
+    ROUTES,
+    SLOTS,
+    Act,
+    Clock,
+    FakeSandbox,
+    FakeWorker,
+    Step,
+    fake_devices,
+    for_config,
+    immortal,
+    measures,
+    plan_for,
+    run,
+    when,
+)
+
+from quarantune.devices.device import Device
+from quarantune.devices.leases import Lease
+from quarantune.scheduler.loop import Scheduler
+from quarantune.values import codec
+from quarantune.values.trial import Outcome, Route, SandboxError, Trial
+
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+
+
+KILL_DEADLINE_S = 10.0
+ROUTES_OF_ONE_OWNER = pytest.mark.parametrize("route", [Route.TOGETHER, Route.APART])
+
+
+class OneOwner(FakeSandbox):
+    """A sandbox whose device only one worker may use at a time; workers take long to die."""
+
+    def __init__(self, clock: Clock, act: Act, *, is_together: bool) -> None:
+        super().__init__(clock, act, kill_s=0.5)
+        self.is_together = is_together
+        self.owners: set[int] = set()
+        self.owned = 0
+
+    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+        number = super().start(task, fds=fds, environ=environ)
+        if self.is_together or task["message"] != "Compile":
+            assert not [owner for owner in self.owners if owner in self.workers], "the device has an owner already"
+            self.owners.add(number)
+            self.owned += 1
+        return number
+
+
+@ROUTES_OF_ONE_OWNER
+def test_a_device_with_one_owner_is_never_used_by_two_workers(route: Route) -> None:
+    is_together = route is Route.TOGETHER
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Measure" and worker.trial == 3:
+            return [(0.1, worker.ends(-11))]
+        return None
+
+    clock = Clock()
+    sandbox = OneOwner(clock, act, is_together=is_together)
+    slots = 1 if is_together else SLOTS
+    devices = (Device("tpu", f"fake {uuid.uuid4()}"),)
+    plan = plan_for(route, slots=slots, parked=1, devices=devices, configs_per_worker=1 if is_together else 3)
+    result = run(plan, 8, act, clock=clock, sandbox=sandbox)
+    assert result.outcomes == ["ok"] * 3 + ["crashed"] + ["ok"] * 4
+    assert sandbox.owned >= 3
+
+
+@ROUTES_OF_ONE_OWNER
+def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Route) -> None:
+    is_together = route is Route.TOGETHER
+    clock = Clock()
+    sandbox = OneOwner(clock, lambda worker: None, is_together=is_together)
+    devices = (Device("tpu", f"fake {uuid.uuid4()}"),)
+    plan = plan_for(route, slots=1, parked=1, devices=devices)
+    scheduler = Scheduler(sandbox, plan, on_trial=lambda index, trial, log: None, clock=clock)
+    configs = {index: {"id": index} for index in range(3)}
+    scheduler.run(configs)
+    assert scheduler.compare(configs).rounds_ms
+    scheduler.run({3: {"id": 3}})
+    scheduler.free_devices()
+    assert not [owner for owner in sandbox.owners if owner in sandbox.workers]
+    scheduler.close()
+
+
+@ROUTES
+def test_two_devices_share_the_configs(route: Route) -> None:
+    plan = plan_for(route, devices=fake_devices(2), parked=8, timeout_s=10.0)
+    result = run(plan, 16, when("Measure", lambda worker: measures(worker, seconds=3.0)))
+    assert result.outcomes == ["ok"] * 16
+    used = collections.Counter(worker.device for worker in result.given("Measure"))
+    assert set(used) == {device.token for device in plan.devices}
+    assert min(used.values()) >= 5
+
+
+@ROUTES
+def test_an_unkillable_worker_costs_its_device_and_the_sweep_goes_on_elsewhere(
+    route: Route,
+) -> None:
+    plan = plan_for(route, devices=fake_devices(2), parked=8)
+    result = run(plan, 12, for_config(1, when("Measure", immortal)))
+    assert result.outcomes == ["ok", "timeout", *["ok"] * 10]
+    assert "does not die" in result.trials[1].message
+    stuck = result.given("Measure", 1)[0].device
+    given_up = [worker.trial for worker in result.given("Measure")].index(1)
+    later = result.given("Measure")[given_up + 3 :]
+    assert any(worker.device != stuck for worker in later)
+
+
+@ROUTES
+def test_when_the_last_device_is_withdrawn_every_config_still_ends(route: Route) -> None:
+    result = run(plan_for(route, slots=2), 12, for_config(1, when("Measure", immortal)))
+    assert result.trials[1].outcome is Outcome.TIMEOUT
+    assert set(result.outcomes) <= {"ok", "timeout", "lost"}
+    assert "lost" in result.outcomes
+    assert any("held by a process that does not die" in trial.message for trial in result.trials.values())
+    assert result.seconds < KILL_DEADLINE_S + 30
+
+
+def test_an_unkillable_compile_worker_costs_only_its_config() -> None:
+    result = run(plan_for(Route.APART, slots=2), 6, for_config(1, when("Compile", immortal)))
+    assert result.outcomes == ["ok", "timeout", "ok", "ok", "ok", "ok"]
+    assert "does not die" in result.trials[1].message
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 4])
+def test_a_device_on_which_no_worker_gets_ready_is_withdrawn(configs_per_worker: int) -> None:
+    plan = plan_for(Route.APART, devices=fake_devices(2), configs_per_worker=configs_per_worker)
+    broken = plan.devices[0].token
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "Prepare" and worker.device == broken:
+            return [(0.1, worker.raises("load", error="RuntimeError", message="no context"))]
+        return None
+
+    result = run(plan, 6, act)
+    assert result.outcomes == ["ok"] * 6
+    assert {worker.device for worker in result.given("Measure")} == {plan.devices[1].token}
+    assert 2 <= sum(worker.device == broken for worker in result.given("Prepare")) <= 3
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 4])
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize(("status", "outcome"), [(-int(signal.SIGSEGV), "crashed"), (None, "lost")])
+def test_without_a_ready_worker_on_the_last_device_every_config_says_why(
+    configs_per_worker: int, exclusive: bool, status: int | None, outcome: str
+) -> None:
+    plan = plan_for(Route.APART, configs_per_worker=configs_per_worker, exclusive=exclusive)
+    result = run(plan, 9, when("Prepare", lambda worker: [(0.1, worker.ends(status))]))
+    assert result.outcomes == [outcome] * 9
+    assert all("no worker could be made ready" in trial.message for trial in result.trials.values())
+
+
+def out_of_memory(worker: FakeWorker) -> list[Step]:
+    return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 4])
+def test_a_config_that_lacked_memory_beside_standby_workers_is_tried_again(
+    configs_per_worker: int,
+) -> None:
+    plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
+    once = for_config(1, when("Measure", lambda worker: None if worker.starts else out_of_memory(worker)))
+    result = run(plan, 12, once)
+    assert result.outcomes == ["ok"] * 12
+    again = [worker.trial for worker in result.sandbox.given if worker.do != "Compile"]
+    since = again[len(again) - again[::-1].index(1) - 1 :]
+    # From then on a worker is made ready only when there is no other.
+    assert all(since[at + 1] is not None for at in range(len(since) - 1) if since[at] is None)
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 4])
+def test_a_config_that_lacks_device_memory_alone_too_is_device_oom(configs_per_worker: int) -> None:
+    plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
+    result = run(plan, 6, for_config(1, when("Measure", out_of_memory)))
+    assert result.outcomes == ["ok", "device_oom", "ok", "ok", "ok", "ok"]
+    assert len(result.given("Measure", 1)) == 2
+
+
+def test_standby_workers_that_lack_memory_do_not_withdraw_a_device() -> None:
+    starts = itertools.count()
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        return out_of_memory(worker) if worker.do == "Prepare" and next(starts) in (1, 2, 3, 4) else None
+
+    assert run(plan_for(Route.APART, configs_per_worker=1), 6, act).outcomes == ["ok"] * 6
+
+
+@pytest.mark.parametrize("do", ["Compile", "Prepare", "Measure"])
+def test_on_a_device_with_memory_for_one_worker_every_config_is_compiled_and_measured(do: str) -> None:
+    def lacks_memory(worker: FakeWorker) -> list[Step] | None:
+        is_alone = [*sandbox.workers] == [worker.number]
+        return out_of_memory(worker) if worker.do == do and not is_alone else None
+
+    clock = Clock()
+    sandbox = FakeSandbox(clock, lacks_memory)
+    plan = plan_for(Route.HANDED_OVER, compiles_per_worker=8, configs_per_worker=4, slots=2)
+    assert run(plan, 12, clock=clock, sandbox=sandbox).outcomes == ["ok"] * 12
+
+
+def test_a_device_without_memory_for_one_worker_is_withdrawn() -> None:
+    result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("Prepare", out_of_memory))
+    assert result.outcomes == ["device_oom"] * 6
+
+
+def test_one_failed_standby_worker_does_not_withdraw_a_device() -> None:
+    starts = itertools.count()
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "Prepare" and next(starts) % 2 == 0:
+            return [(0.1, worker.ends(1))]
+        return None
+
+    result = run(plan_for(Route.APART, configs_per_worker=2), 8, act)
+    assert result.outcomes == ["ok"] * 8
+
+
+def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> None:
+    plan = plan_for(Route.APART)
+    clock = Clock()
+
+    def on_trial(index: int, trial: Trial, log: str) -> None:
+        raise SandboxError("the caller has had enough")
+
+    fds = len(os.listdir("/proc/self/fd"))
+    scheduler = Scheduler(FakeSandbox(clock, lambda worker: None), plan, on_trial=on_trial, clock=clock)
+    with pytest.raises(SandboxError, match="had enough"):
+        scheduler.run({index: {"id": index} for index in range(6)})
+    assert len(os.listdir("/proc/self/fd")) == fds
+    lease = Lease(plan.devices[0])
+    assert lease.acquire(clock())
+    lease.release()

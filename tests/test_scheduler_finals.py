@@ -1,0 +1,196 @@
+"""Finalists are compared in one worker, which loads their executables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from scripted import GB, TARGET, Act, Clock, FakeSandbox, FakeWorker, Step, compiles, measured, plan_for
+
+from quarantune.devices.leases import Lease
+from quarantune.measure.finals import Final
+from quarantune.sandbox import spool
+from quarantune.scheduler.jobs import SamePrograms
+from quarantune.scheduler.loop import Scheduler
+from quarantune.scheduler.race import Race
+from quarantune.values import codec
+from quarantune.values.trial import Config, Outcome, Route, Trial
+
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+
+
+def noting_comparisons(act: Act) -> tuple[list[Any], Act]:
+    """Returns a list that receives the tasks to compare finalists, and the act that fills it."""
+    tasks: list[Any] = []
+
+    def noting(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Compare":
+            tasks.append(worker.task)
+        return act(worker)
+
+    return tasks, noting
+
+
+def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbox, list[Any]]:
+    """Runs configs and then compares them, as a sweep does."""
+    clock = Clock()
+    tasks, noting = noting_comparisons(act)
+    sandbox = FakeSandbox(clock, noting)
+    plan = plan_for(Route.APART, **changes)
+    scheduler = Scheduler(sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
+    fds = len(os.listdir("/proc/self/fd"))
+    configs: dict[int, Config] = {index: {"id": index} for index in range(count)}
+    try:
+        scheduler.run(configs)
+        compared = scheduler.compare(configs)
+    finally:
+        scheduler.close()
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    lease = Lease(plan.devices[0])
+    assert lease.acquire(clock() + 1000)
+    lease.release()
+    return compared, sandbox, tasks
+
+
+def test_finalists_are_compared_in_one_worker() -> None:
+    compared, _, tasks = compare(lambda worker: None)
+    assert compared.rounds_ms == {index: (index + 1.0,) * 5 for index in range(3)}
+    assert compared.warm_ms == {index: (index + 1.0,) * 5 for index in range(2)}
+    assert [entry.config for entry in tasks[0].entries] == [{"id": index} for index in range(3)]
+
+
+class Writing(FakeSandbox):
+    """Compile workers leave an executable."""
+
+    def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+        super()._give(worker, frame, fds)
+        if worker.do == "Compile" and fds:
+            spool.write_parts(fds[0], [b"executable", b"", b""])
+
+
+def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Race, SamePrograms], Scheduler], act: Act) -> list[bool]:
+    """Returns which of four configs' executables are loaded for the final by the last of some schedulers."""
+    clock = Clock()
+    tasks, noting = noting_comparisons(act)
+    sandbox, race, programs = Writing(clock, noting), Race(), SamePrograms()
+    configs: dict[int, Config] = {index: {"id": index} for index in range(4)}
+    with contextlib.closing(race):
+        for number, make in enumerate(schedulers):
+            scheduler = make(clock, sandbox, race, SamePrograms(programs.ran_as))
+            scheduler.run(configs if number == 0 else {4: {"id": 4}})
+        scheduler.compare(configs)
+    return [entry.saved for entry in tasks[0].entries]
+
+
+def one_of(route: Route) -> Callable[[Clock, FakeSandbox, Race, SamePrograms], Scheduler]:
+    def make(clock: Clock, sandbox: FakeSandbox, race: Race, programs: SamePrograms) -> Scheduler:
+        def on_trial(index: int, trial: Trial, log: str) -> None:
+            assert trial.outcome in (Outcome.OK, Outcome.SLOW)
+
+        plan = plan_for(route, target=TARGET if route is Route.APART else None)
+        return Scheduler(sandbox, plan, on_trial=on_trial, clock=clock, race=race, programs=programs)
+
+    return make
+
+
+def test_executables_are_loaded_for_the_final_after_an_error_was_confirmed() -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do != "Compile":
+            return None
+        return compiles(worker, program="the same" if worker.trial in (1, 3) else "")
+
+    assert kept_by(one_of(Route.APART), one_of(Route.TOGETHER), act=act) == [True] * 4
+
+
+def test_the_final_needs_no_new_worker_after_an_error_was_confirmed() -> None:
+    clock = Clock()
+    tasks, noting = noting_comparisons(lambda worker: None)
+    sandbox, race, programs = Writing(clock, noting), Race(), SamePrograms()
+    configs: dict[int, Config] = {index: {"id": index} for index in range(3)}
+    with contextlib.closing(race):
+        first = one_of(Route.APART)(clock, sandbox, race, programs)
+        first.run(configs)
+        last = one_of(Route.TOGETHER)(clock, sandbox, race, SamePrograms(programs.ran_as))
+        last.run({4: {"id": 4}})
+        assert first.has_idle_worker
+        before = set(sandbox.workers)
+        assert first.compare(configs).rounds_ms.keys() == configs.keys()
+        assert set(sandbox.workers) <= before
+        assert len(tasks) == 1
+
+
+def test_a_worker_that_died_while_another_scheduler_ran_is_not_idle() -> None:
+    clock = Clock()
+    sandbox, race, programs = Writing(clock, lambda worker: None), Race(), SamePrograms()
+    with contextlib.closing(race):
+        first = one_of(Route.APART)(clock, sandbox, race, programs)
+        first.run({index: {"id": index} for index in range(3)})
+        assert first.has_idle_worker
+        for number in list(sandbox.workers):
+            sandbox.forget(number)
+        assert not first.has_idle_worker
+
+
+def test_slow_configs_push_no_finalist_s_executable_out_where_the_clock_is_exact() -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do != "Measure":
+            return None
+        is_slow = worker.trial not in (0, 1)
+        return [(0.1, measured(worker, 1.0 if worker.trial else 1.14, is_slow=is_slow, clock="device"))]
+
+    assert kept_by(one_of(Route.APART), act=act) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("status", [-int(signal.SIGSEGV), None, 0])
+def test_a_comparing_worker_that_dies_is_replaced_once(status: int | None) -> None:
+    def dies(worker: FakeWorker) -> list[Step] | None:
+        return [(0.1, worker.ends(status))] if worker.do == "Compare" and worker.starts == 0 else None
+
+    compared, _, tasks = compare(dies)
+    assert len(compared.rounds_ms) == 3
+    assert len(tasks) == 2
+
+    compared, _, tasks = compare(lambda w: [(0.1, w.ends(status))] if w.do == "Compare" else None)
+    assert compared == Final()
+    assert len(tasks) == 2
+
+
+@pytest.mark.parametrize("forged", ["rounds_ms", "warm_ms"])
+@pytest.mark.parametrize(
+    "rounds_ms",
+    [
+        None,
+        [],
+        [[1.0]],
+        [[1.0], [1.0, 2.0], [1.0]],
+        [[], [], []],
+        [[10**400]] * 3,
+        [[0.0]] * 3,
+        [[1e-300]] * 3,
+        [[float("nan")]] * 3,
+        [1.0] * 3,
+    ],
+    ids=lambda rounds_ms: str(rounds_ms)[:40],
+)
+def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object, forged: str) -> None:
+    if forged == "warm_ms" and rounds_ms == [[], [], []]:
+        return  # no final needs warm rounds
+    good = [[1.0], [2.0], [3.0]]
+
+    def forges(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Compare":
+            return None
+        return [(0.1, worker.says("Compared", "measure", **{"rounds_ms": good, "warm_ms": good, forged: rounds_ms}))]
+
+    compared, _, _ = compare(forges)
+    assert compared == Final()
+
+
+def test_a_comparison_that_hangs_ends_at_its_deadline() -> None:
+    compared, sandbox, _ = compare(lambda worker: [] if worker.do == "Compare" else None)
+    assert compared == Final()
+    assert sandbox.killed
