@@ -17,7 +17,8 @@ import pytest
 from helpers import SOURCE
 
 import quarantune
-from quarantune.doctor import check, failed, machine_checks, trial_checks
+from quarantune import doctor
+from quarantune.doctor import failed
 from quarantune.values.compiling import CompilerFigures, CycleEstimate
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Outcome, Trial
@@ -27,9 +28,8 @@ import json, resource, sys
 if sys.argv[2] != "any":
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 from quarantune import doctor
-from quarantune.doctor import trial_checks
 if sys.argv[1] == "quick":  # the checks that take seconds
-    trial_checks.ranks, trial_checks.trials = lambda settings: [], lambda: []
+    doctor.ranks, doctor.trials = lambda settings: [], lambda: []
 checks = doctor.run()
 print(json.dumps([check.to_dict() for check in checks]))
 sys.exit(doctor.failed(checks))
@@ -100,7 +100,7 @@ def test_whatever_makes_tuning_slow_or_unsafe_is_found_although_it_works(tmp_pat
         "descriptors": ("may have 64 open", "ulimit -n 1024"),
         "cache locks": ("a lock has no effect", ""),
     }
-    if machine_checks.machine.available_cpus() > 1:  # one thread is all that one core can run
+    if doctor.machine.available_cpus() > 1:  # one thread is all that one core can run
         told["thread variables"] = ("OMP_NUM_THREADS=1", "")
     if can_mount():
         told["/dev/shm"] = ("1.0 MiB of 1.0 MiB", "--shm-size")
@@ -174,10 +174,10 @@ def test_a_sandbox_that_does_not_work_is_found(monkeypatch: pytest.MonkeyPatch, 
 
     template.close_shared()
     try:
-        found = next(iter(trial_checks.trials()))
+        found = next(iter(doctor.trials()))
     finally:
         template.close_shared()
-    assert found.status is check.Status.FAIL
+    assert found.status is doctor.Status.FAIL
     assert failed([found])
     assert "QUARANTUNE_LOG_DIR" in found.remedy
 
@@ -205,15 +205,15 @@ def test_slow_clocks_and_other_tenants_are_found(
     (tmp_path / "nvidia-smi").write_text(SMI.format(gpu=gpu, app=app))
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    (found,) = machine_checks.nvidia()
+    (found,) = doctor.nvidia()
     assert (found.status.value, words in found.found) == (status, True)
 
 
 def test_damaged_results_are_found(cache_dir: Path) -> None:
     cache_dir.mkdir()
     (cache_dir / "matmul.json").write_text("{")
-    found = {entry.name: entry for entry in machine_checks.cache_directory(Settings(cache_dir=cache_dir))}
-    assert found["cached results"].status is check.Status.WARN
+    found = {entry.name: entry for entry in doctor.cache_directory(Settings(cache_dir=cache_dir))}
+    assert found["cached results"].status is doctor.Status.WARN
     assert "matmul.json" in found["cached results"].found
     assert [path.name for path in cache_dir.iterdir()] == ["matmul.json"]
 
@@ -223,7 +223,7 @@ def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point
     odd = tmp_path / "\u00e9 \v\u2028\udcff"
     program = (
         "import os, pathlib, subprocess, sys\n"
-        "from quarantune.doctor.machine_checks import filesystem\n"
+        "from quarantune.doctor import filesystem\n"
         "odd = pathlib.Path(sys.argv[1])\n"
         "before = filesystem(odd)\n"
         "def mounted(kind):\n"
@@ -251,12 +251,12 @@ def test_a_program_without_a_limit_on_processes_may_start_any_number(
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     for limit, left in (("max", None), ("100", 70), ("20", 0)):
         (group / "pids.max").write_text(f"{limit}\n")
-        found = machine_checks.machine.processes_left(root=tmp_path)
+        found = doctor.machine.processes_left(root=tmp_path)
         assert found == (None if left is None else (left, f"pids.max of the control group is {limit}"))
 
 
 def test_the_findings_are_plain_data() -> None:
-    found: Any = check.warn("cores", "1 of 2", "more")
+    found: Any = doctor.warn("cores", "1 of 2", "more")
     assert json.loads(json.dumps(found.to_dict())) == {
         "name": "cores",
         "status": "warn",
@@ -279,9 +279,9 @@ def test_what_the_compiler_for_tpus_gives_is_said(
     trial = Trial(config={"scale": 1}, outcome=Outcome.OK, figures=figures, message=message)
     report = types.SimpleNamespace(trials=[trial])
     monkeypatch.setattr(quarantune, "compile_check", lambda *_, **__: report)
-    monkeypatch.setattr(trial_checks.importlib.util, "find_spec", lambda name: True)
-    (check,) = trial_checks.tpu_compiler()
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: True)
+    (check,) = doctor.tpu_compiler()
     assert check.status == status
     assert told in check.found
-    monkeypatch.setattr(trial_checks.importlib.util, "find_spec", lambda name: None)
-    assert [*trial_checks.tpu_compiler()] == []
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    assert [*doctor.tpu_compiler()] == []

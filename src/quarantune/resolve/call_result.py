@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
 
 from quarantune.cache import Entry, plain_function
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.results.compiled_winner import without_arrays
 from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
-from quarantune.transport.problem import as_structs
+from quarantune.transport.call import Arguments
+from quarantune.transport.problem import as_structs, is_array
 from quarantune.values import versions
 from quarantune.values.config_values import as_given, encode
 from quarantune.values.findings import SCORES, Findings, Searched
@@ -62,10 +65,22 @@ def call_result(
         finalists=_given(finalists),
         versions=versions.versions(),
         executable=executable,
-        call=without_arrays(call.args, call.kwargs),
+        call=_without_arrays(call.args, call.kwargs),
         structs=as_structs(call.args, call.kwargs),
         fn=binding.bind(call.function.fn, config),
     )
+
+
+def _without_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """Returns a call with None for every argument that holds an array, so that only static ones are kept.
+
+    Such arguments are replaced as a whole, because their class may validate its contents.
+    """
+
+    def emptied(arg: Any) -> Any:
+        return None if any(map(is_array, jax.tree.leaves(arg))) else arg
+
+    return tuple(map(emptied, args)), {name: emptied(arg) for name, arg in kwargs.items()}
 
 
 def findings_now(call: BoundCall, time_ms: float, trials: Sequence[Trial], search: Searched) -> Findings:

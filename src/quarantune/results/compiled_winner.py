@@ -11,8 +11,6 @@ import jax
 from quarantune import jax_internals
 from quarantune.host import locks
 from quarantune.transport import binding, executable_data
-from quarantune.transport.call import Arguments
-from quarantune.transport.problem import is_array
 from quarantune.values.trial import Config
 
 _Static = tuple[type, Any]
@@ -99,15 +97,3 @@ class Winner:
 def _tree(dynamic: tuple[list[Any], dict[str, Any]]) -> Any:
     args, kwargs = dynamic
     return jax.tree.structure((tuple(args), kwargs))
-
-
-def without_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """Returns a call with None for every argument that holds an array, so that only static ones are kept.
-
-    Such arguments are replaced as a whole, because their class may validate its contents.
-    """
-
-    def emptied(arg: Any) -> Any:
-        return None if any(map(is_array, jax.tree.leaves(arg))) else arg
-
-    return tuple(map(emptied, args)), {name: emptied(arg) for name, arg in kwargs.items()}

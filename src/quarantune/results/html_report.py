@@ -32,7 +32,6 @@ from quarantune.values.shown import format_config, format_value
 from quarantune.values.texts import printable
 from quarantune.values.trial import Config, Outcome, Trial, frozen
 
-_PAGE = "quarantune.results.page"
 _SCRIPTS = (
     "base.js",
     "model.js",
@@ -114,7 +113,7 @@ def _script() -> str:
 
 @functools.cache
 def _read(name: str) -> str:
-    return importlib.resources.files(_PAGE).joinpath(name).read_text(encoding="utf-8")
+    return (importlib.resources.files("quarantune.results") / "page" / name).read_text(encoding="utf-8")
 
 
 _TEXT_BYTES = 1_200_000

@@ -1,0 +1,708 @@
+"""Looks at this machine for tuning: what it gives, and what is in the way, each finding with its remedy."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import enum
+import functools
+import importlib.util
+import logging
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+
+import quarantune
+from quarantune import jax_internals, sandbox
+from quarantune.api.tuner import AutoTuner
+from quarantune.cache.tuning_cache import TuningCache
+from quarantune.devices import discovery, targets
+from quarantune.devices.device import cpu_device
+from quarantune.host import machine, origins, variables
+from quarantune.host.shared_files import Directory, SideLock
+from quarantune.values import settings as environment
+from quarantune.values import versions
+from quarantune.values.settings import SettingKeywords, Settings
+from quarantune.values.trial import Outcome, SandboxError, Trial, TuningFailedError
+
+__all__ = ["Check", "Status", "failed", "run"]
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+_PATIENCE_S = 60.0
+"""The longest wait for another process, or for a config of a trial."""
+
+
+class Status(enum.StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    WARN = "warn"
+    """Tuning works, but is slower, less precise or less safe than it could be."""
+    FAIL = "fail"
+    """Tuning does not work, or does not reach the device or the cache that it is meant for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """One finding.
+
+    Attributes:
+        name: the thing that was looked at.
+        status: how the check ended.
+        found: the finding, in a sentence without a full stop.
+        remedy: the way to put it right; empty where there is nothing to do.
+    """
+
+    name: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """Returns the finding as JSON holds it."""
+        return dataclasses.asdict(self) | {"status": self.status.value}
+
+
+def failed(checks: Iterable[Check]) -> bool:
+    """Returns whether something essential failed."""
+    return any(check.status is Status.FAIL for check in checks)
+
+
+def run(*, on_check: Callable[[Check], None] | None = None) -> list[Check]:
+    """Returns the findings about this machine: some 10 s of work, most of it real sweeps in the sandbox.
+
+    It saves nothing. At its end this process has initialised JAX's backend.
+
+    Args:
+        on_check: called with each finding as soon as it is known.
+    """
+    checks = []
+    for check in _all():
+        checks.append(check)
+        if on_check is not None:
+            on_check(check)
+    return checks
+
+
+def _all() -> Iterator[Check]:
+    """Makes all checks, in the order in which people read them."""
+    try:
+        settings = environment.current()
+    except ValueError as error:
+        yield fail("settings", _first_line(error), "correct the variable, or unset it")
+        settings = Settings()
+    if sandbox.is_inside():
+        yield fail("sandbox", "this process is a worker of another sweep", "run the doctor outside of a tuned function")
+        return
+    steps: dict[str, Callable[[], Check | Iterable[Check]]] = {
+        "versions": jax_versions,
+        "plugins": plugins,
+        "cores": lambda: cores(settings),
+        "memory": lambda: memory(settings),
+        "/dev/shm": shared_memory,
+        "temporary files": temporary_files,
+        "descriptors": lambda: descriptors(settings),
+        "processes": lambda: processes(settings),
+        "thread variables": thread_variables,
+        "cache directory": lambda: cache_directory(settings),
+        "devices": devices,
+        "ranks": lambda: ranks(settings),
+        "trials": trials,
+        "TPU compiler": tpu_compiler,
+    }
+    for name, step in steps.items():
+        try:
+            found = step()
+            yield from [found] if isinstance(found, Check) else found
+        except Exception as error:  # one check that cannot be made says nothing about the others
+            yield warn(name, f"could not be looked at: {_first_line(error)}", "report this as an error of quarantune")
+
+
+def ok(name: str, found: str) -> Check:
+    """Returns a finding that needs nothing."""
+    return Check(name=name, status=Status.OK, found=found)
+
+
+def warn(name: str, found: str, remedy: str) -> Check:
+    """Returns a finding with which tuning works, but could work better."""
+    return Check(name=name, status=Status.WARN, found=found, remedy=remedy)
+
+
+def fail(name: str, found: str, remedy: str) -> Check:
+    """Returns a finding with which tuning does not work."""
+    return Check(name=name, status=Status.FAIL, found=found, remedy=remedy)
+
+
+def _judged(name: str, found: str, remedy: str, *, is_good: bool, is_needed: bool = False) -> Check:
+    """Returns a finding that needs nothing where it is good; else one with which tuning works, unless it is needed."""
+    return ok(name, found) if is_good else (fail if is_needed else warn)(name, found, remedy)
+
+
+def _first_line(error: BaseException) -> str:
+    """Returns an error as one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+# --- JAX: its versions, and its plugins for the devices that are here ---
+
+_HARDWARE = {
+    "NVIDIA GPU": (("/proc/driver/nvidia/version", "/dev/nvidiactl"), "cuda", "jax[cuda13]"),
+    "TPU": (("/dev/accel0",), "tpu", "jax[tpu]"),
+}
+"""For each kind of device: the files by which its driver is seen, the name of JAX's plugin, and how to install it."""
+
+
+def jax_versions() -> Check:
+    """Returns the versions of JAX, its library and its plugins, which belong together."""
+    found = versions.compilers("cpu") | versions.compilers("cuda") | versions.compilers("tpu")
+    found |= {"driver": driver} if (driver := versions.versions().get("nvidia_driver")) else {}
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
+    other = [name for name, version in found.items() if name.startswith("jax-") and version != jax.__version__]
+    text += f": {' and '.join(other)} differ from jax" if other else ""
+    remedy = f"run `pip install {' '.join(f'{name}=={jax.__version__}' for name in other)}`"
+    return _judged("versions", text, remedy, is_good=not other)
+
+
+def plugins() -> Iterator[Check]:
+    """Yields whether JAX has a plugin for each kind of device whose driver is here."""
+    for kind, plugin, package in _hardware():
+        if not targets.has_plugin(plugin):
+            found = f"its driver is here, but JAX's {plugin} plugin is not installed, so JAX does not see the device"
+            remedy = f"run `pip install '{package}'`, or set JAX_PLATFORMS=cpu if the CPU is meant"
+            is_meant = jax.config.values["jax_platforms"] == "cpu"
+            yield ok(kind, f"{found}; JAX_PLATFORMS=cpu") if is_meant else fail(kind, found, remedy)
+        elif not _is_chosen(plugin):
+            found = f"JAX is set to use {jax.config.values['jax_platforms']!r} only and does not see it"
+            yield warn(kind, found, "unset JAX_PLATFORMS to use it")
+        else:
+            yield ok(kind, f"its driver and JAX's {plugin} plugin are here")
+
+
+def _hardware() -> list[tuple[str, str, str]]:
+    """Returns each kind of device whose driver is here, with JAX's plugin for it and how to install that."""
+    return [
+        (kind, plugin, package)
+        for kind, (files, plugin, package) in _HARDWARE.items()
+        if any(map(os.path.exists, files))
+    ]
+
+
+def _is_chosen(plugin: str) -> bool:
+    """Returns whether JAX may use the devices of a plugin."""
+    chosen = jax.config.values["jax_platforms"]
+    return not chosen or plugin in chosen or "gpu" in chosen
+
+
+# --- the machine: cores, memory, limits and variables ---
+
+_WAITING_CONFIGS = 16
+"""About so many compiled configs wait for a CPU device at a time."""
+_DESCRIPTORS_PER_CONFIG = 4
+"""Descriptors that a config which compiles or waits takes in this process."""
+_LEAST_DESCRIPTORS = 48
+"""With less, not even a small sweep ends; measured with twelve configs on two cores."""
+_LEAST_SHARED_BYTES = 64 * _MIB
+"""The size of /dev/shm in a container that was given none."""
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
+
+
+def cores(settings: Settings) -> Check:
+    """Returns how many cores may be used, and how many configs compile at a time."""
+    usable, slots = machine.available_cpus(), _compile_slots(settings)
+    found = f"{usable} of {os.cpu_count() or 1} may be used (affinity and cgroup quota); {slots} compile at a time"
+    remedy = "give the job or the container more cores: configs compile one after another"
+    return _judged("cores", found, remedy, is_good=usable > 1)
+
+
+def memory(settings: Settings) -> Check:
+    """Returns how much memory is free, in total and for each worker."""
+    free, slots = machine.available_memory_bytes(), _compile_slots(settings)
+    is_good = free >= _GIB * slots
+    few = "" if is_good else f", less than 1 GiB for each of {slots} compile workers"
+    found = f"{free / _GIB:.1f} GiB are free within the machine and its cgroups{few}"
+    remedy = "free some, give the job more, or set QUARANTUNE_MAX_CPU_COUNT lower"
+    return _judged("memory", found, remedy, is_good=is_good)
+
+
+def shared_memory() -> Check:
+    """Returns how much room there is in /dev/shm."""
+    name = "/dev/shm"
+    remedy = (
+        "start the container with --shm-size=1g, or run `mount -o remount,size=1g /dev/shm`: quarantune itself does "
+        "not use it, but NCCL (trials on several GPUs) and functions that share memory do, and die of SIGBUS"
+    )
+    try:
+        size, _, free = shutil.disk_usage(name)
+    except OSError as error:
+        return warn(name, f"cannot be used ({error.strerror})", remedy)
+    found = f"{_amount(free)} of {_amount(size)} are free"
+    return _judged(name, found, remedy, is_good=free >= _LEAST_SHARED_BYTES)
+
+
+def temporary_files() -> Check:
+    """Returns whether large arguments can be written to a temporary file."""
+    name = "temporary files"
+    remedy = "make room, or set TMPDIR to a directory that is writable: arguments that do not fit memory are put there"
+    try:
+        with tempfile.TemporaryFile(prefix="quarantune-"):
+            free = shutil.disk_usage(tempfile.gettempdir()).free
+    except OSError as error:
+        return warn(name, f"none can be written ({error.strerror})", remedy)
+    found = f"{_amount(free)} are free in {tempfile.gettempdir()!r}"
+    return _judged(name, found, remedy, is_good=free >= _GIB)
+
+
+def descriptors(settings: Settings) -> Check:
+    """Returns how many descriptors this process may have open."""
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return ok("descriptors", "this process may have any number open")
+    in_use = psutil.Process().num_fds()
+    needed = in_use + _DESCRIPTORS_PER_CONFIG * (_compile_slots(settings) + _WAITING_CONFIGS) + 16
+    found, is_good = f"this process may have {limit} open, and has {in_use}", limit >= needed
+    found += "" if is_good else f"; a sweep here may need {needed}"
+    higher = "" if hard == resource.RLIM_INFINITY or hard >= needed else f" (the hard limit of {hard} has to rise too)"
+    remedy = f"run `ulimit -n {max(1024, needed)}` first{higher}"
+    return _judged("descriptors", found, remedy, is_good=is_good, is_needed=limit < _LEAST_DESCRIPTORS)
+
+
+def processes(settings: Settings) -> Check:
+    """Returns how many more processes this user may start."""
+    left = machine.processes_left()
+    if left is None:
+        return ok("processes", "no limit holds for this user or in this cgroup")
+    slots = _compile_slots(settings)
+    needed = 3 * slots + 16  # a worker has threads, and compilers start some more
+    number, limit = left
+    found, is_good = f"{number} more processes and threads may be started, because {limit}", number >= 16 * needed
+    found += "" if is_good else f"; each of {slots} workers may need dozens"
+    remedy = "raise `ulimit -u`, or pids.max of the cgroup (for a container: --pids-limit)"
+    return _judged("processes", found, remedy, is_good=is_good, is_needed=number < needed)
+
+
+def thread_variables() -> Check:
+    """Returns the variables that keep libraries from using all cores."""
+    usable, flags = machine.available_cpus(), os.environ.get("XLA_FLAGS", "")
+    low = [
+        f"{variable}={value}"
+        for variable in _THREADS
+        if (value := os.environ.get(variable, "").strip()) and (not value.isdigit() or int(value) < usable)
+    ]
+    if _ONE_THREAD in flags:
+        low.append(f"XLA_FLAGS={_ONE_THREAD}")
+    if not low:
+        return ok("thread variables", f"none limits the {usable} cores" + (f"; XLA_FLAGS={flags}" if flags else ""))
+    return warn(
+        "thread variables",
+        f"{', '.join(low)} while {usable} cores may be used: workers take the variables over, so NumPy and C "
+        "functions are measured with that many threads",
+        "unset them, unless the program will run with them too (Dask's and Ray's workers set OMP_NUM_THREADS=1)",
+    )
+
+
+def _compile_slots(settings: Settings) -> int:
+    """Returns how many configs compile at a time under these settings."""
+    return machine.compile_slots(
+        utilization=settings.cpu_utilization, count=settings.cpu_count, max_count=settings.max_cpu_count
+    )
+
+
+def _amount(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / _MIB:.1f} MiB"
+
+
+# --- the cache directory ---
+
+_LOCKS = "cache locks"
+_MOST_SHOWN = 3
+_LEAST_FREE_BYTES = 16 * _MIB
+_TRY = """
+import fcntl, sys
+try:
+    fcntl.flock(0, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("refused")
+else:
+    print("granted")
+"""
+"""The program of a second process, whose standard input is a file that the first one has locked."""
+
+
+def cache_directory(settings: Settings) -> list[Check]:
+    """Returns whether results can be saved, whether locks work, and whether the saved results can be read."""
+    if settings.disable_cache:
+        found = "QUARANTUNE_DISABLE_CACHE is set: nothing is read or saved, and every process tunes"
+        return [warn("cache directory", found, "unset it, unless that is wanted")]
+    try:
+        with _probe_directory(settings.cache_dir) as probe:
+            checks = [_room(settings.cache_dir), _locks(probe)]
+    except OSError as error:
+        found = f"{str(settings.cache_dir)!r} cannot be written ({error.strerror}): no result is kept"
+        return [fail("cache directory", found, "make it writable, or set QUARANTUNE_CACHE_DIR to a directory that is")]
+    return [*checks, _content(settings.cache_dir)]
+
+
+def _room(path: Path) -> Check:
+    free = shutil.disk_usage(path if path.is_dir() else path.parent).free
+    found = f"{str(path)!r} can be written, {free / (1 << 30):.1f} GiB are free"
+    remedy = "make room, or set QUARANTUNE_CACHE_DIR to another disk"
+    return _judged("cache directory", found, remedy, is_good=free >= _LEAST_FREE_BYTES, is_needed=True)
+
+
+def _locks(probe: Path) -> Check:
+    """Returns whether a lock that this process holds keeps another process out."""
+    kind = filesystem(probe)
+    place = f" ({kind})" if kind else ""
+    with Directory(probe) as opened, SideLock(opened, "lock") as lock, SideLock(opened, "lock") as second:
+        if lock.take() is None:
+            return warn(
+                _LOCKS,
+                f"the filesystem{place} has none, so writers use a file in place of a lock, which is slower",
+                "mount it with locks (Lustre: -o flock; NFS: with lockd), or set QUARANTUNE_CACHE_DIR to another disk",
+            )
+        said = _try_in_another_process(second.fd)  # the lock belongs to the open file, not to the name
+    if said == "refused":
+        return ok(_LOCKS, f"a lock keeps another process of this machine out{place}")
+    if said == "granted":
+        return warn(
+            _LOCKS,
+            f"a lock has no effect{place}: two processes held it at a time. Nothing is lost, since writers also "
+            "announce themselves by files, but a job that died keeps others waiting for longer",
+            "mount the filesystem with locks (Lustre: -o flock, not -o localflock; NFS: without nolock), or set "
+            "QUARANTUNE_CACHE_DIR to another disk",
+        )
+    return warn(_LOCKS, f"the second process that tries a lock failed: {said}", "see whether Python starts processes")
+
+
+def _try_in_another_process(fd: int) -> str:
+    try:
+        command = [origins.interpreter(), "-c", _TRY]
+        done = subprocess.run(command, stdin=fd, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
+        return _first_line(error)
+    return done.stdout.strip() or (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+
+
+def _content(path: Path) -> Check:
+    """Returns whether the entries can be read."""
+    cache = TuningCache(path)
+    problems = cache.problems()
+    if not problems:
+        return ok("cached results", f"{len(cache)} results, all readable")
+    more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
+    found = "; ".join(problems[:_MOST_SHOWN]) + more
+    return warn("cached results", found, "nothing damaged is used; look at the files, or delete them")
+
+
+@contextlib.contextmanager
+def _probe_directory(path: Path) -> Iterator[Path]:
+    """Makes a directory inside the cache directory, which is itself made if necessary; removes what it made."""
+    missing = [parent for parent in (path, *path.parents) if not parent.exists()]
+    Directory(path, make=True).close()
+    try:
+        with tempfile.TemporaryDirectory(dir=path, prefix=".doctor-") as probe:
+            yield Path(probe)
+    finally:
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+def filesystem(path: Path) -> str:
+    """Returns the type of the filesystem that holds a path, such as `nfs4`; empty where it is not known."""
+    resolved = path.resolve()
+    holding = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
+    # A later mount covers an earlier one at the same point.
+    nearest = max(reversed(holding), key=lambda mount: len(Path(mount.mountpoint).parts), default=None)
+    return "" if nearest is None else str(nearest.fstype)
+
+
+# --- the devices: those that JAX finds, their clocks and other tenants ---
+
+_HINDERED = {
+    0x04: "the power cap",
+    0x08: "a hardware slowdown",
+    0x20: "heat (software)",
+    0x40: "heat (hardware)",
+    0x80: "the power brake",
+}
+"""NVML's reasons for a lower clock that other load or the machine's cooling causes."""
+_TENANT_MIB = 1024
+"""Memory in use on a device, in MiB, from which on another program is taken to run there."""
+_QUERY = "index,name,driver_version,clocks.sm,clocks.max.sm,clocks_throttle_reasons.active,memory.used,utilization.gpu"
+_SMI_S = 30.0
+
+
+def devices() -> Iterator[Check]:
+    """Yields the devices that JAX finds, asked of a worker; no backend is initialised here."""
+    command = "run `python -c 'import jax; jax.devices()'`, which shows"
+    try:
+        backend = discovery.accelerators()
+    except SandboxError as error:
+        yield fail("devices", _first_line(error), f"{command} the whole error, or set JAX_PLATFORMS=cpu")
+        return
+    if backend is None or all(device.platform == "cpu" for device in backend.devices):
+        found = f"the CPU, {cpu_device().kind}"
+        usable = [kind for kind, plugin, _ in _hardware() if targets.has_plugin(plugin) and _is_chosen(plugin)]
+        missing = [] if backend is None else usable
+        if missing:
+            found = f"only {found}, although the driver and JAX's plugin for the {missing[0]} are here"
+        remedy = f"{command} why JAX does not use the device"
+        yield _judged("devices", found, remedy, is_good=not missing, is_needed=True)
+        return
+    yield ok("devices", ", ".join(f"{device.platform}:{device.index} {device.kind}" for device in backend.devices))
+    if any(device.platform == "cuda" for device in backend.devices):
+        yield from nvidia()
+        if backend.config_text is None:
+            found = "this JAX gives no description of the GPU, so each compile worker makes a context on it"
+            yield warn("compiling without the device", found, "install a JAX version that gives one (0.10 or newer)")
+
+
+def nvidia() -> list[Check]:
+    """Returns the clocks of NVIDIA GPUs, and whether other programs use them."""
+    name = "clocks and tenants"
+    rows = _smi(f"--query-gpu={_QUERY}") or _smi(f"--query-gpu={_QUERY.replace('throttle', 'event')}")
+    if not rows:
+        return [warn(name, "nvidia-smi does not answer, so neither is known", "put nvidia-smi on PATH and run again")]
+    others = [row for row in _smi("--query-compute-apps=gpu_uuid,pid,used_memory") if row[1:2] != [str(os.getpid())]]
+    return [_nvidia(row, others) for row in rows if len(row) == len(_QUERY.split(","))]
+
+
+def _nvidia(row: list[str], others: list[list[str]]) -> Check:
+    index, _, _, clock, most, reasons, used, busy = row
+    name = f"clocks and tenants of GPU {index}"
+    found = f"{clock} of {most} MHz, {used} MiB in use, {busy}% busy"
+    try:
+        mask = int(reasons, 16)
+    except ValueError:
+        mask = 0
+    if hindered := [reason for bit, reason in _HINDERED.items() if mask & bit]:
+        return warn(name, f"{found}; slowed down by {' and '.join(hindered)}", "wait until it is cool and idle")
+    if _whole(used) > _TENANT_MIB or _whole(busy) > 0:
+        pids = f", processes {', '.join(row[1] for row in others)}" if others else ""
+        found += f": another program uses it{pids}, which makes times scatter and leaves less memory"
+        return warn(name, found, "end it, or choose another GPU with QUARANTUNE_DEVICES")
+    return ok(name, f"{found}; nobody else uses it")
+
+
+def _smi(query: str) -> list[list[str]]:
+    """Returns the rows that nvidia-smi prints; none where it is missing or refuses the query."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row]
+
+
+def _whole(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+# --- checks by doing: one real sweep of each kind ---
+
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+_SHAPE = (256, 256)
+
+
+@functools.partial(jax.jit, static_argnames=["scale"])
+def _jitted(x: jax.Array, scale: int = 2) -> jax.Array:
+    return x @ x * scale
+
+
+def tpu_compiler() -> Iterator[Check]:
+    """Yields what the compiler for TPUs gives without a TPU, where it is installed."""
+    if targets.has_plugin("tpu"):
+        x = jax.ShapeDtypeStruct(_SHAPE, np.float32)
+        with environment.settings(disable_cache=True):
+            report = quarantune.compile_check(_jitted, {"scale": [1]}, x, target="TPU v5e", estimate=True)
+        (trial,) = report.trials
+        why = trial.message if trial.figures is None else trial.figures.no_estimate
+        told = f"no estimates: {why}" if why else "it compiles for TPUs that are not here, and estimates cycles"
+        yield _judged("TPU compiler", told, "install another version of libtpu", is_good=not why)
+
+
+def _plain(x: np.ndarray[Any, Any], scale: int = 2) -> np.ndarray[Any, Any]:
+    return x * scale
+
+
+_KEEP_LOGS = "set QUARANTUNE_LOG_DIR to a directory and run again: each worker's output is kept there"
+_TRIALS: tuple[tuple[str, Callable[..., Any], SettingKeywords, bool, str], ...] = (
+    ("trial of a jitted function", _jitted, {"isolation": "process"}, True, _KEEP_LOGS),
+    (
+        "trial in a spawned worker",
+        _jitted,
+        {"isolation": "process", "start_method": "spawn"},
+        False,
+        "workers are forked by default, which may work; set QUARANTUNE_LOG_DIR and run again to see the whole output",
+    ),
+    ("trial of a plain callable", _plain, {"isolation": "process"}, True, _KEEP_LOGS),
+    (
+        "trial compiled in a worker, measured here",
+        _jitted,
+        {"isolation": "compile"},
+        False,
+        "QUARANTUNE_ISOLATION=compile, which a TPU needs, does not work here; on other devices leave it at auto",
+    ),
+)
+"""The name of each trial, its function and settings, whether ordinary tuning needs it, and the remedy if it fails."""
+
+
+def trials() -> Iterator[Check]:
+    """Runs one sweep of each kind, and yields its finding.
+
+    The last one initialises JAX's backend in this process.
+    """
+    for number, (name, fn, own_settings, is_needed, remedy) in enumerate(_TRIALS):
+        began, ended = time.monotonic(), None
+        try:
+            swept = _swept(name, fn, own_settings)
+            ended = next((trial for trial in swept if trial.outcome in (Outcome.OK, Outcome.SLOW)), None)
+            found = "no config was measured"
+        except TuningFailedError as error:
+            messages = {f"{it.outcome.value}: {it.message.strip()}".splitlines()[0] for it in error.trials}
+            found = "; ".join(sorted(messages)) or _first_line(error)
+        except Exception as error:  # any failure is a finding
+            found = _first_line(error)
+        if ended is not None:
+            route = f", {ended.route.value}" if ended.route else ""
+            found = f"worked in {time.monotonic() - began:.1f} s ({ended.clock or 'no'} clock{route})"
+        yield _judged(name, found, remedy, is_good=ended is not None, is_needed=is_needed)
+        if number == 0 and ended is not None:
+            yield from _clock(ended)
+
+
+def _swept(name: str, fn: Callable[..., Any], own_settings: SettingKeywords) -> tuple[Trial, ...]:
+    limits = environment.settings(
+        disable_cache=True,
+        on_miss="tune",
+        record=None,
+        search="exhaustive",
+        compile_timeout=_PATIENCE_S,
+        timeout=_PATIENCE_S,
+        progress=False,
+    )
+    # Keeps JAX from taking most of the device's memory, where this process initialises it.
+    memory = variables.given({_PREALLOCATE: os.environ.get(_PREALLOCATE, "false")})
+    with environment.settings(**own_settings), limits, memory, _quiet():
+        tuner = AutoTuner(fn, {"scale": [2, 3]}, ref_fn=None, rep=3, name=f"doctor.{name}")
+        return tuner.run(np.ones(_SHAPE, np.float32)).trials
+
+
+def _clock(trial: Trial) -> list[Check]:
+    """Returns whether the device's own clock could be read; nothing on a CPU, whose clock is the wall's."""
+    backend = None if trial.clock == "wall" else discovery.accelerators()
+    if backend is None or backend.devices[0].platform != "cuda":
+        return []
+    if trial.clock == "device":
+        return [ok("device clock", "CUPTI gives the device's own times")]
+    found = "so short kernels are timed by the wall clock"
+    if importlib.util.find_spec("absl") is None:
+        found = f"absl-py is not installed, so CUPTI is not used, and {found.removeprefix('so ')}"
+        return [warn("device clock", found, "run `pip install 'quarantune[cuda]'`")]
+    return [
+        warn(
+            "device clock",
+            f"CUPTI cannot be used, {found}: another profiler has it, or the driver lets only root profile",
+            "end nsys, ncu or JAX's profiler, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
+        )
+    ]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops the warnings of a sweep, which are no findings of their own."""
+    logger = logging.getLogger("quarantune")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+# --- two ranks of one program that shall agree ---
+
+_LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_PROGRAM = """
+import sys
+import jax
+from quarantune.jax_internals import coordination
+
+address, rank = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(address, num_processes=2, process_id=rank, initialization_timeout=40)
+store = coordination()
+won = store.write("quarantune/doctor", str(rank))
+print("won" if won else "lost", store.read("quarantune/doctor"))
+jax.distributed.shutdown()
+"""
+"""One of two processes that offer a value for one key; the first wins, and both read its value."""
+
+
+def ranks(settings: Settings) -> Check:
+    """Returns the ranks of this program, and whether two ranks on this machine agree."""
+    if (here := jax_internals.coordination()) is not None:
+        agree = "they agree on one config" if settings.agree else "QUARANTUNE_AGREE=0: each tunes for itself"
+        return ok("ranks", f"this is rank {here.rank} of {here.ranks}; {agree}")
+    said = _two_ranks() and _two_ranks()  # another program may take the port between choosing and using it
+    if said:
+        return warn(
+            "ranks",
+            f"two processes with jax.distributed on this machine did not agree: {said}",
+            "let programs of several processes share a QUARANTUNE_CACHE_DIR that was filled before, and see that this "
+            "machine's processes can connect to 127.0.0.1",
+        )
+    found = "two processes with jax.distributed agreed on this machine"
+    tasks = {name: os.environ.get(name, "") for name in _LAUNCHERS}
+    if several := [f"{name}={number}" for name, number in tasks.items() if number.isdigit() and int(number) > 1]:
+        found += f"; {several[0]}: call jax.distributed.initialize before the first tuned call"
+    if settings.agree:
+        return ok("ranks", found)
+    return warn(
+        "ranks",
+        f"{found}, but QUARANTUNE_AGREE=0: each rank chooses for itself, and ranks whose collectives depend on the "
+        "config hang",
+        "unset QUARANTUNE_AGREE",
+    )
+
+
+def _two_ranks() -> str:
+    """Lets two processes offer a value each; returns the reason why they did not agree, or an empty text."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{chosen.getsockname()[1]}"
+    path = os.pathsep.join([str(Path(quarantune.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "JAX_PLATFORMS": "cpu"}
+
+    def run(rank: int) -> subprocess.CompletedProcess[str]:
+        command = [origins.interpreter(), "-c", _PROGRAM, address, str(rank)]
+        return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_PATIENCE_S, check=False)
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            said = list(pool.map(run, range(2)))
+    except subprocess.TimeoutExpired:
+        return f"they did not end within {_PATIENCE_S:g} s"
+    answers = sorted(process.stdout.split() for process in said)
+    if [answer[0] for answer in answers if answer] == ["lost", "won"] and answers[0][1] == answers[1][1]:
+        return ""
+    errors = [line for process in said for line in process.stderr.strip().splitlines()[-1:]]
+    return errors[0][:200] if errors else f"they said {answers}"
