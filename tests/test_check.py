@@ -17,7 +17,6 @@ import pytest
 
 import quarantune
 from quarantune.measure import compare, rounding
-from quarantune.measure import on_device as on_device_module
 from quarantune.measure.rounding import Motion
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
@@ -165,7 +164,7 @@ def judged_as(
         payload.write_arrays(packed, arrays)
         bench = Bench(packed.call, arrays_fd=arrays, options=options)
         if on_device:
-            bench.judge._shortcut = on_device_module.Comparer()
+            bench.judge._shortcut = compare.Comparer()
         defaults = bench.compile({}, target=None)
         outputs = [OutputArray(info.shape, info.dtype.name) for info in jax.tree.leaves(defaults.call.out_info)]
         told()

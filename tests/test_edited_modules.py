@@ -12,7 +12,7 @@ import pytest
 
 from quarantune.cache import reach
 from quarantune.host import installed
-from quarantune.transport import loaded
+from quarantune.transport import importable
 
 SOURCE = """
 STEPS = 3
@@ -51,7 +51,7 @@ def test_a_module_that_has_filled_its_caches_is_not_edited(imports: Imports) -> 
     module = imports("with_caches", SOURCE)
     module._seen["kernel"] = object()
     module._names.append("kernel")
-    assert loaded.edited_modules("with_caches") == []
+    assert importable.edited_modules("with_caches") == []
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_module_with_edited_code_is_found(imports: Imports, old: str, new: str
     module = imports("edited_later", SOURCE)
     assert module.__file__ is not None
     Path(module.__file__).write_text(SOURCE.replace(old, new))
-    assert loaded.edited_modules("edited_later") == edited
+    assert importable.edited_modules("edited_later") == edited
 
 
 def test_objects_that_pass_for_modules_without_a_file_are_not_edited(imports: Imports) -> None:
@@ -71,7 +71,7 @@ def test_objects_that_pass_for_modules_without_a_file_are_not_edited(imports: Im
     module = imports("uses_operators", SOURCE)
     sys.modules["uses_operators.operators"] = module.operators = Operators("uses_operators.operators")
     try:
-        assert loaded.edited_modules("uses_operators") == []
+        assert importable.edited_modules("uses_operators") == []
     finally:
         del sys.modules["uses_operators.operators"]
 

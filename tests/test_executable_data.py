@@ -17,7 +17,7 @@ import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
-from quarantune.transport import executable_data
+from quarantune.transport import executable
 
 X = jnp.arange(4.0)
 
@@ -37,11 +37,10 @@ def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Pat
     @functools.partial(jax.jit, static_argnames=["n"])
     def forging(x: Any, n: int = 1) -> Any:
         if n == 2:
-            from quarantune.transport import executable, executable_data
+            from quarantune.transport import executable
 
             blob = pickle.dumps((Evil(mark), None, None, [0]))
-            for module in (executable, executable_data):
-                module.dumps = lambda compiled: blob  # type: ignore[assignment]
+            executable.to_pickle = executable.to_data = lambda compiled: blob  # type: ignore[assignment]
         return x * n
 
     with nothing_is_left():
@@ -56,7 +55,7 @@ def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Pat
 
 def blob_of(fn: Any, *args: Any) -> tuple[Any, bytes]:
     compiled = jax.jit(fn).lower(*args).compile()
-    return compiled, executable_data.dumps(compiled)
+    return compiled, executable.to_data(compiled)
 
 
 CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -75,7 +74,7 @@ def test_a_program_read_from_data_gives_the_same_result(name: str) -> None:
     if name == "key":
         args = (jax.random.key(3),)
     compiled, blob = blob_of(fn, *args)
-    loaded = executable_data.loads(blob)
+    loaded = executable.from_data(blob)
     program = loaded.with_trees(compiled.in_tree, loaded.out_tree)
     found, expected = program(*args), compiled(*args)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -131,13 +130,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", [*FORGED, *CHANGES])
 def test_forged_data_is_a_value_error(name: str) -> None:
     with pytest.raises(ValueError, match="compiled program"):
-        executable_data.loads(FORGED[name] if name in FORGED else forged(**CHANGES[name]))
+        executable.from_data(FORGED[name] if name in FORGED else forged(**CHANGES[name]))
 
 
 def test_a_program_that_xla_refuses_is_a_value_error() -> None:
     compiled, blob = blob_of(lambda x: x * 2, X)
     (length,) = struct.unpack_from("<Q", blob)
-    loaded = executable_data.loads(blob[: 8 + length] + b"no program")
+    loaded = executable.from_data(blob[: 8 + length] + b"no program")
     with pytest.raises(ValueError, match="cannot be loaded"):
         loaded.with_trees(compiled.in_tree, loaded.out_tree)
 
@@ -182,4 +181,4 @@ def test_a_program_for_a_device_of_another_rank_is_refused() -> None:
     text = json.dumps(header).encode()
     moved = struct.pack("<Q", len(text)) + text + blob[8 + length :]
     with pytest.raises(ValueError, match="no device with its number"):
-        executable_data.loads(moved, onto=jax.local_devices()[0])
+        executable.from_data(moved, onto=jax.local_devices()[0])

@@ -323,10 +323,10 @@ def test_the_code_in_memory_is_tuned_even_if_the_file_was_edited(tmp_path: Path)
 import importlib
 from pathlib import Path
 import edited_module, helper_module
-from quarantune.transport import pickling
+from quarantune.transport import importable, pickling
 
 def by_name():
-    return pickling.travels_by_name(edited_module.kernel), pickling.travels_by_name(edited_module.plain)
+    return importable.travels_by_name(edited_module.kernel), importable.travels_by_name(edited_module.plain)
 
 files = {{name: Path(__file__).with_name(f"{{name}}_module.py") for name in ("edited", "helper")}}
 texts = {{name: file.read_text() for name, file in files.items()}}

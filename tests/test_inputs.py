@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune.transport import inputs
+from quarantune.transport import arrays
 
 FLOATS = [
     "float16",
@@ -40,7 +40,7 @@ def _numbers(array: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(("kind", "largest"), [("auto", 5), ("uniform", 1)])
 def test_floats_are_finite_and_neither_large_nor_constant(dtype: str, kind: str, largest: float) -> None:
-    array = inputs.make((64, 3), dtype, seed=0, kind=kind)
+    array = arrays.make((64, 3), dtype, seed=0, kind=kind)
     assert (array.shape, array.dtype.name) == ((64, 3), dtype)
     numbers = _numbers(array)
     assert np.isfinite(numbers).all()
@@ -51,23 +51,23 @@ def test_floats_are_finite_and_neither_large_nor_constant(dtype: str, kind: str,
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize("kind", ["auto", "integer", "uniform", "normal"])
 def test_integers_are_safe_as_indices_into_their_own_array(dtype: str, kind: str) -> None:
-    numbers = _numbers(inputs.make((5, 100), dtype, kind=kind, seed=1))
+    numbers = _numbers(arrays.make((5, 100), dtype, kind=kind, seed=1))
     assert numbers.min() >= 0
     assert 1 <= numbers.max() < 5
 
 
 def test_integers_stay_small_in_large_arrays_and_zero_in_scalars() -> None:
-    assert np.asarray(inputs.make((4096,), "int32", seed=0)).max() == 7
-    assert inputs.make((), "int32", seed=0) == 0
-    assert inputs.make((1, 9), "int32", seed=0).max() == 0
+    assert np.asarray(arrays.make((4096,), "int32", seed=0)).max() == 7
+    assert arrays.make((), "int32", seed=0) == 0
+    assert arrays.make((1, 9), "int32", seed=0).max() == 0
 
 
 def test_booleans_are_balanced() -> None:
-    assert 0.4 < np.asarray(inputs.make((1000,), "bool", seed=0)).mean() < 0.6
+    assert 0.4 < np.asarray(arrays.make((1000,), "bool", seed=0)).mean() < 0.6
 
 
 def test_complex_numbers_have_both_parts() -> None:
-    array = np.asarray(inputs.make((100,), "complex64", seed=0))
+    array = np.asarray(arrays.make((100,), "complex64", seed=0))
     assert array.real.std() > 0.3
     assert array.imag.std() > 0.3
 
@@ -75,7 +75,7 @@ def test_complex_numbers_have_both_parts() -> None:
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_generated_keys_have_their_implementation(impl: str) -> None:
     dtype = jax.random.key(0, impl=impl).dtype
-    keys = inputs.make((3,), dtype, seed=0)
+    keys = arrays.make((3,), dtype, seed=0)
     assert (keys.shape, keys.dtype) == ((3,), dtype)
     assert len({float(jax.random.uniform(key)) for key in keys}) == 3
 
@@ -92,7 +92,7 @@ def test_generated_keys_have_their_implementation(impl: str) -> None:
     ],
 )
 def test_each_kind_has_its_distribution(kind: str, low: int, high: int, mean: float, deviation: float) -> None:
-    numbers = _numbers(inputs.make((20_000,), "float32", kind=kind, seed=0))
+    numbers = _numbers(arrays.make((20_000,), "float32", kind=kind, seed=0))
     assert numbers.min() >= low
     assert numbers.max() <= high
     assert numbers.mean() == pytest.approx(mean, abs=0.05)
@@ -104,7 +104,7 @@ def test_each_kind_has_its_distribution(kind: str, low: int, high: int, mean: fl
     ("kind", "allowed"), [("zeros", {2.0**-127}), ("ones", {1.0}), ("integer", {1.0, 2.0}), ("uniform", None)]
 )
 def test_a_dtype_without_zero_and_sign_gets_the_nearest_numbers(kind: str, allowed: set[float] | None) -> None:
-    numbers = _numbers(inputs.make((1000,), "float8_e8m0fnu", kind=kind, seed=0))
+    numbers = _numbers(arrays.make((1000,), "float8_e8m0fnu", kind=kind, seed=0))
     assert np.isfinite(numbers).all()
     assert allowed is None or set(numbers) == allowed
 
@@ -112,57 +112,57 @@ def test_a_dtype_without_zero_and_sign_gets_the_nearest_numbers(kind: str, allow
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4", "bool", "complex64"])
 def test_zeros_are_zero_and_ones_are_one(dtype: str) -> None:
     for kind, number in (("zeros", 0), ("ones", 1)):
-        assert (np.asarray(inputs.make((3,), dtype, kind=kind, seed=0)) == number).all()
+        assert (np.asarray(arrays.make((3,), dtype, kind=kind, seed=0)) == number).all()
 
 
 def test_an_unknown_kind_is_refused_with_the_known_kinds() -> None:
     with pytest.raises(ValueError, match=r"kind must be one of auto, .*got 'gaussian'"):
-        inputs.make((2,), "float32", kind="gaussian", seed=0)
+        arrays.make((2,), "float32", kind="gaussian", seed=0)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "bfloat16"])
 def test_any_shape_can_be_generated(shape: tuple[int, ...], dtype: str) -> None:
-    assert inputs.make(shape, dtype, seed=0).shape == shape
+    assert arrays.make(shape, dtype, seed=0).shape == shape
 
 
 def test_weak_types_are_kept() -> None:
-    weak = inputs.make((3,), "float32", True, seed=0)
+    weak = arrays.make((3,), "float32", True, seed=0)
     assert weak.weak_type
     assert (weak * jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
-    assert not inputs.make((3,), "float32", seed=0).weak_type
+    assert not arrays.make((3,), "float32", seed=0).weak_type
 
 
 def test_double_precision_is_kept_whatever_the_mode() -> None:
-    assert inputs.make((3,), "float64", seed=0).dtype == np.float64
+    assert arrays.make((3,), "float64", seed=0).dtype == np.float64
 
 
 def test_different_seeds_and_arguments_get_different_data() -> None:
     first, *others = (
-        np.asarray(inputs.make((50,), "float32", seed=seed, index=index)) for seed, index in [(0, 0), (0, 1), (1, 0)]
+        np.asarray(arrays.make((50,), "float32", seed=seed, index=index)) for seed, index in [(0, 0), (0, 1), (1, 0)]
     )
     assert all((first != other).any() for other in others)
 
 
 def test_a_large_array_does_not_repeat_within_its_rows() -> None:
-    array = np.asarray(inputs.make((2048, 1024), "float16", seed=0))
+    array = np.asarray(arrays.make((2048, 1024), "float16", seed=0))
     assert not any((array[row] == array[0]).all() for row in range(1, 2048))
 
 
 def test_every_process_generates_the_same_data(tmp_path: Path) -> None:
-    script = "import json\nfrom quarantune.transport import inputs\n"
-    script += "print(json.dumps(inputs.make((4, 5), 'float32', seed=3, index=2).tolist()))"
+    script = "import json\nfrom quarantune.transport import arrays\n"
+    script += "print(json.dumps(arrays.make((4, 5), 'float32', seed=3, index=2).tolist()))"
     path = tmp_path / "make.py"
     path.write_text(script)
-    source = str(Path(inputs.__file__).parents[1])
+    source = str(Path(arrays.__file__).parents[1])
     env = os.environ | {"PYTHONPATH": source, "PYTHONHASHSEED": "77", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=280, check=True)
-    assert json.loads(done.stdout) == inputs.make((4, 5), "float32", seed=3, index=2).tolist()
+    assert json.loads(done.stdout) == arrays.make((4, 5), "float32", seed=3, index=2).tolist()
 
 
 def test_generating_arrays_compiles_nothing(compiles: list[str]) -> None:
     for dtype in ("float32", "bfloat16", "int32", "bool", "complex64", np.dtype(ml_dtypes.float8_e4m3fn)):
-        inputs.make((7, 11), dtype, True, seed=0)
+        arrays.make((7, 11), dtype, True, seed=0)
     assert not compiles
 
 

@@ -39,7 +39,7 @@ from quarantune.sweep.isolation import Isolation, choose
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.this_process import Watched
-from quarantune.transport import executable_data
+from quarantune.transport import executable
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
 from quarantune.values.settings import current
@@ -393,6 +393,6 @@ def test_configs_for_a_tpu_of_this_process_are_compiled_by_workers(monkeypatch: 
     assert programs.keys() == {0, 4}
     args, output = jax.tree.structure(((0,), {})), jax.tree.structure(0)
     for program in programs.values():  # they come as data, for a device that this process lacks
-        read = executable_data.loads(program)
+        read = executable.from_data(program)
         with pytest.raises(ValueError, match="cannot be loaded"):
             read.with_trees(args, output)

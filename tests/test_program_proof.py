@@ -19,7 +19,7 @@ from helpers import SOURCE, TESTS
 
 import quarantune
 from quarantune.sweep import proof
-from quarantune.transport.program_lines import ProgramLines
+from quarantune.transport.programs import ProgramLines
 
 HIDDEN = """
 # A library whose state only a call changes: no attribute of a module leads to it.

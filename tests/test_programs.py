@@ -24,7 +24,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 import quarantune
 from quarantune.scheduler.workers import Worker, Workers, WorkerState
 from quarantune.sweep import routes
-from quarantune.transport import program_text
+from quarantune.transport import programs
 from quarantune.worker.judging import structure_of
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -72,7 +72,7 @@ def test_programs_that_differ_in_notes_for_profilers_are_one() -> None:
 def test_notes_for_profilers_are_removed_and_nothing_else() -> None:
     lowered = jax.jit(noted).lower(X)
     text = lowered.as_text()
-    program_text.remove_notes(lowered)
+    programs.remove_notes(lowered)
     assert lowered.as_text() == text.replace(r', xla_metadata_payload = "{\22config\22: \22\22}"', "") != text
     np.testing.assert_array_equal(lowered.compile()(X), noted(X))
 
@@ -82,7 +82,7 @@ def test_a_program_that_calls_cudnn_by_itself_is_told_from_others(target: str) -
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(X.shape, X.dtype), has_side_effect=True)
     text = jax.jit(call).trace(X).lower(lowering_platforms=("cuda",)).as_text()
     assert target in text
-    assert program_text.calls_cudnn(text) == target.startswith("__cudnn$")
+    assert programs.calls_cudnn(text) == target.startswith("__cudnn$")
 
 
 def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -> None:
@@ -91,7 +91,7 @@ def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -
             return x, jax.tree_util.Partial(lambda y: y - rate)
 
         lowered = jax.jit(step).lower(X)
-        return program_text.identity(lowered, lowered.as_text(), {}, structure_of)
+        return programs.identity(lowered, lowered.as_text(), {}, structure_of)
 
     assert identity(0.1) == identity(0.1) != identity(0.2)
 

@@ -21,7 +21,7 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from helpers import ends, everywhere, isolated
 
 import quarantune
-from quarantune.measure import compare, on_device
+from quarantune.measure import compare
 from quarantune.measure.compare import Mismatches
 from quarantune.measure.rounding import Allowance, Noise
 from quarantune.sandbox import spool
@@ -345,7 +345,7 @@ def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wan
     allowance = Allowance.fixed(Tolerance(max_mismatched_ratio=ratio))
     got = jnp.asarray(got)
     asked: list[Any] = []
-    comparer = on_device.Comparer()
+    comparer = compare.Comparer()
 
     def shortcut(mine: Any, its: Any, allowance: Allowance) -> compare.Mismatches | None:
         asked.append(comparer(mine, its, allowance))
@@ -361,18 +361,18 @@ def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wan
 def test_a_prepared_comparison_compiles_and_transfers_nothing_again(
     monkeypatch: pytest.MonkeyPatch, compiles: list[str]
 ) -> None:
-    comparer, allowance = on_device.Comparer(), Allowance.fixed(Tolerance())
+    comparer, allowance = compare.Comparer(), Allowance.fixed(Tolerance())
     wanted = np.arange(24, dtype=np.float16).reshape(4, 6)
     comparer.prepare([wanted, "no array"], [allowance, allowance])
     got = jnp.asarray(wanted)
     compiles.clear()
-    monkeypatch.setattr(on_device.jax, "device_put", None)
+    monkeypatch.setattr(compare.jax, "device_put", None)
     assert comparer(got, wanted, allowance) == compare.Mismatches(0)
     assert not compiles
 
 
 def test_a_kept_output_is_compared_by_programs_compiled_ahead() -> None:
-    comparer, allowance = on_device.Comparer(), Allowance.fixed(Tolerance())
+    comparer, allowance = compare.Comparer(), Allowance.fixed(Tolerance())
     output = [jnp.arange(30, dtype=jnp.float16).reshape(5, 6), jnp.arange(3)]
     on_host = [np.asarray(array) for array in output]
     comparer.expect([OutputArray(array.shape, array.dtype.name) for array in output])

@@ -38,7 +38,7 @@ from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.sweep import sweep, sweep_inputs
 from quarantune.sweep.request import SweepRequest, Swept
-from quarantune.transport import inputs, payload, program_text
+from quarantune.transport import arrays, payload, programs
 from quarantune.values.shown import format_config
 from quarantune.values.tolerance import Tolerance
 from quarantune.worker.bench import Bench
@@ -518,7 +518,7 @@ def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
     there, here = (jax.jit(scaled, static_argnames=["do"]) for _ in range(2))
     placed = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     lowered = there.trace(placed, placed, do=1).lower()
-    identity = program_text.identity(lowered, lowered.as_text(), {}, structure_of)
+    identity = programs.identity(lowered, lowered.as_text(), {}, structure_of)
     assert identity is not None
     executable = jax_internals.executable_parts(lowered.compile()).program
     x = np.eye(4, dtype=np.float32)
@@ -783,7 +783,7 @@ LOOKS_LIKE = {
 }
 
 
-@pytest.mark.parametrize("kind", inputs.KINDS)
+@pytest.mark.parametrize("kind", arrays.KINDS)
 def test_every_kind_of_supply_runs(kind: str) -> None:
     looks_like = LOOKS_LIKE[kind]
     kernel = tuned(

@@ -16,7 +16,7 @@ from quarantune.devices.leases import Lease
 from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest
-from quarantune.transport import inputs
+from quarantune.transport import arrays
 from quarantune.values.options import Options
 from quarantune.values.settings import current
 from quarantune.values.shardings import MeshSpec
@@ -282,7 +282,7 @@ def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Pa
     run_script(
         tmp_path,
         """
-        from quarantune.transport import inputs, payload
+        from quarantune.transport import arrays, payload
 
         mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
         weak = place(jnp.full((4,), 2.0), mesh, "a")
@@ -304,9 +304,9 @@ def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Pa
         with open(path, "w+b") as file:
             payload.write_arrays(packed, file.fileno())
             call = payload.unpack_call(packed.blob)
-            (first,), _ = inputs.materialize(call, file.fileno(), seed=0)
-            (second,), _ = inputs.materialize(call, file.fileno(), seed=0)
-        (structs,), _ = inputs.call_as_structs(call)
+            (first,), _ = arrays.materialize(call, file.fileno(), seed=0)
+            (second,), _ = arrays.materialize(call, file.fileno(), seed=0)
+        (structs,), _ = arrays.call_as_structs(call)
 
         def values(array):
             return np.asarray(jax.random.key_data(array) if name == "keys" else array)
@@ -330,7 +330,7 @@ def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Pa
         shapes = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), [given["float"], given["keys"]]
         )
-        (made,), _ = inputs.materialize(payload.unpack_call(payload.pack_call(len, (shapes,), {}).blob), -1, seed=0)
+        (made,), _ = arrays.materialize(payload.unpack_call(payload.pack_call(len, (shapes,), {}).blob), -1, seed=0)
         for array, like in zip(made, shapes):
             assert (array.shape, array.dtype) == (like.shape, like.dtype)
             assert array.sharding == like.sharding
@@ -371,7 +371,7 @@ def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(tmp_path
 def test_the_message_for_a_mesh_that_is_too_large_says_how_many_devices() -> None:
     spec = MeshSpec(shape=(64, 2), axis_names=("a", "b"), axis_types=("Auto", "Explicit"))
     with pytest.raises(ValueError, match=r"over 128 devices.*has \d+: set devices_per_trial=128"):
-        inputs.mesh_like(spec)
+        arrays.mesh_like(spec)
 
 
 def test_arguments_on_more_devices_than_a_trial_has_stop_the_sweep_early() -> None:

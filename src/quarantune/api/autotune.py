@@ -30,7 +30,7 @@ from quarantune.host import caller, locks
 from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding
-from quarantune.transport.call import Arguments
+from quarantune.transport.problem import Arguments
 from quarantune.values import naming, remembered
 from quarantune.values.config_space import MadeConfigs
 from quarantune.values.config_values import as_given
@@ -335,9 +335,9 @@ class Autotuned(AsMethod[_P, _R]):
 
     def __reduce__(self) -> Any:
         """Pickles by name, or as the function with its configs and options; results stay in this process."""
-        from quarantune.transport import pickling  # calls do not need it
+        from quarantune.transport import importable  # calls do not need it
 
-        if pickling.travels_by_name(self):
+        if importable.travels_by_name(self):
             return self.__qualname__
         self._jit_options.check_can_travel(_name_of(self))
         options = dataclasses.replace(self._options, name=self.name)  # a worker's `__main__` is another

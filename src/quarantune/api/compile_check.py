@@ -17,7 +17,8 @@ from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.compiled_winner import Winner
 from quarantune.results.report import CompileReport
-from quarantune.transport import binding, executable_data
+from quarantune.transport import binding
+from quarantune.transport.executable import from_data
 from quarantune.transport.problem import as_structs, describe_function
 from quarantune.values import config_space, naming
 from quarantune.values import settings as environment
@@ -157,5 +158,5 @@ def _callable_of(
     """
     if executable:
         with contextlib.suppress(ValueError):  # a config may have forged it
-            return Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
+            return Winner(fn, config, from_data(executable), args=args, kwargs=kwargs)
     return binding.bind(fn, config)

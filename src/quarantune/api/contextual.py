@@ -187,8 +187,8 @@ class Contextual(AsMethod[_P, _R]):
 
     def __reduce__(self) -> Any:
         """Pickles by name, or as the function with its options; results stay in this process."""
-        from quarantune.transport import pickling
+        from quarantune.transport import importable
 
-        if pickling.travels_by_name(self):
+        if importable.travels_by_name(self):
             return self.__wrapped__.__qualname__
         return Contextual, (self.__wrapped__, dataclasses.replace(self._options, name=self.name))

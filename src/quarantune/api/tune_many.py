@@ -14,7 +14,7 @@ from quarantune.host import caller
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep_inputs
-from quarantune.transport.call import Arguments
+from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment
 from quarantune.values.texts import shown
 

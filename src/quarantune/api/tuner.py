@@ -10,7 +10,7 @@ from quarantune.host import caller
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
-from quarantune.transport.call import Arguments
+from quarantune.transport.problem import Arguments
 from quarantune.values.config_space import MadeConfigs
 from quarantune.values.options import OptionKeywords, checked_options
 

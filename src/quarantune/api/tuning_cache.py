@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quarantune.api.tuner import AutoTuner
     from quarantune.resolve.tuned_function import TunedFunction
     from quarantune.resolve.verification import VerifyReport
-    from quarantune.transport.call import Arguments
+    from quarantune.transport.problem import Arguments
 
 
 class TuningCache(cache.TuningCache):

@@ -15,8 +15,7 @@ from quarantune.resolve import layers, suitable
 from quarantune.resolve.layers import space_of
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import binding
-from quarantune.transport.call import Arguments
-from quarantune.transport.problem import as_structs, fitted, is_array, named
+from quarantune.transport.problem import Arguments, as_structs, fitted, is_array, named
 from quarantune.values import config_space
 from quarantune.values import settings as environment
 from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, freeze, has_tag, text_of

@@ -14,8 +14,7 @@ from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
-from quarantune.transport.call import Arguments
-from quarantune.transport.problem import as_structs, is_array
+from quarantune.transport.problem import Arguments, as_structs, is_array
 from quarantune.values import versions
 from quarantune.values.config_values import as_given, encode
 from quarantune.values.findings import SCORES, Findings, Searched

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quarantune import jax_internals
-from quarantune.transport import binding, program_text
+from quarantune.transport import binding, programs
 from quarantune.values.trial import Config
 
 _MODULE = re.compile(r"^module @([\w.-]+)", re.MULTILINE)
@@ -27,7 +27,7 @@ class CompilationSeeds:
         Args:
             compiled: the contents by JAX's own key; or, by the program's identity, the executable as serialised by XLA.
         """
-        by_program = {key: value for key, value in compiled.items() if key.startswith(program_text.PREFIX)}
+        by_program = {key: value for key, value in compiled.items() if key.startswith(programs.PREFIX)}
         by_key = {key: value for key, value in compiled.items() if key not in by_program}
         if by_program and not jax_internals.has_compilation_cache():
             self._by_program |= by_program
@@ -69,7 +69,7 @@ def _module_of(
         jitted, keywords = binding.applied(fn, config)
         lowered = jitted.trace(*args, **kwargs, **keywords).lower()
         text = lowered.as_text()
-        identity = program_text.identity(lowered, text, options, structure_of)
+        identity = programs.identity(lowered, text, options, structure_of)
     except Exception:
         return {}  # the call meets the same error, and reports it
     name = _MODULE.search(text)

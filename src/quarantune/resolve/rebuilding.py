@@ -16,9 +16,9 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.jax_internals import state
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.transport import inputs
+from quarantune.transport import arrays
 from quarantune.transport.arrays import dtype_from_name
-from quarantune.transport.call import Arguments
+from quarantune.transport.problem import Arguments
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shardings import MeshSpec, ShardingSpec, abstract_mesh, abstract_sharding
 
@@ -143,7 +143,7 @@ class _Maker:
             if function.is_jitted or callable(function.options.supply):
                 is_weak = bool(about.get("weak_type"))
                 return jax.ShapeDtypeStruct(shape, dtype_from_name(dtype), weak_type=is_weak, sharding=sharding)
-            return inputs.elements(
+            return arrays.elements(
                 shape, dtype_from_name(dtype), kind=function.options.supply, seed=_SEED, index=self._arrays
             )
         except (TypeError, ValueError, KeyError, AttributeError):

@@ -21,8 +21,7 @@ from quarantune.cache.content import short_text
 from quarantune.host import locks
 from quarantune.resolve.call_key import KeyedCall, keyed
 from quarantune.transport import assignment
-from quarantune.transport.call import Arguments, with_leaves
-from quarantune.transport.problem import is_array
+from quarantune.transport.problem import Arguments, is_array, with_leaves
 from quarantune.values import naming
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text

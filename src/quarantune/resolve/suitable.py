@@ -52,9 +52,9 @@ def check_jit_options(fn: Callable[..., Any], name: str) -> None:
             "jax.lax.with_sharding_constraint inside the function"
         )
     if options.cannot_travel:
-        from quarantune.transport import pickling  # few functions need it
+        from quarantune.transport import importable  # few functions need it
 
-        if not pickling.may_travel_by_name(fn):
+        if not importable.may_travel_by_name(fn):
             options.check_can_travel(name)
 
 

@@ -17,7 +17,7 @@ from quarantune.resolve.layers import open_store
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.resolve.resolver import Resolver, keyed_for_engine
 from quarantune.results.result import CallShare, TuningResult
-from quarantune.transport.call import Arguments
+from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import text_of

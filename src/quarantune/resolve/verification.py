@@ -19,7 +19,7 @@ from quarantune.resolve.rebuilding import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult, times_text
-from quarantune.transport.call import Arguments
+from quarantune.transport.problem import Arguments
 from quarantune.values import remembered
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import as_given

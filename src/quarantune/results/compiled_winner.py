@@ -10,7 +10,7 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.host import locks
-from quarantune.transport import binding, executable_data
+from quarantune.transport import binding, executable
 from quarantune.values.trial import Config
 
 _Static = tuple[type, Any]
@@ -45,8 +45,8 @@ class Winner:
         self._jitted, self._keywords = binding.applied(fn, config)
         self._jit = jax_internals.jit_options(fn)
         dynamic, self._statics = self._split(args, kwargs)
-        self._read: executable_data.Loaded | None = None
-        if isinstance(compiled, executable_data.Loaded):
+        self._read: executable.Loaded | None = None
+        if isinstance(compiled, executable.Loaded):
             self._read = compiled
             self._call = None if compiled.out_tree is None else compiled.with_trees(_tree(dynamic), compiled.out_tree)
         else:

@@ -17,7 +17,7 @@ from quarantune.results import report, saved_files
 from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
 from quarantune.transport import binding
-from quarantune.transport.call import Arguments
+from quarantune.transport.problem import Arguments
 from quarantune.values import shown
 from quarantune.values.codec import IN_MEMORY, DamageError, Record
 from quarantune.values.config_values import encode, originals, restore
@@ -396,7 +396,7 @@ class TuningResult(Record):
         from quarantune.devices import discovery
         from quarantune.results.compiled_winner import Winner
         from quarantune.transport import pickling
-        from quarantune.transport.executable import loads as load
+        from quarantune.transport.executable import from_pickle as load
         from quarantune.values.versions import versions
 
         plain, call, *rest = pickling.loads(contents[FUNCTION])  # results of earlier versions hold no config values

@@ -291,7 +291,7 @@ class Traced(Reply):
     """The config was traced, and is about to be lowered.
 
     Attributes:
-        lines: the lines of its program, as `transport.program_lines` makes them, with the number of each.
+        lines: the lines of its program, as `transport.programs` makes them, with the number of each.
     """
 
     lines: Mapping[str, int]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from quarantune.devices.device import Device
 from quarantune.host import machine
-from quarantune.measure.objective import Objective
+from quarantune.measure.finals import Objective
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import TIME

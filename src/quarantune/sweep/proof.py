@@ -20,10 +20,10 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune import jax_internals
 from quarantune.scheduler.plan import Compare
-from quarantune.transport import assignment, binding, differentiation, inputs
+from quarantune.transport import arrays, assignment, binding, differentiation
 from quarantune.transport.call import Call
 from quarantune.transport.problem import Problem
-from quarantune.transport.program_lines import ProgramLines
+from quarantune.transport.programs import ProgramLines
 from quarantune.values.config_values import restore
 from quarantune.values.options import Options
 from quarantune.values.texts import shown
@@ -92,7 +92,7 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
     """
     config = restore(config, call.config_values)
     jitted, keywords = binding.applied(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
-    args, kwargs = inputs.call_as_structs(call)
+    args, kwargs = arrays.call_as_structs(call)
     # What JAX traces under other metadata it keeps apart.
     with (
         _unheard(),

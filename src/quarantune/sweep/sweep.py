@@ -135,13 +135,13 @@ def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[
     Raises:
         ValueError: it does, and that cannot be measured.
     """
-    from quarantune.measure import energy, objective  # few sweeps need them
+    from quarantune.measure import clocks, finals  # few sweeps need them
 
     problem, devices = request.problem, max(packed.devices_needed, request.options.devices_per_trial)
-    if not objective.needs_energy(request.options.objective, dict(possible[0]) if possible else {}):
+    if not finals.needs_energy(request.options.objective, dict(possible[0]) if possible else {}):
         return False
     jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
-    reason = energy.why_not(problem.platform, problem.device_kind)
+    reason = clocks.why_no_energy(problem.platform, problem.device_kind)
     if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
         reason = "that takes one device, and a jitted function that donates no arguments"
     if reason:

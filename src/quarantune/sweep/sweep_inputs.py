@@ -12,8 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport.call import Arguments, with_leaves
-from quarantune.transport.problem import as_structs, describe_call, describe_function, is_array, named
+from quarantune.transport.problem import (
+    Arguments,
+    as_structs,
+    describe_call,
+    describe_function,
+    is_array,
+    named,
+    with_leaves,
+)
 from quarantune.values.json_object import JsonObject
 from quarantune.values.scoped_stack import ScopedStack
 

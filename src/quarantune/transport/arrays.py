@@ -1,21 +1,250 @@
-"""Converts JAX arrays to raw data, and raw data to JAX arrays that own their buffers."""
+"""Makes the arrays of a call in a worker: from raw data, as in the spool, or from a shape and a dtype alone."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
+import os
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
+from quarantune.transport.call import ArrayRef, ArraySpec, Call
+from quarantune.transport.problem import Arguments, with_leaves
+from quarantune.values.shardings import MeshSpec
+
+KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
+
+# Random elements are drawn for one tile, which is repeated: copying is faster than drawing. A prime, so that no block
+# of a kernel has the size of the tile, and a kernel that mixes up its blocks still gives a wrong result.
+_TILE_ELEMENTS = 1_000_003
+
+_MAX_INDEX = 8
 
 # On the CPU, XLA always uses NumPy data aligned to 64 bytes in place, and does not donate such a buffer. It copies data
 # that starts 16 bytes after such an address (which is aligned enough for every dtype) into a buffer of its own.
 _XLA_ALIGNMENT_BYTES = 64
 _OFF_ALIGNMENT_BYTES = 16
+
+
+def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Arguments:
+    """Returns a call's arguments with real arrays in them, fresh ones each time.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+        fd: the spool, open for reading; unused if no array has bytes in it.
+        seed: the seed of generated arrays.
+        kind: how they are generated, one of `KINDS`.
+
+    Returns:
+        Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
+        numpy arrays are writable copies.
+
+    Raises:
+        ValueError: the spool is too short for the call, or there are fewer devices than it needs.
+    """
+    spool = _map_spool(call, fd)
+
+    def array(spec: ArraySpec) -> Any:
+        if spec.made:
+            dtype = spec.dtype if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
+            return make(
+                spec.shape,
+                dtype,
+                spec.weak_type,
+                kind=kind,
+                seed=seed,
+                index=spec.index,
+                sharding=_sharding(call, spec),
+            )
+        data = _view(spool, spec)
+        if spec.kind == "numpy":
+            return data.copy(order="K")
+        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
+
+    # The mapping is closed with the last view of it.
+    return _replace_refs(call, array)
+
+
+def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
+    """Returns a call's arguments with a `jax.ShapeDtypeStruct` for each array, to compile without data.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+        sharding: the sharding of every array; None for the call's own.
+
+    Raises:
+        ValueError: there are fewer devices than the call needs.
+    """
+
+    def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+        dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
+        if spec.kind == "numpy":
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(
+            spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(call, spec)
+        )
+
+    return _replace_refs(call, struct)
+
+
+def mesh_like(spec: MeshSpec) -> Mesh:
+    """Returns a mesh of this process's first devices; equal specs give equal meshes.
+
+    Raises:
+        ValueError: there are fewer devices than it needs.
+    """
+    devices = jax.local_devices()[: spec.size]  # the caller's process may be one of several
+    if len(devices) < spec.size:
+        raise ValueError(
+            f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "
+            f"set devices_per_trial={spec.size} and make as many visible"
+        )
+    # A manual axis becomes manual only in the worker's `shard_map`.
+    axis_types = tuple(AxisType.Auto if spec.is_manual else AxisType[name] for name in spec.axis_types)
+    return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
+
+
+def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
+    """Returns the place of an array in this process; None for one that is free to be anywhere."""
+    if spec.is_committed:
+        place: Sharding = jax.device_put(np.zeros(())).sharding  # where JAX puts what nobody has placed
+        return place
+    if spec.sharding is None:
+        return None
+    if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
+        return own
+    return NamedSharding(mesh_like(spec.sharding.mesh), PartitionSpec(*spec.sharding.partitions))
+
+
+def make(
+    shape: tuple[int, ...],
+    dtype: Any,
+    weak_type: bool = False,
+    *,
+    kind: str = "auto",
+    seed: int,
+    index: int = 0,
+    sharding: Sharding | None = None,
+) -> jax.Array:
+    """Generates an array of a shape and dtype, without compiling anything.
+
+    Equal arguments give equal data, in every process. `auto`, `normal` and `randn` floats are of the standard normal
+    distribution, `uniform` ones lie in [-1, 1), `integer` ones are whole numbers from -2 to 2.
+    Integers, which may be indices or lengths, are at least 0 and below both 8 and the array's smallest
+    dimension (a scalar is 0), whatever the random kind; booleans are balanced; complex numbers have both
+    parts; PRNG keys are random keys. If a dtype has no zero, its smallest number is used instead, or 1 for `integer`.
+
+    Args:
+        shape: the shape.
+        dtype: a numpy or ml_dtypes dtype or its name, or the dtype of PRNG keys.
+        weak_type: whether the array is weakly typed.
+        kind: one of `KINDS`.
+        seed: the seed of the sweep.
+        index: the number of the argument, so that arguments of one shape differ.
+        sharding: where it goes; None for the default device.
+
+    Raises:
+        ValueError: `kind` is not one of `KINDS`.
+    """
+    if is_key_dtype(dtype):
+        generator = np.random.default_rng((seed, index))
+        impl = jax_internals.key_impl(dtype)
+        data_shape = shape + jax_internals.key_data_shape(impl)
+        return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl, sharding)
+    dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    return restore_array(elements(shape, dtype, kind=kind, seed=seed, index=index), weak_type, None, sharding)
+
+
+def elements(shape: tuple[int, ...], dtype: np.dtype[Any], *, kind: str, seed: int, index: int) -> np.ndarray[Any, Any]:
+    """Returns the elements that `make` gives an array, as a NumPy array.
+
+    Args:
+        shape: the shape.
+        dtype: the dtype.
+        kind: one of `KINDS`.
+        seed: the seed of the sweep.
+        index: the number of the argument.
+
+    Raises:
+        ValueError: `kind` is not one of `KINDS`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind in ("zeros", "ones"):
+        return np.full(shape, _held(np.float64(kind == "ones"), kind, dtype), dtype)
+    generator = np.random.default_rng((seed, index))
+    tile = _tile(generator, shape, dtype, kind, elements=min(math.prod(shape), _TILE_ELEMENTS))
+    return np.resize(tile, shape)
+
+
+def _tile(
+    generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any], kind: str, *, elements: int
+) -> np.ndarray[Any, Any]:
+    """Returns the first `elements` elements of an array, flat."""
+    if dtype == np.bool_:
+        return generator.integers(0, 2, elements).astype(dtype)
+    if jnp.issubdtype(dtype, np.integer):
+        return generator.integers(0, _index_bound(shape, dtype), elements).astype(dtype)
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return (_floats(generator, kind, elements) + 1j * _floats(generator, kind, elements)).astype(dtype)
+    return np.asarray(_held(_floats(generator, kind, elements), kind, dtype)).astype(dtype)
+
+
+def _held(numbers: Any, kind: str, dtype: np.dtype[Any]) -> Any:
+    """Returns numbers moved into the range of a dtype without zero or sign, as those for scales are."""
+    smallest = float(jnp.finfo(dtype).min) if jnp.issubdtype(dtype, np.floating) else -1  # type: ignore[no-untyped-call]
+    return np.maximum(np.abs(numbers), 1 if kind == "integer" else smallest) if smallest > 0 else numbers
+
+
+def _index_bound(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    largest = int(jnp.iinfo(dtype).max)  # type: ignore[no-untyped-call]
+    return max(1, min(_MAX_INDEX, largest + 1, *shape)) if shape else 1
+
+
+def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndarray[Any, Any]:
+    if kind in ("auto", "normal", "randn"):
+        return generator.standard_normal(elements)
+    if kind == "integer":
+        return generator.integers(-2, 3, elements).astype(np.float64)
+    return generator.uniform(-1, 1, elements)
+
+
+def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
+    if (needed := call.spool_bytes) == 0:
+        return None
+    size = os.fstat(fd).st_size
+    if size < needed:
+        # Reading past the end of a mapped file would kill the process.
+        raise ValueError(
+            f"the spool holds {size} bytes and the call needs {needed}: write_arrays was not run or failed"
+        )
+    return mmap.mmap(fd, needed, access=mmap.ACCESS_READ)
+
+
+def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
+    dtype = dtype_from_name(spec.dtype)
+    if spool is None or spec.nbytes == 0:
+        return np.zeros(spec.data_shape, dtype)
+    flat = np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset)
+    return flat.reshape(spec.data_shape[::-1]).T if spec.is_transposed else flat.reshape(spec.data_shape)
+
+
+def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:
+    def is_reference(leaf: Any) -> bool:
+        return isinstance(leaf, ArrayRef)
+
+    return with_leaves(call.args, call.kwargs, is_reference, lambda leaf: make_array(call.specs[leaf.index]))
+
+
+# --- arrays from raw data ---
 
 
 def restore_array(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import jax
 
@@ -12,25 +12,6 @@ from quarantune import jax_internals
 from quarantune.transport import unpicklable
 from quarantune.values.shardings import MeshSpec, ShardingSpec
 from quarantune.values.texts import shown
-
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call: the positional ones, and the keyword arguments by name."""
-
-
-def with_leaves(
-    args: Sequence[Any], kwargs: Mapping[str, Any], is_wanted: Callable[[Any], bool], change: Callable[[Any], Any]
-) -> Arguments:
-    """Returns the arguments of a call with some leaves changed.
-
-    An argument without such leaves stays the very same object, as it may be compared by identity.
-    """
-
-    def changed(value: Any) -> Any:
-        if not any(map(is_wanted, jax.tree.leaves(value))):
-            return value
-        return jax.tree.map(lambda leaf: change(leaf) if is_wanted(leaf) else leaf, value)
-
-    return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

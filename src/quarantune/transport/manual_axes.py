@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from quarantune import jax_internals
-from quarantune.transport import inputs
+from quarantune.transport import arrays
 from quarantune.transport.call import ArrayRef, Call
 from quarantune.values.shardings import MeshSpec, sharding_of
 
@@ -136,7 +136,7 @@ def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[...
 
         over_devices = jax.shard_map(
             local,
-            mesh=inputs.mesh_like(mesh),
+            mesh=arrays.mesh_like(mesh),
             in_specs=tuple(_partitions(references[place], call) for place in shards),
             out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,

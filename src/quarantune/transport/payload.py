@@ -21,8 +21,9 @@ from quarantune.host import origins
 from quarantune.host.shared_files import write_all
 from quarantune.jax_internals import state
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
-from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, ProgramValue, with_leaves
+from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, ProgramValue
 from quarantune.transport.pickling import dumps, loads
+from quarantune.transport.problem import with_leaves
 from quarantune.values import naming
 from quarantune.values.shardings import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
 

@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host import locks, origins
-from quarantune.transport import classes, loaded, unpicklable
+from quarantune.host import locks
+from quarantune.transport import classes, importable, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
 _SIGNATURE_ATTRIBUTES = (
@@ -57,7 +57,7 @@ def dumps(obj: object, apart: list[memoryview] | None = None) -> bytes:
         if unpicklable.is_interruption(error):
             raise
         message = unpicklable.explain(obj, error, _dump)
-        if edited := loaded.own_edited_modules():
+        if edited := importable.own_edited_modules():
             message += (
                 f" ({', '.join(edited)} changed on disk after this process imported it, so its functions do not travel "
                 f"by name, as a worker would import other code: reload it, or start the program again.)"
@@ -247,7 +247,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _can_import(self, name: str) -> bool:
         if name not in self._importable:
-            self._importable[name] = can_import(name)
+            self._importable[name] = importable.can_import(name)
         return self._importable[name]
 
 
@@ -266,13 +266,8 @@ class _ModuleGlobals:
 
 
 def _reference_from(modules: Iterable[types.ModuleType], obj: Any) -> Any:
-    home = next(filter(None, (home_in(module, obj) for module in modules)), None)
+    home = next(filter(None, (importable.home_in(module, obj) for module in modules)), None)
     return NotImplemented if home is None else (load_by_name, (*home, 0))
-
-
-def home_in(module: types.ModuleType, obj: Any) -> tuple[str, str] | None:
-    """Returns the names of a module and of an object in it; None where the object is not one of its values."""
-    return next(((module.__name__, name) for name, value in list(vars(module).items()) if value is obj), None)
 
 
 # One look-up per class, not per object; bounded, so that classes made in a loop can be freed.
@@ -323,59 +318,109 @@ def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
     )
 
 
-def can_import(name: str) -> bool:
-    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module and code."""
-    module = sys.modules.get(name)
-    if module is None or name in ("__main__", "__mp_main__"):
-        return False
-    if origins.is_imported_early(name):
-        return True
-    parent = name.rpartition(".")[0]
-    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    if parent and path is None:
-        return can_import(parent)  # its parent makes it (os.path), in every process
-    spec = _find_spec(name, path)
-    if spec is None:
-        return False
-    file = getattr(module, "__file__", None)
-    if not (spec.has_location and spec.origin and file):
-        return True
-    return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not loaded.edited_modules(name)
-
-
-def _find_spec(name: str, path: Any) -> Any:
-    # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.
-    for finder in sys.meta_path:
-        try:
-            spec = finder.find_spec(name, path)
-        except Exception as error:
-            if unpicklable.is_interruption(error):
-                raise
-            continue
-        if spec is not None:
-            return spec
-    return None
-
-
-def may_travel_by_name(obj: Any) -> bool:
-    """Returns whether `travels_by_name` may be true for an object once its module is fully imported."""
-    return "<" not in obj.__qualname__ and can_import(obj.__module__)
-
-
-def travels_by_name(obj: Any) -> bool:
-    """Returns whether another process finds this very object by its module and qualified name."""
-    try:
-        return can_import(obj.__module__) and operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
-    except AttributeError:
-        return False
-
-
 def in_file(code: types.CodeType, file: str) -> types.CodeType:
     """Returns code with its file, and that of the code in it, set again where cloudpickle has left it out."""
     if code.co_filename != _NO_FILE:
         return code
     constants = (in_file(item, file) if isinstance(item, types.CodeType) else item for item in code.co_consts)
     return code.replace(co_filename=file, co_consts=tuple(constants))
+
+
+# --- values of modules ---
+
+
+_LARGEST_BYTES, _LARGEST_ARRAY_BYTES = 1 << 26, 1 << 24
+
+
+class _LeftOut: ...
+
+
+LEFT_OUT = _LeftOut()
+"""Stands for a part of a value that cannot travel."""
+
+
+def dump_state(value: object, place: str) -> tuple[bytes | None, str]:
+    """Pickles a value, with its parts as far as they can travel.
+
+    Args:
+        value: the value.
+        place: the dotted name of its place; a function of this name travels by value.
+
+    Returns:
+        Bytes for `pickling.loads`, in which `LEFT_OUT` stands for parts that cannot travel, None where nothing of the
+        value can; and the reason for the first part that cannot.
+    """
+    reasons: list[str] = []
+
+    def make(file: io.BytesIO, cleanup: contextlib.ExitStack) -> Pickler:
+        return _StatePickler(file, cleanup, place, value, reasons)
+
+    try:
+        blob = dump_with(make, value, _BoundedFile())
+    except Exception as error:
+        if unpicklable.is_interruption(error):
+            raise
+        return None, str(error)
+    return blob, next(iter(reasons), "")
+
+
+class _BoundedFile(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > _LARGEST_BYTES:
+            raise OSError(f"it has more than {_LARGEST_BYTES >> 20} MiB")
+        return super().write(data)
+
+
+def home_of(obj: Any) -> tuple[str, str] | None:
+    """Returns the module and the name of an object that cannot be copied, and travels by name; else None."""
+    module = sys.modules.get(type(obj).__module__)
+    if module is None or type(obj).__module__ == "builtins" or not classes.refuses_to_be_copied(obj):
+        return None
+    return importable.home_in(module, obj)
+
+
+class _StatePickler(Pickler):
+    """Pickles objects by their parts, and leaves out the parts that cannot travel."""
+
+    def __init__(
+        self, file: io.BytesIO, cleanup: contextlib.ExitStack, place: str, value: object, reasons: list[str]
+    ) -> None:
+        super().__init__(file, cleanup)
+        self._place = place
+        self._value = value
+        self._reasons = reasons
+
+    def reducer_override(self, obj: Any) -> Any:
+        try:
+            if isinstance(obj, (np.ndarray, jax.Array)) and obj.nbytes > _LARGEST_ARRAY_BYTES:
+                raise unpicklable.CannotTravelError("It is too large.")
+            reduced = super().reducer_override(obj)
+            is_by_parts = not isinstance(obj, (type, types.FunctionType)) and type(obj) not in self.dispatch_table
+            if reduced is NotImplemented and is_by_parts:
+                reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            cannot_travel = isinstance(error, unpicklable.CannotTravelError) or not hasattr(obj, "__dict__")
+            if unpicklable.is_interruption(error) or (obj is self._value and cannot_travel):
+                raise
+            if cannot_travel:
+                self._reasons.append(str(error))
+                return load_by_name, (__name__, "LEFT_OUT", 0)
+            # An object that refuses to be copied, as the parsed flags of absl do: it is not copied but made alike.
+            object.__new__(type(obj))  # raises where the fields are not all
+            return object.__new__, (type(obj),), dict(vars(obj)), None, None, set_attributes
+        return reduced
+
+    def _refuses(self, obj: Any) -> bool:
+        return False
+
+    def _by_name(self, obj: Any) -> Any:
+        return NotImplemented if self._has_place(obj) else super()._by_name(obj)
+
+    def _reduced(self, function: types.FunctionType) -> Any:
+        return self._dynamic_function_reduce(function) if self._has_place(function) else super()._reduced(function)
+
+    def _has_place(self, obj: Any) -> bool:
+        return f"{getattr(obj, '__module__', None)}.{getattr(obj, '__qualname__', None)}" == self._place
 
 
 # --- functions called by `loads` --------------------------------------------------------------------

@@ -8,19 +8,21 @@ import dataclasses
 import enum
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport.call import Arguments, with_leaves
 from quarantune.values import describe
 from quarantune.values.config_values import is_tagged, tagged
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shardings import MeshSpec
 from quarantune.values.trial import Config
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call: the positional ones, and the keyword arguments by name."""
 
 _EMPTY = inspect.Parameter.empty
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -224,6 +226,22 @@ def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         return jax.ShapeDtypeStruct(array.shape, describe.canonical_dtype(array.dtype), weak_type=is_weak)
 
     return with_leaves(args, kwargs, is_array, struct)
+
+
+def with_leaves(
+    args: Sequence[Any], kwargs: Mapping[str, Any], is_wanted: Callable[[Any], bool], change: Callable[[Any], Any]
+) -> Arguments:
+    """Returns the arguments of a call with some leaves changed.
+
+    An argument without such leaves stays the very same object, as it may be compared by identity.
+    """
+
+    def changed(value: Any) -> Any:
+        if not any(map(is_wanted, jax.tree.leaves(value))):
+            return value
+        return jax.tree.map(lambda leaf: change(leaf) if is_wanted(leaf) else leaf, value)
+
+    return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
 
 
 # --- dynamic arguments --------------------------------------------------------------------------------------

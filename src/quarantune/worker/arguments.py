@@ -11,9 +11,10 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.measure import rounding
-from quarantune.transport import inputs
+from quarantune.transport import arrays
 from quarantune.transport.arrays import restore_array
-from quarantune.transport.call import Arguments, Call
+from quarantune.transport.call import Call
+from quarantune.transport.problem import Arguments
 
 _SEED = 0
 _MOST_BYTES = 512 << 20
@@ -34,7 +35,7 @@ class CallArguments:
         Args:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            supply: how arrays without data are made, as `inputs.materialize` takes it.
+            supply: how arrays without data are made, as `arrays.materialize` takes it.
         """
         self._call = call
         self._arrays_fd = arrays_fd
@@ -54,7 +55,7 @@ class CallArguments:
 
     def fresh(self) -> Arguments:
         """Returns newly made arguments of the call."""
-        args, kwargs = inputs.materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._supply)
+        args, kwargs = arrays.materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._supply)
         if self.jit is None:
             return args, kwargs
         # A jitted function's numpy arguments are carried to the device here and not with every timed call. jnp.asarray

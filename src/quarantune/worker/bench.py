@@ -20,8 +20,9 @@ from quarantune.jax_internals import kernels
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions, Measurement
-from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes, program_text
-from quarantune.transport.call import Arguments, Call
+from quarantune.transport import arrays, assignment, binding, differentiation, executable, manual_axes, programs
+from quarantune.transport.call import Call
+from quarantune.transport.problem import Arguments
 from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray
 from quarantune.values.config_values import restore
 from quarantune.values.trial import Config
@@ -49,7 +50,7 @@ class Program:
         cache_entries: the executable as JAX's compilation cache holds it, by its key there; empty where the caller's
             process would not find it under that key, as one compiled without its device.
         calls_back: whether it is known to call back into Python.
-        identity: its hash where it was compiled without its device, as `program_text.identity` returns it.
+        identity: its hash where it was compiled without its device, as `programs.identity` returns it.
         coarsest: the bits in the mantissas of the coarsest type that it computes with; None where that is not known.
         figures: what its kernels need, as far as that is known.
     """
@@ -97,7 +98,7 @@ class Bench:
         if options.platform == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker has no use for
         if call.context_mesh is not None:
-            jax.set_mesh(inputs.mesh_like(call.context_mesh))
+            jax.set_mesh(arrays.mesh_like(call.context_mesh))
 
     @property
     def is_plain(self) -> bool:
@@ -187,7 +188,7 @@ class Bench:
             program = self._compile_deviceless(config, target, announce, show, is_check=is_check)
             figures = figures or program.figures
             return dataclasses.replace(program, compile_s=time.perf_counter() - start, figures=figures)
-        args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
+        args, kwargs = arrays.call_as_structs(self._call) if away else self._arguments.shared()
         jitted, keywords = binding.applied(self._jitted, config)
         traced = jitted.trace(*args, **kwargs, **keywords)
         if self._options.platform == "tpu":
@@ -212,7 +213,7 @@ class Bench:
             is_check: whether nobody will run it.
         """
         with abstract_device(target, is_check=is_check) as sharding:
-            args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
+            args, kwargs = arrays.call_as_structs(self._call, sharding=sharding)
             jitted, keywords = binding.applied(self._jitted, restore(config, self._call.config_values))
             traced = jitted.trace(*args, **kwargs, **keywords)
             if target.platform == "tpu":
@@ -235,13 +236,11 @@ class Bench:
             spool.write_parts(fd, [self._call.fn.report(program.config), b"", b""])
             return
         if as_data:
-            from quarantune.transport import executable_data  # imports modules that few workers need
-
             with contextlib.suppress(ValueError):
-                spool.write_parts(fd, [executable_data.dumps(program.call)])
+                spool.write_parts(fd, [executable.to_data(program.call)])
             return
         try:
-            blob = executable.dumps(program.call)
+            blob = executable.to_pickle(program.call)
         except Exception as error:
             raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
         key, value = next(iter(program.cache_entries.items()), ("", b""))
@@ -255,7 +254,7 @@ class Bench:
             return self.compile(config, target=None)
         config = restore(config, self._call.config_values)
         blob, *_, coarsest = spool.read_parts(fd)
-        return Program(config, executable.loads(blob), 0.0, coarsest=int(coarsest) if coarsest else None)
+        return Program(config, executable.from_pickle(blob), 0.0, coarsest=int(coarsest) if coarsest else None)
 
     def load_data(self, config: Config, blob: bytes) -> Program:
         """Loads a config's program that a worker saved as data, onto the device of the arguments; runs no code of it.
@@ -263,15 +262,13 @@ class Bench:
         Raises:
             ValueError: it cannot be loaded here.
         """
-        from quarantune.transport import executable_data  # imports modules that workers do not need
-
         config = restore(config, self._call.config_values)
-        if not all(own is None or executable_data.is_in_order(own) for own in self._call.own_shardings):
+        if not all(own is None or executable.is_in_order(own) for own in self._call.own_shardings):
             raise ValueError("its arguments are laid out over the devices in another order than in a worker")
         args, kwargs = self._arguments.dynamic(self._arguments.shared())
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
         onto = {device for array in arrays for device in array.devices()}
-        read = executable_data.loads(blob, onto=onto.pop() if len(onto) == 1 else None)
+        read = executable.from_data(blob, onto=onto.pop() if len(onto) == 1 else None)
         out_tree = read.out_tree
         if out_tree is None:
             # Its outputs hold classes that only the function can name. A worker has traced it without harm.
@@ -408,13 +405,11 @@ class Bench:
         Raises:
             RuntimeError: the energy counter of the device cannot be read, or stands still.
         """
-        from quarantune.measure import energy  # few sweeps need it
-
         args, kwargs = self._arguments.dynamic(self._arguments.shared())
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
         device: Any = next((device for array in arrays for device in array.devices()), jax.local_devices()[0])
-        read = energy.counter(device.local_hardware_id)
-        return energy.per_call(lambda: program.call(*args, **kwargs), read, time_ms / 1e3)
+        read = clocks.energy_counter(device.local_hardware_id)
+        return clocks.energy_per_call(lambda: program.call(*args, **kwargs), read, time_ms / 1e3)
 
     def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
@@ -461,11 +456,11 @@ class Bench:
             Whether it calls back into Python, and its hash.
         """
         _, compiler_options = binding.split(self._jitted, config)
-        program = program_text.identity(lowered, text, compiler_options, structure_of)
+        program = programs.identity(lowered, text, compiler_options, structure_of)
         if program is not None and not self._options.check_grad:
             arrays = jax.tree.leaves(lowered.out_info)
             announce(program, tuple(OutputArray(array.shape, array.dtype.name) for array in arrays))
-        return program_text.calls_back(text), program
+        return programs.calls_back(text), program
 
     def _has_own_clock(self) -> bool:
         # Of several devices, the clock would add up the times, waits of one for another included.
@@ -490,10 +485,10 @@ class Bench:
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))
         text = lowered.as_text()
-        if not is_check and program_text.calls_cudnn(text):
+        if not is_check and programs.calls_cudnn(text):
             raise NeedsDeviceError("cuDNN plans its kernels with the device")
         _, identity = self._announce(lowered, text, config, announce)
-        program_text.remove_notes(lowered)
+        programs.remove_notes(lowered)
         reads = is_check and target.platform == "cuda"
         compiled, figures = compiler_figures.compiled(lowered, target) if reads else (lowered.compile(), None)
         coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, target.platform)

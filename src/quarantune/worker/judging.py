@@ -19,14 +19,15 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.cache import described
 from quarantune.host.memory import file_id
-from quarantune.measure import compare, on_device, rounding
+from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.transport import binding, differentiation, executable, inputs, pickling
+from quarantune.transport import arrays, binding, differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
-from quarantune.transport.call import Arguments, Call
+from quarantune.transport.call import Call
+from quarantune.transport.problem import Arguments
 from quarantune.values.compiling import OutputArray
 from quarantune.values.trial import Config
 from quarantune.worker.arguments import CallArguments
@@ -111,7 +112,7 @@ class Judge:
         self._expected: dict[tuple[int, int], ComparedOutput] = {}
         self.noise: float | None = None
         # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
-        self._shortcut = None if options.platform in (None, "cpu") else on_device.Comparer()
+        self._shortcut = None if options.platform in (None, "cpu") else compare.Comparer()
 
     def prepare(self, references: Sequence[int]) -> None:
         """Carries the references to an accelerator, ahead of the first output; errors are left to `check`."""
@@ -134,14 +135,14 @@ class Judge:
         is_empty = fd is not None and not (kept := spool.read(fd))
         if fd is not None and not is_empty:
             with contextlib.suppress(Exception):  # the worker that wrote it may have been killed meanwhile
-                device.programs |= {kind: executable.loads(blob) for kind, blob in pickling.loads(kept).items()}
+                device.programs |= {kind: executable.from_pickle(blob) for kind, blob in pickling.loads(kept).items()}
         with contextlib.suppress(Exception):
             with ThreadPoolExecutor(1) as pool:
                 if self._fixed is None:
                     pool.submit(self._arguments.moved, 0, None, device.run)
                 device.expect(outputs)
             if fd is not None and is_empty:
-                programs = {kind: executable.dumps(program) for kind, program in device.programs.items()}
+                programs = {kind: executable.to_pickle(program) for kind, program in device.programs.items()}
                 spool.write(fd, pickling.dumps(programs))
 
     def compute_reference(self, fd: int) -> None:
@@ -161,7 +162,7 @@ class Judge:
         _write(fd, kept)
 
     def _trace_defaults(self) -> Any:
-        args, kwargs = inputs.call_as_structs(self._call)
+        args, kwargs = arrays.call_as_structs(self._call)
         jitted: Any = self._call.fn
         return jitted.trace(*args, **kwargs)
 

@@ -25,7 +25,7 @@ from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
 from quarantune.transport import payload
 from quarantune.transport.call import Call
-from quarantune.transport.program_lines import ProgramLines
+from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import Frame
 from quarantune.values.compiling import CompileTarget

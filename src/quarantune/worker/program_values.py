@@ -22,7 +22,8 @@ from quarantune.cache.fingerprint import reached
 from quarantune.host import origins
 from quarantune.transport import pickling
 from quarantune.transport.call import ProgramValue
-from quarantune.transport.state import LEFT_OUT, dump_state, home_of
+from quarantune.transport.importable import can_import
+from quarantune.transport.pickling import LEFT_OUT, dump_state, home_of
 from quarantune.values import texts
 
 _logger = logging.getLogger("quarantune")
@@ -53,7 +54,7 @@ def collect(functions: Iterable[Callable[..., Any]]) -> tuple[ProgramValue, ...]
     values: list[ProgramValue] = []
     for (module, *path), value in places.items():
         if module not in importable:
-            importable[module] = pickling.can_import(module)
+            importable[module] = can_import(module)
         if not importable[module] or not _may_differ((module, *path), value):
             continue
         for steps, item in ((tuple(path), value), *state.cells(value, tuple(path))):

@@ -1,13 +1,15 @@
-"""Finds modules whose source file was edited after this process imported them.
+"""Tells which modules and objects another process gets, unchanged, by importing them.
 
-A worker imports from disk. The functions of an edited module must not travel by name: the worker would tune the new
-code for a caller that runs the old code. Values count elsewhere: they travel wherever they differ.
+A worker imports from disk. The functions of a module that was edited after this process imported it must not travel by
+name: the worker would tune the new code for a caller that runs the old code. Values count elsewhere: they travel
+wherever they differ.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import os
 import sys
 import time
@@ -16,6 +18,62 @@ from collections.abc import Iterator
 from typing import Any
 
 from quarantune.host import installed, origins, proc
+from quarantune.transport import unpicklable
+
+
+def can_import(name: str) -> bool:
+    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module and code."""
+    module = sys.modules.get(name)
+    if module is None or name in ("__main__", "__mp_main__"):
+        return False
+    if origins.is_imported_early(name):
+        return True
+    parent = name.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and path is None:
+        return can_import(parent)  # its parent makes it (os.path), in every process
+    spec = _find_spec(name, path)
+    if spec is None:
+        return False
+    file = getattr(module, "__file__", None)
+    if not (spec.has_location and spec.origin and file):
+        return True
+    return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not edited_modules(name)
+
+
+def _find_spec(name: str, path: Any) -> Any:
+    # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, path)
+        except Exception as error:
+            if unpicklable.is_interruption(error):
+                raise
+            continue
+        if spec is not None:
+            return spec
+    return None
+
+
+def may_travel_by_name(obj: Any) -> bool:
+    """Returns whether `travels_by_name` may be true for an object once its module is fully imported."""
+    return "<" not in obj.__qualname__ and can_import(obj.__module__)
+
+
+def travels_by_name(obj: Any) -> bool:
+    """Returns whether another process finds this very object by its module and qualified name."""
+    try:
+        return can_import(obj.__module__) and operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
+    except AttributeError:
+        return False
+
+
+def home_in(module: types.ModuleType, obj: Any) -> tuple[str, str] | None:
+    """Returns the names of a module and of an object in it; None where the object is not one of its values."""
+    return next(((module.__name__, name) for name, value in list(vars(module).items()) if value is obj), None)
+
+
+# --- modules whose source was edited ---
 
 _STARTED = time.time() - 2.0
 # This process's start is told in ticks since that of the machine; the two seconds cover the rounding.
