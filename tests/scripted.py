@@ -19,8 +19,9 @@ import pytest
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.sandbox import messages
-from quarantune.sandbox.events import Ended, Event, Said
 from quarantune.sandbox.messages import BenchOptions, Task
+from quarantune.sandbox.pool import Event, Said
+from quarantune.sandbox.template_messages import Ended
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.reference import Reference

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 import quarantune
 from quarantune.jax_internals import kernels
-from quarantune.sandbox import shared_names
+from quarantune.sandbox import contain
 from quarantune.values.codec import DamageError
 from quarantune.worker import estimates
 
@@ -305,9 +305,9 @@ def test_the_directory_of_a_worker_that_is_killed_goes_with_its_names(tmp_path: 
     code = textwrap.dedent(
         f"""
         import os, time
-        from quarantune.sandbox import shared_names
-        shared_names.note_in({fd})
-        with shared_names.directory() as path:
+        from quarantune.sandbox import contain
+        contain.note_in({fd})
+        with contain.directory() as path:
             open(path + "/file", "w").close()
             print(path, flush=True)
             os.kill(os.getpid(), 9)
@@ -317,7 +317,7 @@ def test_the_directory_of_a_worker_that_is_killed_goes_with_its_names(tmp_path: 
     path = Path(done.stdout.strip())
     assert done.returncode == -signal.SIGKILL
     assert path.is_dir()
-    shared_names.remove(fd)
+    contain.remove_shared_memory(fd)
     assert not path.exists()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quarantune.devices import targets
-from quarantune.sandbox import shared_names
+from quarantune.sandbox import contain
 from quarantune.values.compiling import NO_FIGURES, CompilerFigures, CompileTarget
 from quarantune.worker.compiler_figures import compiled, read
 
@@ -134,7 +134,7 @@ def test_what_figures_lack_does_not_cost_the_verdict(writes: str | None, monkeyp
         return program
 
     if writes is None:
-        monkeypatch.setattr(shared_names, "_DIRECTORY", "/nowhere")  # as where there is no room
+        monkeypatch.setattr(contain, "_SHARED_MEMORY", "/nowhere")  # as where there is no room
     target = CompileTarget(platform="cuda", config_text=H100, device_kind="H100", num_cores=132)
     assert compiled(SimpleNamespace(compile=compile_one), target) == (program, NO_FIGURES)
     assert not any(directory.exists() for directory in directories)

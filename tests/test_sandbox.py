@@ -31,10 +31,10 @@ from helpers import deadline_s
 import quarantune
 from quarantune.host import machine
 from quarantune.sandbox import MARK, is_inside, spool, template, template_link
-from quarantune.sandbox.events import Damaged, Event, Said, describe_status
 from quarantune.sandbox.messages import Compile, Measure
-from quarantune.sandbox.pool import Sandbox
+from quarantune.sandbox.pool import Damaged, Event, Said, Sandbox
 from quarantune.sandbox.template_link import LoadError
+from quarantune.sandbox.template_messages import describe_status
 from quarantune.sweep import routes
 from quarantune.sweep.request import worker_options
 from quarantune.transport import payload
@@ -821,7 +821,7 @@ from quarantune.values.options import Options
 from quarantune.sandbox.messages import Compile
 from quarantune.sandbox import is_inside, pool, spool, template
 from quarantune.values import codec
-from quarantune.sandbox.events import Ended
+from quarantune.sandbox.template_messages import Ended
 import workload
 
 TASK = Compile(trial=0, config={}, options=worker_options("cpu", Options()), last=True)

@@ -27,7 +27,7 @@ from scripted import (
 )
 
 from quarantune.devices.leases import Lease
-from quarantune.sandbox.events import Damaged
+from quarantune.sandbox.pool import Damaged
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import NoReferenceError
 from quarantune.values.compiling import OutputArray

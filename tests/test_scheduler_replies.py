@@ -23,8 +23,9 @@ from scripted import (
     when,
 )
 
-from quarantune.sandbox.events import Damaged, Ended, Said
 from quarantune.sandbox.messages import Raised
+from quarantune.sandbox.pool import Damaged, Said
+from quarantune.sandbox.template_messages import Ended
 from quarantune.values.trial import Outcome, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes

@@ -29,7 +29,7 @@ from scripted import (
 )
 
 from quarantune.devices.device import Device
-from quarantune.sandbox.events import Damaged
+from quarantune.sandbox.pool import Damaged
 from quarantune.scheduler.plan import Plan
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Outcome, Route

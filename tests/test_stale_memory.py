@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quarantune.values.compiling import OutputArray
-from quarantune.worker.stale_memory import StaleMemory, fill_value
+from quarantune.worker.judging import StaleMemory, fill_value
 
 
 class Recorded(StaleMemory):
@@ -66,7 +66,7 @@ def test_nothing_is_done_before_the_first_output_or_where_configs_share_no_memor
 
 
 def test_large_outputs_are_overwritten_fewer_times_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quarantune.worker.stale_memory._MOST_BYTES", 80)
+    monkeypatch.setattr("quarantune.worker.judging._MOST_STALE_BYTES", 80)
     for length, copies in {8: 2, 20: 1, 21: 0}.items():
         memory = Recorded()
         memory.note(jnp.ones(length, jnp.float32))

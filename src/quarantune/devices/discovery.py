@@ -124,8 +124,8 @@ def _probe(_: tuple[str | None, ...]) -> Backend:
     """
     # Not needed where JAX's backends are initialised, as they usually are.
     from quarantune.sandbox import pool
-    from quarantune.sandbox.events import Said
     from quarantune.sandbox.messages import Failed, PhaseEntered, Probe, Probed, Reply
+    from quarantune.sandbox.pool import Said
 
     with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
         sandbox.open(load_timeout_s=None)

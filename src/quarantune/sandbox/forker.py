@@ -2,6 +2,9 @@
 
 The process's template runs this loop, and so does each sweep's template, a fork of it that has loaded the sweep's
 payload. The loop is single-threaded and initialises no JAX backend, because only such a process can be forked safely.
+
+The sandbox holds processes and knows nothing of trials, so it never imports the `worker` package: a template imports
+the workers' program by its name before it starts workers.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import os
 import selectors
 import signal
@@ -17,15 +21,17 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from quarantune.sandbox import contain, shared_names, spawning, wire, worker_program
+from quarantune.host import installed
+from quarantune.sandbox import contain, spawning, spool, wire
 from quarantune.sandbox.template_messages import (
     ORDERS,
+    ROLE_OPTIONS,
     SPOILED,
     ChildEvent,
-    Exited,
+    Ended,
     Import,
     Kill,
     Loaded,
@@ -40,19 +46,61 @@ from quarantune.sandbox.template_messages import (
     WorkerOptions,
 )
 from quarantune.sandbox.wire import Connection
+from quarantune.values import codec
+
+_WORKER_PROGRAM = "quarantune.worker.main"
+_DECORATOR = "quarantune.api.autotune"
+"""What a module with tuned functions imports: later loads of such a module are spared 0.1 s where it is imported."""
 
 _set_by_modules: dict[str, str] = {}
 """The environment variables that modules set when they were imported here, as those of Mosaic GPU do."""
 
 
+def main(frame: object) -> None:
+    """Runs the template, or the worker, that a freshly started interpreter is for, to the end of the process.
+
+    Args:
+        frame: `TemplateOptions` or `WorkerOptions` as encoded by the codec.
+    """
+    contain.reset_signals()
+    match codec.decode(frame, *ROLE_OPTIONS):
+        case TemplateOptions() as options:
+            contain.adopt_orphans()
+            sys.argv = list(options.argv)
+            _worker_program()
+            _prepare_to_fork()
+            _Forker(options.owner_pid).serve(_Client(_connection(options.connection_fd)))
+        case WorkerOptions() as options:
+            importlib.import_module("jax")
+            _run_worker(options, None)
+
+
+def _worker_program() -> Any:
+    """Returns the module of the workers' program, imported with JAX and everything that it needs."""
+    return importlib.import_module(_WORKER_PROGRAM)
+
+
+def _run_worker(options: WorkerOptions, call: object | None) -> None:
+    """Turns this process, fresh or forked, into a worker, and runs it to the end of the process.
+
+    Args:
+        options: describes the worker.
+        call: the payload as the template has loaded it; None where the worker must load it itself.
+    """
+    contain.contain_worker(parent=options.parent_pid, log_fd=options.log_fd, names_fd=options.names_fd)
+    program = _worker_program()
+    gc.enable()
+    program.main(_connection(options.connection_fd), options, call)
+
+
 @dataclasses.dataclass(eq=False)
 class _Client:
-    """A sweep's connection to this template, with the data that its workers share."""
+    """A connection to this template: its owner's, or that of a sweep, with the data that the sweep's workers share."""
 
     connection: Connection
     payload_fd: int = -1
     arrays_fd: int = -1
-    environ: Mapping[str, str] | None = None
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str | None = None
     call: object | None = None
 
@@ -67,7 +115,7 @@ class _Child:
     names_fd: int
 
 
-class Forker:
+class _Forker:
     """Serves sweeps until the process that it must not outlive ends."""
 
     def __init__(self, lifeline_pid: int) -> None:
@@ -78,7 +126,6 @@ class Forker:
         """
         self._selector = selectors.DefaultSelector()
         self._clients: list[_Client] = []
-        self._has_decorator = False
         self._children: dict[int, _Child] = {}
         self._wakeup, self._wakeup_write = socket.socketpair()
         for end in (self._wakeup, self._wakeup_write):
@@ -124,17 +171,18 @@ class Forker:
             return
         self._clients.remove(client)
         self._selector.unregister(client.connection)
-        for child in self._children_of(client):
-            contain.kill_tree(child.pid)
+        for child in self._children.values():
+            if child.client is client:
+                contain.kill_tree(child.pid)
         client.connection.close()
-        wire.close_all([fd for fd in (client.payload_fd, client.arrays_fd) if fd >= 0])
+        wire.close_all([client.payload_fd, client.arrays_fd])
 
     def _end(self) -> NoReturn:
         for pid in self._children:
             contain.kill_tree(pid)
         contain.kill_orphans(())
         for child in self._children.values():
-            shared_names.remove(child.names_fd)
+            contain.remove_shared_memory(child.names_fd)
         os._exit(0)
 
     def _report(self, client: _Client, event: ChildEvent) -> None:
@@ -150,25 +198,24 @@ class Forker:
     def _obey(self, client: _Client, order: Order, fds: list[int]) -> None:
         match order:
             case Open():
-                connection_fd, payload_fd, arrays_fd = fds
+                connection_fd, payload_fd, arrays_fd = (*fds, -1, -1)[:3]
                 self._add(_Client(_connection(connection_fd), payload_fd, arrays_fd, order.environ, order.cwd))
             case WarmUp():
                 self._warm_up(order)
             case StartSweep() | StartWorker():
                 self._start(client, order, fds)
-                if isinstance(order, StartSweep) and not self._has_decorator:
-                    self._has_decorator = True
-                    worker_program.preload_decorator()  # beside the load that has begun
-                    prepare_to_fork()
+                if isinstance(order, StartSweep):
+                    importlib.import_module(_DECORATOR)  # beside the load that has begun
+                    _prepare_to_fork()
             case Kill():
-                for child in self._children_of(client):
-                    if child.number == order.number:
+                for child in self._children.values():
+                    if child.client is client and child.number == order.number:
                         if order.shows_stack:
                             contain.show_stack(child.pid)
                         contain.kill_tree(child.pid)
             case Import():
                 _import_for_forks(order.modules)
-                prepare_to_fork()
+                _prepare_to_fork()
 
     def _warm_up(self, order: WarmUp) -> None:
         if self._children:
@@ -178,24 +225,25 @@ class Forker:
         os.environ.update(order.environ)
         try:
             if order.task is not None:
-                worker_program.load().warm_up(order.task)
+                _worker_program().warm_up(order.task)
             _import_for_forks(order.modules, are_installed=True)
         except BaseException:  # a plugin may raise anything; every worker will meet it again
             traceback.print_exc()
-        os.environ.clear()
-        os.environ.update(own)
+        _set_environ(own)
         if _count_threads() > before or (order.modules and _fork_hazard()):
             os._exit(SPOILED)
-        prepare_to_fork()
+        _prepare_to_fork()
 
     def _start(self, client: _Client, order: StartSweep | StartWorker, fds: list[int]) -> None:
+        names_fd = -1
         try:
-            with shared_names.file() as names_fd:
-                pid = self._launch(client, order, fds, names_fd)
+            names_fd = spool.create_log()
+            pid = self._launch(client, order, fds, names_fd)
         except OSError:  # no more processes, or an environment too large for one
+            wire.close_all([names_fd])
             with open(fds[0], "a", closefd=False) as log:
                 traceback.print_exc(file=log)
-            self._report(client, Exited(order.number, None))
+            self._report(client, Ended(order.number, None))
         else:
             self._children[pid] = _Child(order.number, pid, client, names_fd)
             self._report(client, Started(order.number, pid))
@@ -204,22 +252,22 @@ class Forker:
     def _launch(self, client: _Client, order: StartSweep | StartWorker, fds: list[int], names_fd: int) -> int:
         """Starts the process of a child and returns its id."""
         parent = os.getpid()
-        log_fd, connection_fd, *more_fds = fds
+        log_fd, connection_fd, *task_fds = fds
         if isinstance(order, StartSweep):
 
-            def serve_sweep() -> NoReturn:
+            def serve_sweep() -> None:
                 contain.contain_worker(parent=parent, log_fd=log_fd, names_fd=names_fd, oom_score=0)
                 self._close_in_fork()
                 sweep = dataclasses.replace(client, connection=_connection(connection_fd))
                 _serve_sweep(sweep, parent, loads_plugins=order.loads_plugins)
 
             return _fork(serve_sweep)
-        environ = {**_set_by_modules, **(client.environ or os.environ), **order.environ}
+        environ = {**_set_by_modules, **client.environ, **order.environ}
         options = WorkerOptions(
             parent_pid=parent,
             connection_fd=connection_fd,
             log_fd=log_fd,
-            task_fds=tuple(more_fds),
+            task_fds=tuple(task_fds),
             names_fd=names_fd,
             payload_fd=client.payload_fd,
             arrays_fd=client.arrays_fd,
@@ -240,32 +288,25 @@ class Forker:
             process.returncode = 0  # reaped here, with the other children, and not by Popen
             return process.pid
 
-        def work() -> NoReturn:
+        def work() -> None:
             self._close_in_fork()
-            os.environ.clear()
-            os.environ.update(environ)
-            worker_program.run(options, client.call)
+            _set_environ(environ)
+            _run_worker(options, client.call)
 
         return _fork(work)
 
     # Children
 
-    def _children_of(self, client: _Client) -> list[_Child]:
-        return [child for child in self._children.values() if child.client is client]
-
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wakeup.recv(4096)
         for child in list(self._children.values()):
-            pid, status = os.waitpid(child.pid, os.WNOHANG)
+            pid, wait_status = os.waitpid(child.pid, os.WNOHANG)
             if pid:
-                self._on_child_exit(child, status)
-
-    def _on_child_exit(self, child: _Child, wait_status: int) -> None:
-        del self._children[child.pid]
-        contain.kill_orphans(self._children.keys())
-        shared_names.remove(child.names_fd)
-        self._report(child.client, Exited(child.number, os.waitstatus_to_exitcode(wait_status)))
+                del self._children[pid]
+                contain.kill_orphans(self._children.keys())
+                contain.remove_shared_memory(child.names_fd)
+                self._report(child.client, Ended(child.number, os.waitstatus_to_exitcode(wait_status)))
 
     def _close_in_fork(self) -> None:
         """Closes, in a fork, the descriptors that belong to the process it was forked from."""
@@ -275,22 +316,36 @@ class Forker:
             end.close()
         for client in self._clients:
             client.connection.close()
-        for child in self._children.values():
-            os.close(child.names_fd)
-        if self._lifeline_fd >= 0:
-            os.close(self._lifeline_fd)
+        wire.close_all([self._lifeline_fd, *(child.names_fd for child in self._children.values())])
         self._selector.close()
 
 
-def _import_for_forks(modules: Sequence[str], *, are_installed: bool = False) -> None:
-    """Imports modules ahead of their use in forks, whose environments get the variables that the modules set."""
-    before = dict(os.environ)
-    spawning.import_modules(modules, are_installed=are_installed)
-    _set_by_modules.update(os.environ.items() - before.items())
+def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> None:
+    """Loads the payload and serves its sweep, or reports why it cannot and exits."""
+    from quarantune import jax_internals
+
+    _set_environ({**_set_by_modules, **client.environ})
+    program = _worker_program()
+    before = set(sys.modules)
+    try:
+        client.call = program.load_call(client.payload_fd, client.cwd)
+        if loads_plugins:
+            # In the environment that the function's modules may have changed. Every fork uses the plugins, and none of
+            # them is initialised here, because a process that has done that must not be forked.
+            jax_internals.load_plugins()
+    except BaseException as error:
+        client.connection.send_message(LoadFailed(**vars(program.describe_error(error))))
+        os._exit(0)
+    hazard = _fork_hazard()
+    client.connection.send_message(Loaded(hazard, _of_packages(sys.modules.keys() - before)))
+    if hazard:
+        os._exit(0)
+    _prepare_to_fork()
+    _Forker(parent).serve(client)
 
 
-def _fork(run: Callable[[], NoReturn]) -> int:
-    """Returns the id of a new fork of this process, which runs a function."""
+def _fork(run: Callable[[], None]) -> int:
+    """Returns the id of a new fork of this process, which runs a function that ends it."""
     if pid := os.fork():
         return pid
     try:
@@ -317,29 +372,22 @@ def _connection(fd: int) -> Connection:
     return Connection(socket.socket(fileno=fd))
 
 
-def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> NoReturn:
-    """Loads the payload and serves its sweep, or reports why it cannot and exits."""
-    from quarantune import jax_internals
-
+def _set_environ(environ: Mapping[str, str]) -> None:
     os.environ.clear()
-    os.environ.update({**_set_by_modules, **(client.environ or {})})
-    program = worker_program.load()
-    before = set(sys.modules)
-    try:
-        client.call = program.load_call(client.payload_fd, client.cwd)
-        if loads_plugins:
-            # In the environment that the function's modules may have changed. Every fork uses the plugins, and none of
-            # them is initialised here, because a process that has done that must not be forked.
-            jax_internals.load_plugins()
-    except BaseException as error:
-        client.connection.send_message(LoadFailed(**vars(program.describe_error(error))))
-        os._exit(0)
-    hazard = _fork_hazard()
-    client.connection.send_message(Loaded(hazard, spawning.of_packages(sys.modules.keys() - before)))
-    if hazard:
-        os._exit(0)
-    prepare_to_fork()
-    Forker(parent).serve(client)
+    os.environ.update(environ)
+
+
+def _import_for_forks(modules: Sequence[str], *, are_installed: bool = False) -> None:
+    """Imports modules ahead of their use in forks, whose environments get the variables that the modules set."""
+    before = dict(os.environ)
+    spawning.import_modules(modules, are_installed=are_installed)
+    _set_by_modules.update(os.environ.items() - before.items())
+
+
+def _of_packages(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of some imported modules that are part of installed packages, which nobody edits meanwhile."""
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return tuple(sorted(name for name, file in files.items() if isinstance(file, str) and installed.is_installed(file)))
 
 
 def _fork_hazard() -> str | None:
@@ -360,19 +408,10 @@ def _count_threads() -> int:
         return threading.active_count()
 
 
-def prepare_to_fork() -> None:
+def _prepare_to_fork() -> None:
     """Prevents the garbage collector of forks from touching, and so copying, the pages they share.
 
     A template itself never collects: it makes hardly any garbage, and looking for it costs more than it frees.
     """
     gc.disable()
     gc.freeze()
-
-
-def run_template(options: TemplateOptions) -> NoReturn:
-    """Runs the process's template: imports JAX, then serves the owner."""
-    contain.adopt_orphans()
-    sys.argv = list(options.argv)
-    worker_program.load()
-    prepare_to_fork()
-    Forker(options.owner_pid).serve(_Client(_connection(options.connection_fd)))

@@ -8,12 +8,12 @@ import os
 import selectors
 import time
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from quarantune.host import machine, memory
 from quarantune.sandbox import shortages, spool, wire
-from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.template_link import SWEEP, LoadError, TemplateLink
-from quarantune.sandbox.template_messages import Exited, Kill, StartWorker
+from quarantune.sandbox.template_messages import Ended, Kill, StartWorker
 from quarantune.sandbox.wire import Connection
 from quarantune.values.codec import Frame
 from quarantune.values.trial import SandboxError
@@ -21,6 +21,35 @@ from quarantune.values.trial import SandboxError
 _CHECK_S = 0.1
 _OPENINGS = 3
 """How often templates are started for a sweep while other processes kill them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """A worker sent a message.
+
+    Attributes:
+        number: the worker.
+        message: the message's frame, not yet decoded.
+    """
+
+    number: int
+    message: Frame
+
+
+@dataclasses.dataclass(frozen=True)
+class Damaged:
+    """The data from a worker is damaged, so nothing more is read from it.
+
+    Attributes:
+        number: the worker.
+        reason: the damage, in words.
+    """
+
+    number: int
+    reason: str
+
+
+Event: TypeAlias = Said | Damaged | Ended
 
 
 @dataclasses.dataclass(eq=False)
@@ -263,7 +292,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         events: list[Event] = []
         for event in self._link.read(connection):
             worker = self._workers.get(event.number)
-            if isinstance(event, Exited):
+            if isinstance(event, Ended):
                 events += self._end(worker, event.status)
             elif worker is not None:
                 worker.pid = event.pid

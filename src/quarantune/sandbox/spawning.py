@@ -8,10 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quarantune.host import installed, origins
+from quarantune.host import origins
 from quarantune.sandbox import spool
 from quarantune.sandbox.template_messages import RoleOptions
 from quarantune.values import codec
@@ -20,10 +20,9 @@ from quarantune.values import codec
 # anything is imported that is not in Python's own library.
 _BOOTSTRAP = (
     "import sys, gc, json, os; gc.disable(); o = json.loads(os.pread(int(sys.argv[1]), int(sys.argv[2]), 0)); "
-    "os.close(int(sys.argv[1])); sys.path[:] = o['path']; from quarantune.sandbox import main; main.run(o['options'])"
+    "os.close(int(sys.argv[1])); sys.path[:] = o['path']; "
+    "from quarantune.sandbox import forker; forker.main(o['options'])"
 )
-
-
 _IMPORTABLE = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "quarantune", "absl")
 """Packages whose modules may be imported ahead of their use, because importing them has no side effects."""
 
@@ -39,12 +38,6 @@ def import_modules(names: Sequence[str], *, are_installed: bool = False) -> None
         if (are_installed or name.partition(".")[0] in _IMPORTABLE) and name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-
-
-def of_packages(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of some imported modules that are part of installed packages, which nobody edits meanwhile."""
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    return tuple(sorted(name for name, file in files.items() if isinstance(file, str) and installed.is_installed(file)))
 
 
 @contextlib.contextmanager
@@ -71,7 +64,7 @@ def start(options: RoleOptions, *, pass_fds: Sequence[int], **popen: Any) -> sub
     line holds at most 128 KiB.
 
     Args:
-        options: for `sandbox.main`, which chooses the role by their type.
+        options: for `forker.main`, which chooses the role by their type.
         pass_fds: descriptors that the process inherits.
         **popen: as for `subprocess.Popen`.
 

@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.host import machine, stops
 from quarantune.sandbox import MARK, spawning, spool, template, wire
-from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
     LOAD_REPORTS,
     ChildEvent,
-    Exited,
+    Ended,
     Import,
     Kill,
     Loaded,
@@ -26,6 +25,8 @@ from quarantune.sandbox.template_messages import (
     LoadReport,
     Order,
     StartSweep,
+    describe_status,
+    was_killed,
 )
 from quarantune.sandbox.wire import Connection
 from quarantune.values.codec import Frame
@@ -217,7 +218,7 @@ class TemplateLink:
             while numbers and (left_s := deadline - time.monotonic()) > 0:
                 selector.select(left_s)
                 for event, _ in process_link.receive_messages(*CHILD_EVENTS):
-                    if isinstance(event, Exited):
+                    if isinstance(event, Ended):
                         numbers.discard(event.number)
 
     # Orders and events
@@ -351,7 +352,7 @@ class _Load:
                 self._deadline += stopped.lost_s()
                 self._read_report(selector)
                 for event in self._read_child_events():
-                    if isinstance(event, Exited):
+                    if isinstance(event, Ended):
                         return self._on_exit(event, selector)
                     self.pid = event.pid
                     if self._killed_for is None:
@@ -368,7 +369,7 @@ class _Load:
     def _read_report(self, selector: selectors.BaseSelector) -> None:
         """Reads the report, if it has arrived.
 
-        A link that was closed is followed by `Exited`. The process at the other end of a damaged link is killed.
+        A link that was closed is followed by `Ended`. The process at the other end of a damaged link is killed.
         """
         if self._is_link_broken:
             return
@@ -390,7 +391,7 @@ class _Load:
         except wire.WireError as error:
             raise self._template_died() from error
 
-    def _on_exit(self, event: Exited, selector: selectors.BaseSelector) -> LoadReport:
+    def _on_exit(self, event: Ended, selector: selectors.BaseSelector) -> LoadReport:
         self._read_report(selector)
         text = f"the process {describe_status(event.status)} while it loaded the function"
         crash = LoadFailed(text, outcome=Outcome.CRASHED, was_killed=was_killed(event.status))

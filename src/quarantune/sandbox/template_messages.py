@@ -7,6 +7,7 @@ its documentation. The messages of workers are in `messages`.
 from __future__ import annotations
 
 import dataclasses
+import signal
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -127,21 +128,48 @@ class Started:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exited:
-    """Template to caller: a child and everything that it had started are gone.
+class Ended:
+    """Template to caller: a child is gone, along with every process that it had started.
+
+    It is also the sandbox's last event of a worker.
 
     Attributes:
         number: the child.
-        status: its exit code, or minus the signal that ended it; None where it could not be started.
+        status: its exit code, or minus the signal that ended it; None where its template died, or could not start it.
     """
 
     number: int
     status: int | None
 
 
-ChildEvent: TypeAlias = Started | Exited
-CHILD_EVENTS: tuple[type[ChildEvent], ...] = (Started, Exited)
+ChildEvent: TypeAlias = Started | Ended
+CHILD_EVENTS: tuple[type[ChildEvent], ...] = (Started, Ended)
 """Messages that a template sends about its children."""
+
+
+def was_killed(status: int | None) -> bool:
+    """Returns whether a process was ended by a signal that no fault of its own raises.
+
+    Args:
+        status: as in `Ended`.
+    """
+    return status is not None and -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def describe_status(status: int | None) -> str:
+    """Returns, in words, how a process ended.
+
+    Args:
+        status: as in `Ended`.
+    """
+    if status is None:
+        return "was lost"
+    if status >= 0:
+        return f"exited with code {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import statistics
 from quarantune.host import machine
 from quarantune.measure.sampling import is_unreliable
 from quarantune.sandbox import shortages
-from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.sandbox.messages import (
     REPLIES,
     Checked,
@@ -27,6 +26,7 @@ from quarantune.sandbox.messages import (
     Stopped,
     Traced,
 )
+from quarantune.sandbox.template_messages import describe_status, was_killed
 from quarantune.scheduler.routes import RouteSteps
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.verdicts import raised, shortage, too_large

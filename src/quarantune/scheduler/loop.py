@@ -15,9 +15,9 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host.stops import Stops
 from quarantune.measure import finals
-from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
-from quarantune.sandbox.pool import Sandbox
+from quarantune.sandbox.pool import Damaged, Event, Said, Sandbox
+from quarantune.sandbox.template_messages import Ended
 from quarantune.scheduler.bursts import Bursts
 from quarantune.scheduler.conclusions import Conclusions
 from quarantune.scheduler.confirmation import Confirmation

@@ -28,9 +28,9 @@ from quarantune.devices.device import Device
 from quarantune.host.stops import Stops
 from quarantune.measure import finals
 from quarantune.sandbox import messages, spool, wire
-from quarantune.sandbox.events import Ended, Event, Said
 from quarantune.sandbox.messages import Reply, Task
-from quarantune.sandbox.pool import Sandbox
+from quarantune.sandbox.pool import Event, Said, Sandbox
+from quarantune.sandbox.template_messages import Ended
 from quarantune.sweep.request import SweepRequest, worker_options
 from quarantune.transport.call import Call
 from quarantune.values import codec

@@ -30,8 +30,7 @@ from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
-from quarantune.worker.judging import Checked, Judge, structure_of
-from quarantune.worker.stale_memory import StaleMemory
+from quarantune.worker.judging import Checked, Judge, StaleMemory, structure_of
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""

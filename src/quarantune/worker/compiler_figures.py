@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quarantune.host import shared_files, variables
-from quarantune.sandbox import shared_names
+from quarantune.sandbox import contain
 from quarantune.values.compiling import NO_FIGURES, CompilerFigures, CompileTarget
 
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
@@ -111,7 +111,7 @@ def compiled(lowered: Any, target: CompileTarget) -> tuple[Any, CompilerFigures]
     """
     program = None
     try:
-        with shared_names.directory() as directory, variables.given({"MOSAIC_GPU_DUMP_HOST_LLVM": "1"}):
+        with contain.directory() as directory, variables.given({"MOSAIC_GPU_DUMP_HOST_LLVM": "1"}):
             start = os.fstat(2).st_size  # of the log
             program = lowered.compile(compiler_options={"xla_dump_to": directory})
             (path,) = Path(directory).glob("*.thunk_sequence.txt")

@@ -30,7 +30,7 @@ from jax.extend.core import jaxpr_as_fun
 from quarantune import jax_internals
 from quarantune.host import shared_files
 from quarantune.jax_internals import kernels
-from quarantune.sandbox import shared_names
+from quarantune.sandbox import contain
 from quarantune.values.codec import DamageError, Record, within
 from quarantune.values.compiling import CompilerFigures, CompileTarget, CycleEstimate
 from quarantune.values.trial import Config
@@ -116,7 +116,7 @@ def estimate(bench: Bench, config: Config, target: CompileTarget) -> CompilerFig
     deadline, most_steps, points = time.monotonic() + _LONGEST_S, 1, list[_Point]()
     try:
         while True:
-            with shared_names.directory() as name:
+            with contain.directory() as name:
                 directory = Path(name)
                 work = functools.partial(_compile_growing, bench, config, target, most_steps)
                 status = _run_apart(work, directory, deadline)
