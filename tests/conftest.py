@@ -127,12 +127,12 @@ def compiles() -> Iterator[list[str]]:
 @pytest.fixture
 def worker_memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """The memory that each scripted worker holds, by its number, which is its process id too."""
-    from quarantune.host import machine, memory
+    from quarantune.host import machine
 
     held: dict[int, int] = {}
     monkeypatch.setattr(machine, "resident_bytes", lambda pid: (held.get(pid, 0), 0))
-    monkeypatch.setattr(memory, "shared_bytes", lambda family, *, since, foreign, thorough: 0)
-    monkeypatch.setattr(memory, "proportional_bytes", lambda family: None)
+    monkeypatch.setattr(machine, "shared_bytes", lambda family, *, since, foreign, thorough: 0)
+    monkeypatch.setattr(machine, "proportional_bytes", lambda family: None)
     monkeypatch.setattr(machine, "descendants", lambda pid: [])
     monkeypatch.setattr(machine, "oom_kills", lambda: 0)
     return held

@@ -13,7 +13,7 @@ import pytest
 from helpers import isolated
 
 import quarantune
-from quarantune.host import commit
+from quarantune.host import process
 
 PROGRAM = "def scaled(x, n=1):\n    return x * n\n"
 
@@ -59,11 +59,11 @@ def test_without_a_repository_there_is_no_commit(repository: Path, monkeypatch: 
     function = loaded(repository / "src" / "kernels.py").scaled
     installed = repository / "site-packages"
     (repository / "src").rename(installed)
-    commit._commit.cache_clear()
-    assert commit.commit_of(loaded(installed / "kernels.py").scaled) == "", "an installed package has its version"
+    process._commit.cache_clear()
+    assert process.commit_of(loaded(installed / "kernels.py").scaled) == "", "an installed package has its version"
     monkeypatch.chdir(os.sep)
-    assert commit.commit_of(function) == "", "its file is gone, and the working directory is in no repository"
-    assert commit.commit_of(None) == ""
+    assert process.commit_of(function) == "", "its file is gone, and the working directory is in no repository"
+    assert process.commit_of(None) == ""
     installed.rename(repository / "src")
     monkeypatch.setenv("PATH", "")
-    assert commit.commit_of(function) == "", "there is no git"
+    assert process.commit_of(function) == "", "there is no git"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quarantune.cache import reach
-from quarantune.host import installed
+from quarantune.host import process
 from quarantune.transport import importable
 
 SOURCE = """
@@ -84,9 +84,9 @@ def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -
     about = place / "their_kernels-1.0.dist-info"
     about.mkdir()
     (about / "RECORD").write_text("their_kernels.py,sha256=x,1\ntheir_package/deep/inside.py,,\n")
-    installed._recorded.cache_clear()
-    installed.is_installed.cache_clear()
-    found = [reach.is_library("their_kernels"), installed.is_installed(str(place / "their_package" / "other.py"))]
+    process._recorded.cache_clear()
+    process.is_installed.cache_clear()
+    found = [reach.is_library("their_kernels"), process.is_installed(str(place / "their_package" / "other.py"))]
     assert found == [True, True]
     assert not reach.is_library("own_kernels"), "a file of one's own beside installed packages"
 
@@ -99,6 +99,6 @@ def test_code_of_no_file_is_nobodys_package_also_where_the_working_directory_is_
     monkeypatch.chdir(gone)
     gone.rmdir()
     monkeypatch.syspath_prepend("")  # as for `python -c` and in an interactive session
-    installed.is_installed.cache_clear()
-    assert not installed.is_installed("<string>")
-    assert installed.is_installed(pytest.__file__)
+    process.is_installed.cache_clear()
+    assert not process.is_installed("<string>")
+    assert process.is_installed(pytest.__file__)

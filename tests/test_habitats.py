@@ -274,7 +274,7 @@ def test_every_lock_is_free_in_a_fork(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import signal, threading, types, warnings
 import cloudpickle
-from quarantune.host import locks
+from quarantune.host import process
 from quarantune.transport import pickling
 from quarantune.sandbox import template
 
@@ -289,7 +289,7 @@ class Slow:  # its pickling waits for `go_on`
         return int, ()
 
 class Lazy:
-    @locks.lazy
+    @process.lazy
     def value(self):
         if threading.current_thread() is not threading.main_thread():
             inside.set()
@@ -322,7 +322,7 @@ fork_while(lambda: lazy.value, lambda: Lazy().value)
 # Every lock of the package.
 ours = [lock for name, module in list(sys.modules.items()) if name.startswith("quarantune")
         for lock in vars(module).values() if type(lock) in (type(threading.Lock()), type(threading.RLock()))]
-ours += list(locks._locks)
+ours += list(process._locks)
 def hold_all():
     for lock in ours:
         lock.acquire()

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quarantune.host import machine, variables
+from quarantune.host import machine
+from quarantune.host.process import environment_variables
 
 GB = 10**9
 
@@ -247,7 +248,7 @@ def test_watching_a_process_does_not_import_psutil(monkeypatch: pytest.MonkeyPat
 def test_variables_are_given_for_a_block_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QT_THERE", "old")
     monkeypatch.delenv("QT_MISSING", raising=False)
-    with contextlib.suppress(ArithmeticError), variables.given({"QT_THERE": "new", "QT_MISSING": "1"}):
+    with contextlib.suppress(ArithmeticError), environment_variables({"QT_THERE": "new", "QT_MISSING": "1"}):
         assert (os.environ["QT_THERE"], os.environ["QT_MISSING"]) == ("new", "1")
         raise ArithmeticError
     assert os.environ["QT_THERE"] == "old"

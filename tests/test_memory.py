@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quarantune.host import machine, memory
+from quarantune.host import machine
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
@@ -105,7 +105,7 @@ def holder(kind: str, lines: int = 1, *, fds: tuple[int, ...] = ()) -> Iterator[
 
 def weigh(family: list[int], **about: object) -> int:
     asked = {"baseline_bytes": 0, "limit_bytes": 1 << 40, "foreign": set, "exactly": True, **about}
-    return memory.MemoryMeter().held_bytes(family, **asked)  # type: ignore[arg-type]
+    return machine.MemoryMeter().held_bytes(family, **asked)  # type: ignore[arg-type]
 
 
 SHARED = {
@@ -124,14 +124,14 @@ SHARED = {
 def test_shared_memory_of_every_kind_counts_once(kind: str, lines: int) -> None:
     since = time.time() - 5
     with holder(kind, lines) as family:
-        assert 48 * MB <= memory.shared_bytes(family, since=since, foreign=()) < 52 * MB
+        assert 48 * MB <= machine.shared_bytes(family, since=since, foreign=()) < 52 * MB
 
 
 @pytest.mark.parametrize("kind", ["anonymous", "mapped_twice", "memfd_mapped_and_closed", "mapped_under_an_odd_name"])
 def test_without_permission_to_read_mapped_files_their_pages_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_stat_mapped", lambda *_: None)
+    monkeypatch.setattr(machine, "_stat_mapped", lambda *_: None)
     with holder(kind, SHARED[kind]) as family:
-        assert 48 * MB <= memory.shared_bytes(family, since=time.time(), foreign=()) < 52 * MB
+        assert 48 * MB <= machine.shared_bytes(family, since=time.time(), foreign=()) < 52 * MB
 
 
 def test_earlier_files_and_those_of_others_do_not_count() -> None:
@@ -139,16 +139,16 @@ def test_earlier_files_and_those_of_others_do_not_count() -> None:
     try:
         os.write(fd, bytes(4 * MB))
         with holder("anonymous", fds=(fd,)) as family:
-            ours = {memory.file_id(fd)}
-            counted = memory.shared_bytes(family, since=0, foreign=()) - memory.shared_bytes(
+            ours = {machine.file_id(fd)}
+            counted = machine.shared_bytes(family, since=0, foreign=()) - machine.shared_bytes(
                 family, since=0, foreign=ours
             )
             assert counted == 4 * MB
-            assert ours < memory.shared_files(family)
+            assert ours < machine.shared_files(family)
     finally:
         os.close(fd)
     with holder("file_in_dev_shm") as family:
-        assert memory.shared_bytes(family, since=time.time() + 5, foreign=()) == 0
+        assert machine.shared_bytes(family, since=time.time() + 5, foreign=()) == 0
 
 
 def test_data_that_a_pool_of_forks_shares_counts_once() -> None:
@@ -162,15 +162,15 @@ def test_data_that_a_pool_of_forks_shares_counts_once() -> None:
 def test_a_cheap_measurement_keeps_the_shared_memory_of_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"baseline_bytes": 0, "limit_bytes": 1 << 40, "foreign": set}
     with holder("pool_of_forks", lines=5) as family:
-        meter = memory.MemoryMeter()
+        meter = machine.MemoryMeter()
         exact = meter.held_bytes(family, exactly=True, **about)  # type: ignore[arg-type]
-        monkeypatch.delattr(memory, "shared_bytes")
-        monkeypatch.delattr(memory, "proportional_bytes")
+        monkeypatch.delattr(machine, "shared_bytes")
+        monkeypatch.delattr(machine, "proportional_bytes")
         assert abs(meter.held_bytes(family, exactly=False, **about) - exact) < MB  # type: ignore[arg-type]
 
 
 def test_fast_growth_of_shared_pages_triggers_an_exact_measurement() -> None:
-    meter = memory.MemoryMeter()
+    meter = machine.MemoryMeter()
 
     def look() -> int:
         return meter.held_bytes([os.getpid()], baseline_bytes=0, limit_bytes=1 << 40, foreign=set, exactly=False)

@@ -18,7 +18,6 @@ import pytest
 
 import quarantune
 from quarantune import Outcome, Trial, search
-from quarantune.host import blas
 from quarantune.search import Space, models, optuna_search
 from quarantune.search.fields import Features, Fields
 from quarantune.search.models import Densities, GaussianProcess
@@ -424,10 +423,10 @@ def test_a_search_by_optuna_without_optuna_says_how_to_install_it(monkeypatch: p
 
 def test_linear_algebra_of_a_search_uses_one_thread() -> None:
     pytest.importorskip("scipy.linalg")
-    functions = blas._functions()
+    functions = models._openblas_functions()
     if not functions:
         pytest.skip("NumPy does not use OpenBLAS here")
     before = [get() for get, _ in functions]
-    with blas.one_thread():
+    with models._one_thread():
         assert [get() for get, _ in functions] == [1] * len(functions)
     assert [get() for get, _ in functions] == before

@@ -32,7 +32,8 @@ from quarantune.api.tuner import AutoTuner
 from quarantune.cache.tuning_cache import TuningCache
 from quarantune.devices import discovery, targets
 from quarantune.devices.device import cpu_device
-from quarantune.host import machine, origins, variables
+from quarantune.host import machine
+from quarantune.host.process import environment_variables, interpreter
 from quarantune.host.shared_files import Directory, SideLock
 from quarantune.values import settings as environment
 from quarantune.values import versions
@@ -393,7 +394,7 @@ def _locks(probe: Path) -> Check:
 
 def _try_in_another_process(fd: int) -> str:
     try:
-        command = [origins.interpreter(), "-c", _TRY]
+        command = [interpreter(), "-c", _TRY]
         done = subprocess.run(command, stdin=fd, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return _first_line(error)
@@ -600,7 +601,7 @@ def _swept(name: str, fn: Callable[..., Any], own_settings: SettingKeywords) -> 
         progress=False,
     )
     # Keeps JAX from taking most of the device's memory, where this process initialises it.
-    memory = variables.given({_PREALLOCATE: os.environ.get(_PREALLOCATE, "false")})
+    memory = environment_variables({_PREALLOCATE: os.environ.get(_PREALLOCATE, "false")})
     with environment.settings(**own_settings), limits, memory, _quiet():
         tuner = AutoTuner(fn, {"scale": [2, 3]}, ref_fn=None, rep=3, name=f"doctor.{name}")
         return tuner.run(np.ones(_SHAPE, np.float32)).trials
@@ -693,7 +694,7 @@ def _two_ranks() -> str:
     environ = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "JAX_PLATFORMS": "cpu"}
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
-        command = [origins.interpreter(), "-c", _PROGRAM, address, str(rank)]
+        command = [interpreter(), "-c", _PROGRAM, address, str(rank)]
         return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_PATIENCE_S, check=False)
 
     try:

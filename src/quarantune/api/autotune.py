@@ -26,7 +26,7 @@ from typing import (
 from quarantune import jax_internals
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
 from quarantune.api.on_engine import on_engine
-from quarantune.host import caller, locks
+from quarantune.host.process import hide_own_frames, lazy, own_frames_hidden
 from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding
@@ -156,7 +156,7 @@ class Autotuned(AsMethod[_P, _R]):
         assignments.register(self)
         remembered.register(self)
 
-    @locks.lazy
+    @lazy
     def _resolver(self) -> Resolver:
         return self._resolver_of(self._configs, self._options)
 
@@ -209,7 +209,7 @@ class Autotuned(AsMethod[_P, _R]):
                     return bound(*args)
             except (AttributeError, KeyError, TypeError):  # `contextlib.suppress` takes time
                 pass
-        with caller.own_frames_hidden():
+        with own_frames_hidden():
             return self._call_any(args, kwargs)
 
     @property
@@ -250,7 +250,7 @@ class Autotuned(AsMethod[_P, _R]):
             TypeError: a tunable parameter is given by hand.
         """
         try:
-            with caller.own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
+            with own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
                 resolver, call = self._bind(args, kwargs)
                 return resolver.tune(call, resume=resume)
         finally:
@@ -284,7 +284,7 @@ class Autotuned(AsMethod[_P, _R]):
         from quarantune.resolve.tuning_for import tune_for  # cached calls do not need it
 
         try:
-            with caller.own_frames_hidden():
+            with own_frames_hidden():
                 return tune_for(self._resolver, calls, weights, by)
         finally:
             self.forget()
@@ -409,7 +409,7 @@ class BoundMethod(Generic[_P, _R]):
         try:
             return self.__wrapped__(self._instance, *args, **kwargs)
         except KeyboardInterrupt as error:
-            caller.hide_own_frames(error)
+            hide_own_frames(error)
             raise
 
     def __getattr__(self, name: str) -> Any:

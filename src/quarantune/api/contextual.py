@@ -11,7 +11,7 @@ from quarantune import jax_internals
 from quarantune.api.autotune import AsMethod, Autotuned
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
 from quarantune.api.on_engine import on_engine
-from quarantune.host import caller, locks
+from quarantune.host.process import lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import describe_function
@@ -118,7 +118,7 @@ class Contextual(AsMethod[_P, _R]):
         """Has all calls ask for their choices again; see `remembered.Keeper`."""
         self._memo.clear()
 
-    @locks.lazy
+    @lazy
     def _resolver(self) -> ContextualResolver:
         from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
 
@@ -142,7 +142,7 @@ class Contextual(AsMethod[_P, _R]):
         memo = self._memo.setdefault(read_context(), {})
         text = memo.get(key) if key is not None else None
         if text is None:
-            with caller.own_frames_hidden():
+            with own_frames_hidden():
                 config = self._resolver.config(self._resolver.bind(args, kwargs))
             if config is None:
                 return self.__wrapped__(*args, **kwargs)
@@ -166,7 +166,7 @@ class Contextual(AsMethod[_P, _R]):
             TuningFailedError: the function failed with every config of a kernel.
         """
         try:
-            with caller.own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
+            with own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
                 call = self._resolver.bind(args, kwargs)
                 return cast("ContextualResult", self._resolver.tune(call, resume=resume))
         finally:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from quarantune.api.autotune import Autotuned
 from quarantune.api.call_memo import read_context
 from quarantune.api.tuner import AutoTuner
-from quarantune.host import caller
+from quarantune.host.process import own_frames_hidden
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep_inputs
@@ -53,7 +53,7 @@ def tune_many(calls: Iterable[Sequence[Any] | RecordedCall], *, executor: Execut
     tunes = [_tune_of(call) for call in calls]
     done: list[None] = []
     engine = environment.current().executor if executor is None else executor
-    with caller.own_frames_hidden(), environment.settings(executor=engine):
+    with own_frames_hidden(), environment.settings(executor=engine):
         try:
             outcomes = [_outcome(tune, done) for tune in tunes] if engine is None else _all_at_once(tunes, engine, done)
         except KeyboardInterrupt as error:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from quarantune.api.on_engine import on_engine
-from quarantune.host import caller
+from quarantune.host.process import own_frames_hidden
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
@@ -59,7 +59,7 @@ class AutoTuner:
             EngineError: the executor could not run the sweep.
             CacheMissError: nothing is cached and `ON_MISS` is `error`.
         """
-        with caller.own_frames_hidden(), on_engine(self._resolver.function.signature, kwargs) as (kwargs, resume):
+        with own_frames_hidden(), on_engine(self._resolver.function.signature, kwargs) as (kwargs, resume):
             call = self._resolver.bind(args, kwargs)
             return self._resolver.tune(call, resume=True) if resume else self._resolver.result(call)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quarantune.host import caller, locks
+from quarantune.host.process import new_lock, warn
 
 
 class CacheWarning(UserWarning):
@@ -18,7 +18,7 @@ class LeaseLostError(Exception):
 
 
 _reported: set[str] = set()
-_reported_lock = locks.new()
+_reported_lock = new_lock()
 
 
 def report_once(message: str, *, topic: str | None = None) -> None:
@@ -32,4 +32,4 @@ def report_once(message: str, *, topic: str | None = None) -> None:
         if (topic or message) in _reported:
             return
         _reported.add(topic or message)
-    caller.warn(message, CacheWarning)
+    warn(message, CacheWarning)

@@ -24,7 +24,7 @@ from typing import Annotated
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, LeaseLostError
 from quarantune.cache.keys import short_hash
-from quarantune.host import proc, shared_files
+from quarantune.host import machine, shared_files
 from quarantune.host.shared_files import Directory, Draft, SideLock
 from quarantune.values.codec import Record, within
 
@@ -187,7 +187,7 @@ def _host_token(_pid: int) -> str:
 
 def boot_id() -> str:
     """Returns the kernel's identifier of this boot; empty where there is none."""
-    return proc.text("/proc/sys/kernel/random/boot_id").strip()
+    return machine.proc_text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def _pid_namespace() -> str:
@@ -198,7 +198,7 @@ def _pid_namespace() -> str:
 
 
 def _status(pid: int) -> tuple[str, int] | None:
-    fields = proc.status(pid)
+    fields = machine.process_status(pid)
     return (fields[0].decode(), int(fields[19])) if fields else None
 
 

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from quarantune.host import installed
+from quarantune.host.process import is_installed
 from quarantune.values import naming
 
 NOTHING = object()
@@ -123,10 +123,10 @@ def is_library(module: str) -> bool:
         return False
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
     if isinstance(file, str):
-        return installed.is_installed(file)
+        return is_installed(file)
     return root in sys.stdlib_module_names
 
 
 def is_library_function(function: types.FunctionType) -> bool:
     """Returns whether a function is from a module that `is_library` names."""
-    return installed.is_installed(function.__code__.co_filename)
+    return is_installed(function.__code__.co_filename)

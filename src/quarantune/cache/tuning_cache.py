@@ -18,7 +18,8 @@ from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.exchange import CacheDiff, CacheKey, MergeReport
 from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
 from quarantune.cache.store import SCHEMA, Contents, Entry, Store
-from quarantune.host import locks, shared_files
+from quarantune.host import shared_files
+from quarantune.host.process import new_lock
 from quarantune.host.shared_files import paths
 from quarantune.values import remembered
 from quarantune.values import settings as environment
@@ -59,7 +60,7 @@ class TuningCache:
         on_disk = dir is not None or not settings.disable_cache
         self._store = Store(self.directory, lock_timeout_s=settings.lock_timeout) if on_disk else None
         self._configs: dict[CacheKey, Config] = {}
-        self._lock = locks.new()
+        self._lock = new_lock()
 
     def get(self, kernel_type: str, problem_size: Any, device: str) -> Config | None:
         """Returns the config for a problem, or None.

@@ -21,8 +21,7 @@ from quarantune.api import ahead
 from quarantune.api.contextual import Contextual
 from quarantune.cli.call_texts import ArrayText, GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
-from quarantune.host import variables
-from quarantune.host.installed import is_installed
+from quarantune.host.process import environment_variables, is_installed
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.sandbox import MARK
 from quarantune.transport.problem import as_structs, is_array
@@ -113,7 +112,7 @@ def _import(name: str, label: str, directory: Path) -> ModuleType:
     importlib.invalidate_caches()
     try:
         # As workers import it: its own calls run untuned, and it is told not to tune.
-        with variables.given({MARK: os.environ.get(MARK, "importing")}):
+        with environment_variables({MARK: os.environ.get(MARK, "importing")}):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):

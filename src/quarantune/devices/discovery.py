@@ -12,7 +12,7 @@ import jax
 
 from quarantune import jax_internals, sandbox
 from quarantune.devices.device import Backend, Device, cpu_device, describe_jax_devices, grouped, visible_devices
-from quarantune.host import installed
+from quarantune.host.process import entry_points
 from quarantune.values import codec
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
@@ -61,7 +61,7 @@ def _only_cpu() -> bool:
         return platforms == "cpu"
     if importlib.util.find_spec("jax_plugins") is not None or importlib.util.find_spec("libtpu") is not None:
         return False
-    return not installed.entry_points("jax_plugins")
+    return not entry_points("jax_plugins")
 
 
 def _describe(platform: str | None) -> Backend:

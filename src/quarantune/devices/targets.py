@@ -23,7 +23,8 @@ import jax
 from quarantune.cache.keys import safe_name
 from quarantune.devices import discovery
 from quarantune.devices.device import Device, cpu_device
-from quarantune.host import installed, shared_files
+from quarantune.host import shared_files
+from quarantune.host.process import entry_points
 from quarantune.host.shared_files import Directory
 from quarantune.values import settings as environment
 from quarantune.values.compiling import CompileTarget
@@ -153,7 +154,7 @@ def has_plugin(platform: str) -> bool:
     """Returns whether JAX's plugin for a platform is installed, found as JAX finds it; for TPUs, that is libtpu."""
     if platform in ("cpu", "tpu"):
         return platform == "cpu" or importlib.util.find_spec("libtpu") is not None
-    names = {entry.name for entry in installed.entry_points("jax_plugins")}
+    names = {entry.name for entry in entry_points("jax_plugins")}
     if (spec := importlib.util.find_spec("jax_plugins")) is not None:
         names |= {module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)}
     return any(platform in name for name in names)

@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from quarantune.host import proc
+from quarantune.host import machine
 from quarantune.values.codec import Record
 from quarantune.values.json_object import JsonObject
 
@@ -44,7 +44,7 @@ _BACKLOG = 1024
 def machine_id() -> str:
     """Returns an id of this machine, or of the container with a network of its own."""
     try:
-        return f"{proc.text('/proc/sys/kernel/random/boot_id').strip()} {os.readlink('/proc/self/ns/net')}"
+        return f"{machine.proc_text('/proc/sys/kernel/random/boot_id').strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
 

@@ -22,7 +22,7 @@ from quarantune.devices import discovery, targets
 from quarantune.devices.targets import Target
 from quarantune.engine import contact
 from quarantune.engine.contact import Address, Contact
-from quarantune.host import locks, variables
+from quarantune.host.process import environment_variables, new_lock
 from quarantune.measure.finals import Final
 from quarantune.sandbox import spool, template
 from quarantune.sweep import sweep, sweep_inputs
@@ -509,7 +509,7 @@ def _described(swept: Swept) -> JsonObject:
 _LINGER_S = 20.0
 """A template that no shard has used for this long is ended."""
 
-_lock = locks.new()
+_lock = new_lock()
 _running = 0
 _begun = 0
 _variables = contextlib.ExitStack()
@@ -529,7 +529,7 @@ def prepared(threads: Mapping[str, str | None]) -> Iterator[None]:
         _running += 1
         _begun += 1
         if _running == 1:
-            _variables.enter_context(variables.given(threads))
+            _variables.enter_context(environment_variables(threads))
     linger_s = 0.0
     try:
         yield

@@ -15,7 +15,7 @@ import jax
 from jax._src import xla_bridge
 from jax._src.array import ArrayImpl
 
-from quarantune.host import caller, variables
+from quarantune.host.process import environment_variables, warn
 
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
 """The functions of JAX that say what `get_backend` returned."""
@@ -48,7 +48,7 @@ def load_plugins() -> None:
         return
     _has_plugins = True
     missing = contextlib.suppress(AttributeError)  # another version of JAX: every fork loads the plugins
-    with variables.given({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}), missing:
+    with environment_variables({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}), missing:
         xla_bridge._discover_and_register_pjrt_plugins()
 
 
@@ -242,7 +242,7 @@ def coordination() -> Coordination | None:
 
 @functools.cache
 def _warn_missing() -> None:
-    caller.warn(
+    warn(
         f"quarantune finds no key-value store in jax.distributed of jax {jax.__version__}: each process of this "
         f"program tunes for itself, and a program whose collectives depend on the config may hang; let the processes "
         f"share a QUARANTUNE_CACHE_DIR that has been tuned before, or set QUARANTUNE_AGREE=0 to silence this warning",

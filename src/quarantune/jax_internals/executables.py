@@ -14,7 +14,7 @@ import jax
 from jax._src import compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
-from quarantune.host import locks
+from quarantune.host.process import new_lock
 
 
 def interface(lowered: jax.stages.Lowered) -> str | None:
@@ -190,7 +190,7 @@ class _MemoryCacheBlocks:
     """The cache in use and the state of JAX before it, shared by overlapping `compilation_cache_in_memory` blocks."""
 
     def __init__(self) -> None:
-        self.lock = locks.new()
+        self.lock = new_lock()
         self.open_count = 0
         self.cache: Any = None
         self.before = contextlib.ExitStack()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from quarantune.host import locks
+from quarantune.host.process import lazy
 from quarantune.resolve import layers, suitable
 from quarantune.resolve.layers import space_of
 from quarantune.resolve.tuned_function import TunedFunction
@@ -46,7 +46,7 @@ class BoundCall:
         """The function's name in the cache."""
         return self.function.name
 
-    @locks.lazy
+    @lazy
     def is_symbolic(self) -> bool:
         """Whether the shape of an argument is symbolic, as in `jax.export`."""
         return suitable.has_symbolic_shapes(self.args, self.kwargs)
@@ -56,7 +56,7 @@ class BoundCall:
         """Whether nothing can be remembered for the call, because its shapes are symbolic."""
         return self.function.options.key_fn is None and self.is_symbolic
 
-    @locks.lazy
+    @lazy
     def statics(self) -> frozenset[str]:
         """The parameters that count by value."""
         if self.function.static_names is not None:
@@ -66,7 +66,7 @@ class BoundCall:
         bound.apply_defaults()
         return frozenset(name for name, value in named(bound) if not any(map(is_array, jax.tree.leaves(value))))
 
-    @locks.lazy
+    @lazy
     def optional(self) -> frozenset[str]:
         """The static arguments that `key_fn` leaves out, which count only where they can be described."""
         key_fn = self.function.options.key_fn
@@ -74,7 +74,7 @@ class BoundCall:
             return frozenset()
         return self.statics - inspect.signature(key_fn).parameters.keys()
 
-    @locks.lazy
+    @lazy
     def configs(self) -> Space:
         """The configs to try, with those that `prune_fn` drops; those of a callable are read as far as needed."""
         function = self.function
@@ -95,7 +95,7 @@ class BoundCall:
         options = self.function.options
         return callable(self.function.configs) and options.key_fn is None and not options.partial
 
-    @locks.lazy
+    @lazy
     def space(self) -> JsonObject:
         """Values that distinguish the config space of the call from others."""
         if self.has_unread_configs:
@@ -124,7 +124,7 @@ class BoundCall:
             return found or None
         return None
 
-    @locks.lazy
+    @lazy
     def pruned(self) -> frozenset[int]:
         """The indices of the configs that `prune_fn` drops, which is called for all of them."""
         return frozenset(index for index in self.configs.listed() if not self.configs.keeps(index))
@@ -133,7 +133,7 @@ class BoundCall:
         """Returns whether `prune_fn` accepts a config, or there is no `prune_fn`."""
         return self.function.options.prune_fn is None or self._prune_fn(config)
 
-    @locks.lazy
+    @lazy
     def _prune_fn(self) -> Callable[[Config], bool]:
         prune_fn = self.function.options.prune_fn
         assert prune_fn is not None
@@ -180,7 +180,7 @@ class BoundCall:
         kept = [config for config in agreeing if self.keeps({**config, **given})]
         return [{name: value for name, value in config.items() if name not in given} for config in kept]
 
-    @locks.lazy
+    @lazy
     def defaults(self) -> Config:
         """The function's own defaults as a config; an empty one, which sets nothing, where JSON cannot hold them."""
         parameters = self.function.parameters
@@ -197,7 +197,7 @@ class BoundCall:
             return self.configs[self.default_index]
         return None if self.untuned is None else self.defaults
 
-    @locks.lazy
+    @lazy
     def default_index(self) -> int | None:
         """The index of the config that equals the function's own defaults; None where none that is read by now does."""
         parameters, names = self.function.parameters, self.configs.names

@@ -10,7 +10,7 @@ import jax
 
 from quarantune import cache
 from quarantune.devices import discovery
-from quarantune.host import locks
+from quarantune.host.process import lazy
 from quarantune.jax_internals import state as jax_state
 from quarantune.resolve import suitable
 from quarantune.resolve.bound_call import BoundCall
@@ -71,7 +71,7 @@ class KeyedCall:
         """The values of the key in a form that people can read."""
         return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
 
-    @locks.lazy
+    @lazy
     def former_text(self) -> str:
         """The text of the key in earlier versions."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from quarantune.cache import Entry, plain_function
+from quarantune.host.process import commit_of
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.results.result import FromCache, TuningResult
@@ -84,8 +85,6 @@ def _without_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Argumen
 
 def findings_now(call: BoundCall, time_ms: float, trials: Sequence[Trial], search: Searched) -> Findings:
     """Returns the findings of a sweep that has just ended: with the date, and the commit of the user's repository."""
-    from quarantune.host.commit import commit_of  # cached calls do not need it
-
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     commit = commit_of(plain_function(call.function.fn))
     return Findings(time_ms, created=now, commit=commit, trials=count_outcomes(trials), search=search)

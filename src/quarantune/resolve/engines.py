@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
-from quarantune.host import locks
+from quarantune.host.process import new_lock
 from quarantune.sweep.isolation import AUTO, Isolation
 from quarantune.values.options import TIME
 from quarantune.values.settings import Settings
@@ -25,7 +25,7 @@ _LOOK_S = 0.2
 """Ctrl-C ends a wait for an engine within this time."""
 
 _devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionary()
-_lock = locks.new()
+_lock = new_lock()
 
 
 def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[int, Trial] | None = None) -> Swept:

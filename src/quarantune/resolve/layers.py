@@ -12,7 +12,7 @@ from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Entry, Store
-from quarantune.host import installed
+from quarantune.host.process import entry_points
 from quarantune.values import table_name, versions
 from quarantune.values.findings import Findings
 from quarantune.values.json_object import JsonObject
@@ -97,7 +97,7 @@ def _is_there(directory: Path, origin: str) -> bool:
 def _installed(_: tuple[str, ...]) -> list[tuple[str, Path]]:
     """Returns the tables of installed packages, by the names of their entry points."""
     found = []
-    for point in sorted(installed.entry_points(GROUP), key=lambda point: (point.name, point.value)):
+    for point in sorted(entry_points(GROUP), key=lambda point: (point.name, point.value)):
         try:
             directory = table_name.directory_of(point.value)
         except ValueError as error:

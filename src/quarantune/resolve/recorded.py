@@ -18,7 +18,7 @@ import numpy as np
 from quarantune import cache
 from quarantune.cache import CacheWriteError, Journal, journal
 from quarantune.cache.content import short_text
-from quarantune.host import locks
+from quarantune.host.process import new_lock
 from quarantune.resolve.call_key import KeyedCall, keyed
 from quarantune.transport import assignment
 from quarantune.transport.problem import Arguments, is_array, with_leaves
@@ -134,7 +134,7 @@ class _Writer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._lock = locks.new()
+        self._lock = new_lock()
         self._met: dict[Any, tuple[RecordedCall, int]] = {}
 
     def add(self, described: KeyedCall) -> None:

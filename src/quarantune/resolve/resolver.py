@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from quarantune import cache, jax_internals, sandbox
 from quarantune.cache import Entry
-from quarantune.host import locks
+from quarantune.host.process import lazy
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import CallKey, KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.known_results import Known, KnownResults, Resolved
@@ -68,13 +68,13 @@ class Resolver:
 
         return TuningJob
 
-    @locks.lazy
+    @lazy
     def _seeds(self) -> CompilationSeeds:
         from quarantune.resolve.compilation_seeds import CompilationSeeds  # the same
 
         return CompilationSeeds()
 
-    @locks.lazy
+    @lazy
     def _ranks(self) -> Ranks:
         from quarantune.resolve.ranks import Ranks  # programs of one process do not need it
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Fingerprint
-from quarantune.host import locks
+from quarantune.host.process import lazy
 from quarantune.resolve import suitable
 from quarantune.resolve.layers import space_of
 from quarantune.transport.problem import describe_function
@@ -141,12 +141,12 @@ class TunedFunction:
         """Distinguishes the function from others of the same name in this process."""
         return f"{self.fingerprint.digest} {self.listed_space.get('hash', '')}"
 
-    @locks.lazy
+    @lazy
     def listed_space(self) -> JsonObject:
         """Values that distinguish its config space from others; none for a callable that makes configs."""
         return {} if callable(self.configs) else space_of(self.configs)
 
-    @locks.lazy
+    @lazy
     def maker(self) -> JsonObject:
         """Values that distinguish the callable that makes its configs, with the code and the values that it reaches."""
         assert callable(self.configs)

@@ -13,7 +13,7 @@ from typing import Any
 
 from quarantune import sandbox
 from quarantune.cache import Entry
-from quarantune.host import locks
+from quarantune.host.process import lazy
 from quarantune.measure import finals, model
 from quarantune.resolve import engines
 from quarantune.resolve.bound_call import BoundCall
@@ -320,7 +320,7 @@ class TuningJob:
         """The cache directory; None where nothing is saved."""
         return self._records.directory
 
-    @locks.lazy
+    @lazy
     def _search(self) -> SearchLimits:
         """The search and its budgets."""
         return SearchLimits.of(self._options, self._settings).resolved(self._configs)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from quarantune import jax_internals
-from quarantune.host import locks
+from quarantune.host.process import lazy
 from quarantune.transport import binding, executable
 from quarantune.values.trial import Config
 
@@ -72,7 +72,7 @@ class Winner:
             # Other shapes, dtypes or devices; if the call is wrong, the function raises a clearer error.
             return self._bound(*args, **kwargs)
 
-    @locks.lazy
+    @lazy
     def _weak(self) -> list[bool]:
         """Whether each argument is weakly typed; only to be read once there is an executable to call."""
         assert self._call is not None

@@ -21,7 +21,7 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from quarantune.host import machine, proc
+from quarantune.host import machine
 
 _SHOW_STACK = signal.SIGRTMAX - 3
 """Has a worker report its stack; JAX, CUDA and Python use none of the real-time signals."""
@@ -116,7 +116,7 @@ def show_stack(pid: int) -> None:
 
 
 def _is_pending(pid: int) -> bool:
-    pending = re.search(rb"^ShdPnd:\t([0-9a-f]+)$", proc.read(f"/proc/{pid}/status"), re.MULTILINE)
+    pending = re.search(rb"^ShdPnd:\t([0-9a-f]+)$", machine.read_proc(f"/proc/{pid}/status"), re.MULTILINE)
     return pending is not None and bool(int(pending[1], 16) >> (_SHOW_STACK - 1) & 1)
 
 

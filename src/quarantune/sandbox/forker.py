@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from quarantune.host import installed
+from quarantune.host.process import is_installed
 from quarantune.sandbox import contain, spawning, spool, wire
 from quarantune.sandbox.template_messages import (
     ORDERS,
@@ -387,7 +387,7 @@ def _import_for_forks(modules: Sequence[str], *, are_installed: bool = False) ->
 def _of_packages(names: Iterable[str]) -> tuple[str, ...]:
     """Returns those of some imported modules that are part of installed packages, which nobody edits meanwhile."""
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
-    return tuple(sorted(name for name, file in files.items() if isinstance(file, str) and installed.is_installed(file)))
+    return tuple(sorted(name for name, file in files.items() if isinstance(file, str) and is_installed(file)))
 
 
 def _fork_hazard() -> str | None:

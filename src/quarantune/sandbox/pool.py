@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from quarantune.host import machine, memory
+from quarantune.host import machine
 from quarantune.sandbox import shortages, spool, wire
 from quarantune.sandbox.template_link import SWEEP, LoadError, TemplateLink
 from quarantune.sandbox.template_messages import Ended, Kill, StartWorker
@@ -110,7 +110,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             on_lost=self._end_all_workers,
         )
         self._next_number = SWEEP + 1
-        self._inherited: tuple[int | None, frozenset[memory.FileId]] | None = None
+        self._inherited: tuple[int | None, frozenset[machine.FileId]] | None = None
         self._imported: set[str] = set()
         self._next_check = 0.0
         self._pending: list[Event] = []
@@ -128,13 +128,13 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         """Private memory that a worker has from the start, inherited from its template."""
         return 0 if self.template_pid is None else machine.private_memory_bytes(self.template_pid)
 
-    def common_files(self) -> set[memory.FileId]:
+    def common_files(self) -> set[machine.FileId]:
         """Returns the files in memory that every worker has open or mapped and that no worker has made."""
         pid = self.template_pid
         if self._inherited is None or self._inherited[0] != pid:
-            self._inherited = pid, frozenset(memory.shared_files([] if pid is None else [pid]))
+            self._inherited = pid, frozenset(machine.shared_files([] if pid is None else [pid]))
         fds = [self._link.payload_fd, self._link.arrays_fd, *(worker.log_fd for worker in self._workers.values())]
-        return {*self._inherited[1], *map(memory.file_id, fds)}
+        return {*self._inherited[1], *map(machine.file_id, fds)}
 
     def open(self, *, load_timeout_s: float | None) -> None:
         """Starts the sweep's template, which loads the payload once for all workers.

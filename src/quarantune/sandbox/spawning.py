@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quarantune.host import origins
+from quarantune.host.process import interpreter, startup_path
 from quarantune.sandbox import spool
 from quarantune.sandbox.template_messages import RoleOptions
 from quarantune.values import codec
@@ -72,8 +72,8 @@ def start(options: RoleOptions, *, pass_fds: Sequence[int], **popen: Any) -> sub
         RuntimeError: there is no interpreter to start, as in a frozen application.
         OSError: the process cannot be started.
     """
-    executable = origins.interpreter()
-    data = json.dumps({"path": origins.startup_path(), "options": codec.encode(options)}).encode()
+    executable = interpreter()
+    data = json.dumps({"path": startup_path(), "options": codec.encode(options)}).encode()
     fd = spool.create("options", size_bytes=len(data))
     try:
         spool.write(fd, data)

@@ -12,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-from quarantune.host import locks, proc
+from quarantune.host import machine
+from quarantune.host.process import new_lock
 from quarantune.sandbox import MARK, shortages, spawning, spool, wire
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection
@@ -31,7 +32,7 @@ class Template:
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._prepared: set[str] = set()
         """What it was told to prepare: the names of modules, and the empty name for a task."""
-        self._sending = locks.new()  # sweeps of several threads share this connection
+        self._sending = new_lock()  # sweeps of several threads share this connection
         with contextlib.ExitStack() as undo, spawning.standard_descriptors():
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
@@ -144,13 +145,13 @@ class Template:
 def kill_marked(token: str) -> None:
     """Kills the orphans of a dead template, found by its token in their environment."""
     mark = f"{MARK}={token}".encode()
-    for pid in proc.pids():
-        if mark in proc.read(f"/proc/{pid}/environ").split(b"\0"):
+    for pid in machine.process_ids():
+        if mark in machine.read_proc(f"/proc/{pid}/environ").split(b"\0"):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
 
 
-_lock = locks.new()
+_lock = new_lock()
 _template: Template | None = None
 _is_spoiled_by_warmth = False
 """Whether a template of this process could not be forked after it had warmed up."""
@@ -247,6 +248,6 @@ def inherited_state() -> tuple[object, ...]:
     return (
         (os.getuid(), os.geteuid(), os.getgid(), os.getegid(), sorted(os.getgroups())),
         os.sched_getaffinity(0),
-        proc.read("/proc/self/cgroup"),
+        machine.read_proc("/proc/self/cgroup"),
         {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)},
     )

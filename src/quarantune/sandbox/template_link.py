@@ -11,7 +11,8 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from quarantune.host import machine, stops
+from quarantune.host import machine
+from quarantune.host.process import Stops
 from quarantune.sandbox import MARK, spawning, spool, template, wire
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
@@ -344,7 +345,7 @@ class _Load:
         with selectors.DefaultSelector() as selector:
             for link in (self._sweep_link, self._process_link):
                 selector.register(link, selectors.EVENT_READ)
-            stopped = stops.Stops(time.monotonic)
+            stopped = Stops(time.monotonic)
             while True:
                 selector.select(max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
                 if self.pid is None and machine.is_stopped(self._template.pid):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
-from quarantune.host.stops import Stops
+from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
 from quarantune.sandbox.pool import Damaged, Event, Said, Sandbox

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from quarantune.host import machine, memory
+from quarantune.host import machine
 from quarantune.sandbox.messages import Failed, Raised
 from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
@@ -136,9 +136,9 @@ class MemoryWatch:
             worker.measured_as = worker.state
             worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
 
-    def _foreign_files(self) -> set[memory.FileId]:
+    def _foreign_files(self) -> set[machine.FileId]:
         """Returns the files in memory that no worker answers for."""
-        return {*map(memory.file_id, self._reference.fds)} | self._sandbox.common_files()
+        return {*map(machine.file_id, self._reference.fds)} | self._sandbox.common_files()
 
     def _limit_bytes(self, worker: Worker) -> int:
         own = None if worker.job is None else worker.job.limit_bytes

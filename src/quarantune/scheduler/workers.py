@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
-from quarantune.host import memory
+from quarantune.host import machine
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Measured, Reply, Task
 from quarantune.sandbox.pool import Sandbox
@@ -216,7 +216,7 @@ class Worker:
     peak_bytes: int = 0
     used_bytes: int = 0
     measured_as: WorkerState | None = None
-    memory_meter: memory.MemoryMeter = dataclasses.field(default_factory=memory.MemoryMeter)
+    memory_meter: machine.MemoryMeter = dataclasses.field(default_factory=machine.MemoryMeter)
     descendants: list[int] = dataclasses.field(default_factory=list)
     offered: int = 0
     output_fd: int = -1

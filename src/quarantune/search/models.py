@@ -14,15 +14,21 @@ The constants were chosen by replays of recorded GPU spaces with 1,280 to 18,000
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import linalg, optimize, special
 
-from quarantune.host import blas
+from quarantune.host.machine import proc_text
 from quarantune.search.fields import Features, Fields, Floats, by_size
 from quarantune.values.space import Codes
 from quarantune.values.trial import ConfigValue
@@ -66,7 +72,7 @@ class Models:
             candidates: the configs to choose from.
             pending: the configs that are being tried.
         """
-        with blas.one_thread():
+        with _one_thread():
             works = np.isfinite(logs)
             points = self._features.points(known)
             scale = self._learn(points[works], logs[works], known=len(known))
@@ -139,7 +145,7 @@ class Forecast:
             n: how many to choose.
             turn: how many configs the search has chosen before.
         """
-        with blas.one_thread():
+        with _one_thread():
             chosen: list[int] = []
             for number in range(turn, turn + min(n, int(np.isfinite(self.rank).sum()))):
                 index = self._densest() if number % _BY_DENSITIES == 0 else self._most_improving(_CAUTION[number % 2])
@@ -430,3 +436,39 @@ def _log_density(seen: NDArray[np.int64], count: int, nearness: Floats | None) -
     weights = np.bincount(seen, minlength=count).astype(np.float64)
     density = (weights if nearness is None else nearness @ weights) + 1 / count
     return np.asarray(np.log(density / density.sum()))
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Limits the OpenBLAS libraries of NumPy and SciPy to one thread: more cost more than they save on small matrices.
+
+    Their threads wait for work by spinning: on a machine of 2 cores with other work, a search took 8.8 ms of CPU per
+    trial instead of 0.8, on cores that workers compile on. Neither package has a function for this. A library that is
+    not known is left alone.
+    """
+    before = [(put, get()) for get, put in _openblas_functions()]
+    for put, _ in before:
+        put(1)
+    try:
+        yield
+    finally:
+        for put, count in before:
+            put(count)
+
+
+@functools.cache
+def _openblas_functions() -> list[tuple[Callable[[], int], Callable[[int], None]]]:
+    """Returns the functions that read and set the number of threads of each OpenBLAS in this process."""
+    paths = sorted(set(re.findall(r"(/\S*openblas\S*\.so\S*)$", proc_text("/proc/self/maps"), re.MULTILINE)))
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
+            for prefix, suffix in itertools.product(("scipy_openblas", "openblas"), ("64_", "")):
+                names = [f"{prefix}_{verb}_num_threads{suffix}" for verb in ("get", "set")]
+                if all(hasattr(library, name) for name in names):
+                    get, put = (getattr(library, name) for name in names)
+                    get.argtypes, get.restype, put.argtypes, put.restype = [], ctypes.c_int, [ctypes.c_int], None
+                    found.append((get, put))
+                    break
+    return found

@@ -17,7 +17,7 @@ from quarantune import jax_internals
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
-from quarantune.host.stops import Stops
+from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox import pool
 from quarantune.sandbox.template_link import LoadError

@@ -20,9 +20,8 @@ import jax
 from quarantune import jax_internals
 from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery, targets
-from quarantune.host import caller
+from quarantune.host.process import Stops, warn
 from quarantune.host.shared_files import Directory
-from quarantune.host.stops import Stops
 from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.scheduler.plan import Proof
 from quarantune.sweep import sweep_inputs
@@ -274,9 +273,7 @@ def _devices_and_target(request: SweepRequest) -> tuple[list[device.Device], Com
 
 @functools.cache
 def _warn(reason: str) -> None:
-    caller.warn(
-        f"{reason}: configs run in this process, so that one that crashes or hangs takes it along", RuntimeWarning
-    )
+    warn(f"{reason}: configs run in this process, so that one that crashes or hangs takes it along", RuntimeWarning)
 
 
 def _check_here(problem: Problem, packed: PackedCall, settings: Settings) -> None:

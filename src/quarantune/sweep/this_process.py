@@ -25,7 +25,7 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.devices.device import Device
-from quarantune.host.stops import Stops
+from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox import messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from quarantune.host import locks
+from quarantune.host.process import new_lock
 from quarantune.values import config_values
 from quarantune.values.json_object import JsonObject
 from quarantune.values.scoped_stack import ScopedStack
@@ -80,7 +80,7 @@ class Assignment:
         self.note: Callable[..., None] | None = None
         self._codes: dict[str, list[str]] = {}
         self._memos: weakref.WeakKeyDictionary[Kernel, dict[Any, Any]] = weakref.WeakKeyDictionary()
-        self._lock = locks.new()
+        self._lock = new_lock()
 
     def slot(self, name: str, key: str, code: str) -> Slot:
         """Returns the slot of a kernel's call.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quarantune import jax_internals
-from quarantune.host import caller
+from quarantune.host.process import warn
 from quarantune.values.config_values import COMPILER_OPTIONS as KEY
 from quarantune.values.config_values import NO_OPTIONS
 from quarantune.values.texts import shown
@@ -131,4 +131,4 @@ _is_tracing = jax_internals.is_tracing
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    caller.warn(message, RuntimeWarning)
+    warn(message, RuntimeWarning)

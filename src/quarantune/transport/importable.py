@@ -17,7 +17,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from quarantune.host import installed, origins, proc
+from quarantune.host import machine
+from quarantune.host.process import is_imported_early, is_installed
 from quarantune.transport import unpicklable
 
 
@@ -26,7 +27,7 @@ def can_import(name: str) -> bool:
     module = sys.modules.get(name)
     if module is None or name in ("__main__", "__mp_main__"):
         return False
-    if origins.is_imported_early(name):
+    if is_imported_early(name):
         return True
     parent = name.rpartition(".")[0]
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
@@ -77,7 +78,7 @@ def home_in(module: types.ModuleType, obj: Any) -> tuple[str, str] | None:
 
 _STARTED = time.time() - 2.0
 # This process's start is told in ticks since that of the machine; the two seconds cover the rounding.
-if _fields := proc.status("self"):
+if _fields := machine.process_status("self"):
     _STARTED -= time.clock_gettime(time.CLOCK_BOOTTIME) - int(_fields[19]) / os.sysconf("SC_CLK_TCK")
 """The start of this process. A file last changed before it was not edited after its import (forks included)."""
 
@@ -120,7 +121,7 @@ def _is_own(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or not os.path.isabs(file):
         return False  # torch gives some of its objects names of files that do not exist
-    return not (installed.is_installed(file) or origins.is_imported_early(module.__name__))
+    return not (is_installed(file) or is_imported_early(module.__name__))
 
 
 def _is_edited(module: types.ModuleType) -> bool:

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host import origins
+from quarantune.host.process import import_path
 from quarantune.host.shared_files import write_all
 from quarantune.jax_internals import state
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
@@ -87,7 +87,7 @@ def pack_call(
         program_values=program_values,
     )
     process = _ProcessOptions(
-        import_path=origins.import_path(),
+        import_path=import_path(),
         jax_options=state.options_to_travel(),
         contexts=dumps(jax_internals.contexts()),
         devices=call.devices_needed,

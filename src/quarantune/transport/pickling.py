@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host import locks
+from quarantune.host.process import new_lock
 from quarantune.transport import classes, importable, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
@@ -78,7 +78,7 @@ def loads(blob: bytes | memoryview, apart: Sequence[memoryview] = ()) -> Any:
 
 
 # cloudpickle's list of modules to pickle by value is global; the lock keeps our additions private to one dump.
-_dump_lock = locks.new()
+_dump_lock = new_lock()
 
 
 def _clean_up_in_fork() -> None:

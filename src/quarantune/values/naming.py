@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quarantune.host import caller
+from quarantune.host.process import users_module
 
 PROGRAMS = ("__main__", "__mp_main__", "<run_path>")
 """The modules of programs: in their own process, in a child of `multiprocessing`, and where `runpy` runs a file."""
@@ -33,7 +33,7 @@ def module_name(fn: Callable[..., Any]) -> str:
     """
     module = getattr(fn, "__module__", None) or "unknown"
     if module == functools.__name__ and isinstance(inspect.unwrap(fn), functools.partial):
-        module = caller.users_module()
+        module = users_module()
     return _program_of(fn, module) if module in PROGRAMS else module
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
-from quarantune.host import caller, shared_files
+from quarantune.host import shared_files
+from quarantune.host.process import warn
 from quarantune.values import remembered
 from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.search_choice import Search, check_search
@@ -358,7 +359,7 @@ def block_of(name: str) -> settings | None:
 def _warn_unknown(variable: str) -> None:
     """Warns once of a variable that has no effect; a variable of another version may be set on purpose."""
     hint = did_you_mean(variable, [_PREFIX + name.upper() for name in _FIELDS])
-    caller.warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)
+    warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)
 
 
 def _parse(name: str, label: str, value: Any) -> Any:

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from quarantune.host import shared_files, variables
+from quarantune.host import shared_files
+from quarantune.host.process import environment_variables
 from quarantune.sandbox import contain
 from quarantune.values.compiling import NO_FIGURES, CompilerFigures, CompileTarget
 
@@ -111,7 +112,7 @@ def compiled(lowered: Any, target: CompileTarget) -> tuple[Any, CompilerFigures]
     """
     program = None
     try:
-        with contain.directory() as directory, variables.given({"MOSAIC_GPU_DUMP_HOST_LLVM": "1"}):
+        with contain.directory() as directory, environment_variables({"MOSAIC_GPU_DUMP_HOST_LLVM": "1"}):
             start = os.fstat(2).st_size  # of the log
             program = lowered.compile(compiler_options={"xla_dump_to": directory})
             (path,) = Path(directory).glob("*.thunk_sequence.txt")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from quarantune.host import installed
+from quarantune.host.process import is_installed
 from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.trial import Outcome
 
@@ -166,5 +166,5 @@ def _own_frames(error: BaseException) -> list[str]:
     return [
         f"  {frame.filename}:{frame.lineno}, in {frame.name}{f': {frame.line}' if frame.line else ''}"
         for frame in reversed([*traceback.extract_tb(error.__traceback__), *retold])
-        if not installed.is_installed(frame.filename)
+        if not is_installed(frame.filename)
     ]

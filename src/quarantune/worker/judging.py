@@ -19,7 +19,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.cache import described
-from quarantune.host.memory import file_id
+from quarantune.host.machine import file_id
 from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance

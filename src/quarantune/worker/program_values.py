@@ -19,7 +19,7 @@ import numpy as np
 
 from quarantune.cache import described, reach, state
 from quarantune.cache.fingerprint import reached
-from quarantune.host import origins
+from quarantune.host.process import is_imported_early
 from quarantune.transport import pickling
 from quarantune.transport.call import ProgramValue
 from quarantune.transport.importable import can_import
@@ -72,7 +72,7 @@ def _may_differ(place: Sequence[str], value: Any) -> bool:
     if function is not None:
         return not reach.is_library_function(function) or function.__name__ != place[-1]
     # The state of Python is that of the process (os.environ), and JAX's options travel by themselves.
-    return not (origins.is_imported_early(place[0]) or (reach.is_library(place[0]) and isinstance(value, type)))
+    return not (is_imported_early(place[0]) or (reach.is_library(place[0]) and isinstance(value, type)))
 
 
 def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:

@@ -1,0 +1,330 @@
+"""This process: the user's code in it and the packages around that, its locks, its environment, and its stops."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import subprocess
+import sys
+import sysconfig
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+_PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "functools"})
+"""Packages whose frames may stand between a user's call and a warning."""
+_OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "cloudpickle", "psutil", "platformdirs", "quarantune")
+"""Packages that a process of ours imports before any module of the user's."""
+_GIT_PATIENCE_S = 2.0
+_STOPPED_S = 0.5
+"""A longer gap between two looks means that this process was stopped: its loops look every twentieth of a second."""
+_T = TypeVar("_T")
+
+
+# --- the user's line, from deep inside this package ---
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Issues a warning that points to the user's line.
+
+    `warnings.warn` needs the number of frames in between, which varies: the same warning may come from a plain call,
+    from a trace that JAX makes, or from `lookup`.
+
+    Args:
+        message: the text.
+        category: the class of the warning.
+    """
+    frame = _users_frame()
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        category,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=str(names.get("__name__") or "<unknown>"),
+        registry=names.setdefault("__warningregistry__", {}),
+    )
+
+
+class own_frames_hidden:
+    """Has the traceback of a Ctrl-C in the block end at the user's line, unless it was in further code of the user's.
+
+    For the outermost function of this package: an exception that passes a `with` does not note its frame again.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            hide_own_frames(error)
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Removes the frames down to the first of the user's from a traceback, as `own_frames_hidden` does."""
+    trace = error.__traceback__
+    while trace is not None and _package(trace.tb_frame) in _PASSED_THROUGH | sys.stdlib_module_names:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+
+
+def users_module() -> str:
+    """Returns the name of the module whose code called into this package."""
+    return str(_users_frame().f_globals.get("__name__") or "unknown")
+
+
+def _users_frame() -> types.FrameType:
+    """Returns the innermost frame of the user's code, or the outermost frame where there is none."""
+    frame = sys._getframe(1)
+    while _package(frame) in _PASSED_THROUGH and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+# --- where code is from ---
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Returns whether a file is part of Python or of an installed package, so that its version stands for its code.
+
+    A package that was installed into any directory (`pip install --target`) counts, if pip left its record beside it.
+    One that was installed to be edited does not: its files are where its author works.
+    """
+    if file.startswith("<frozen "):  # a module of Python's own program, such as the one that imports others
+        return True
+    path = os.path.normpath(file)  # not `abspath`, which fails where the working directory is gone
+    if path.startswith(_homes()) or not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
+        return True
+    for directory in import_path():
+        name, _, _ = path.removeprefix(directory + os.sep).partition(os.sep)
+        if path.startswith(directory + os.sep) and name in _recorded(directory):
+            return True
+    return False
+
+
+def entry_points(group: str) -> importlib.metadata.EntryPoints:
+    """Returns the entry points of a group; every package is read once, which takes 20 ms for 100 packages."""
+    found: importlib.metadata.EntryPoints = _entry_points(tuple(sys.path)).select(group=group)
+    return found
+
+
+@functools.cache
+def _entry_points(path: tuple[str, ...]) -> Any:
+    return importlib.metadata.entry_points()
+
+
+@functools.cache
+def _homes() -> tuple[str, ...]:
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    return (*(os.path.abspath(sysconfig.get_path(kind)) + os.sep for kind in kinds), _OWN_PACKAGE)
+
+
+@functools.cache
+def _recorded(directory: str) -> frozenset[str]:
+    """Returns the names of the files and directories in a directory that packages installed there have."""
+    names: set[str] = set()
+    for record in Path(directory).glob("*.dist-info/RECORD"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            names.update(line.partition(",")[0].partition("/")[0] for line in record.read_text("utf-8").splitlines())
+    return frozenset(names)
+
+
+def commit_of(function: types.FunctionType | None) -> str:
+    """Returns the commit of the repository that holds a function's file, as `3f2a9c1b04d7`.
+
+    Args:
+        function: a Python function; None where there is none. One that was typed into a notebook has no file: it
+            counts as one of the working directory.
+
+    Returns:
+        The commit; empty where there is none, or no git, or the function is an installed package's.
+    """
+    file = "" if function is None else function.__code__.co_filename
+    return "" if is_installed(file) else _commit(os.path.dirname(file) if os.path.isfile(file) else ".")
+
+
+@functools.cache
+def _commit(directory: str) -> str:
+    """Returns the commit of a directory, as it was when this process asked first: that of the code it has loaded."""
+    command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_PATIENCE_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace").strip()
+
+
+# --- the import path and the interpreter of another process ---
+
+
+def import_path() -> list[str]:
+    """Returns `sys.path` with absolute entries, valid in any working directory.
+
+    Left out are entries that are not strings, which the import system ignores, and relative ones where the working
+    directory is gone.
+    """
+    absolute = []
+    for entry in sys.path:
+        if isinstance(entry, str):
+            with contextlib.suppress(OSError):  # no working directory
+                absolute.append(os.path.abspath(entry))
+    return absolute
+
+
+def startup_path() -> list[str]:
+    """Returns `import_path()` with the directories of Python and of our own packages first.
+
+    No module in the user's directories can then shadow one of the standard library, or JAX.
+    """
+    path = import_path()
+    homes = {os.path.abspath(directory) for directory in _library_directories()}
+    return [entry for entry in path if entry in homes] + [entry for entry in path if entry not in homes]
+
+
+def is_imported_early(name: str) -> bool:
+    """Returns whether a module is Python's own, or belongs to a package that a process of ours imports first.
+
+    Args:
+        name: the name of a module that this process has imported.
+    """
+    package = name.partition(".")[0]
+    if package in _NEEDED:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    is_from_library = file is None or os.path.abspath(file).startswith(os.path.dirname(os.__file__) + os.sep)
+    return package in sys.stdlib_module_names and is_from_library
+
+
+def _library_directories() -> list[str]:
+    library = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)]
+    zipped = os.path.join(sys.base_prefix, sys.platlibdir, f"python{sys.version_info[0]}{sys.version_info[1]}.zip")
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _NEEDED]
+    packages = [os.path.dirname(os.path.dirname(file)) for file in files if file]
+    return [*library, *(os.path.join(directory, "lib-dynload") for directory in library), zipped, *packages]
+
+
+def interpreter() -> str:
+    """Returns the path of this Python's interpreter.
+
+    Raises:
+        RuntimeError: there is none: Python is embedded, or frozen into an application, which would start itself again.
+    """
+    if getattr(sys, "frozen", False):
+        raise RuntimeError(
+            f"this is a frozen application, of which {sys.executable} would start another instance as a worker: tune "
+            f"with an ordinary Python and ship the results (option tables, or QUARANTUNE_CACHE_PATH), set "
+            f"QUARANTUNE_ON_MISS=default to run untuned where there is none, or set QUARANTUNE_ISOLATION=none to tune "
+            f"in this process"
+        )
+    if not sys.executable:
+        raise RuntimeError(
+            "sys.executable is empty, so no worker can be started: set sys.executable to a Python interpreter "
+            "or set QUARANTUNE_ISOLATION=none"
+        )
+    return sys.executable
+
+
+# --- locks, variables and stops ---
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def new_lock() -> threading.RLock:
+    """Returns a reentrant lock that is free in a fork of this process, unless the thread that forked holds it."""
+    lock = threading.RLock()
+    _locks.add(lock)
+    return lock
+
+
+def _free_in_fork() -> None:
+    for lock in list(_locks):
+        if not lock._is_owned():
+            lock._at_fork_reinit()
+
+
+os.register_at_fork(after_in_child=_free_in_fork)
+
+
+class lazy(functools.cached_property[_T]):
+    """An attribute computed at its first use, like `functools.cached_property` but without its lock.
+
+    Python 3.11 has one such lock for all instances, which stays held in a fork. Threads that read the attribute at the
+    same time may compute it twice; all get the same value.
+    """
+
+    def __get__(self, instance: Any, owner: type | None = None) -> _T:  # type: ignore[override]
+        """Returns the value, and keeps it in the instance's dictionary."""
+        if instance is None:
+            return self  # type: ignore[return-value]
+        value: _T = vars(instance).setdefault(self.attrname, self.func(instance))
+        return value
+
+
+@contextlib.contextmanager
+def environment_variables(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables within the block; afterwards, they are as they were.
+
+    Args:
+        values: the variables by name; None for those that are not set.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+class Stops:
+    """Measures for how long this process was stopped, by the gaps between its looks at the clock.
+
+    While the process that keeps the deadlines does not run, its workers may not run either, and their messages are not
+    read. That time counts toward no deadline.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Starts to watch the clock.
+
+        Args:
+            clock: seconds.
+        """
+        self._clock = clock
+        self._last_look = clock()
+
+    def begin(self) -> None:
+        """Starts anew, after work of this process that may have taken long."""
+        self._last_look = self._clock()
+
+    def worked(self, taken_s: float) -> None:
+        """Takes note of work of this process since its last look, which was no stop."""
+        self._last_look += taken_s
+
+    def lost_s(self) -> float:
+        """Returns for how many seconds this process was stopped since its last look; 0.0 where it was not."""
+        last, self._last_look = self._last_look, self._clock()
+        passed_s = self._last_look - last
+        return passed_s if passed_s > _STOPPED_S else 0.0
