@@ -28,7 +28,7 @@ from quarantune.devices import discovery
 from quarantune.resolve.call_key import keyed
 from quarantune.resolve.layers import open_store, space_of
 from quarantune.values import settings as environment
-from quarantune.values import versions
+from quarantune.values.describe import versions
 
 RANKS = 4
 CONFIGS = [{"n": 1}, {"n": 2}, {"n": 3}]
@@ -67,7 +67,7 @@ def warm(function: Any, config: dict[str, Any], *args: Any) -> None:
         "time_ms": 1.0,
         "key_values": described.readable,
         "space": space_of(described.call.configs),
-        "versions": versions.versions(),
+        "versions": versions(),
     }
     open_store(environment.current()).put(described.call.name, described.key.device, described.key.text, entry)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.sandbox import messages
 from quarantune.sandbox.messages import BenchOptions, Task
@@ -26,9 +26,9 @@ from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
-from quarantune.values.compiling import CompileTarget
-from quarantune.values.tolerance import Tolerance
-from quarantune.values.trial import Config, Route, Trial
+from quarantune.values.configs import Config
+from quarantune.values.settings import Tolerance
+from quarantune.values.trial import CompileTarget, Route, Trial
 
 GB = 1 << 30
 SLOTS = 3

@@ -20,7 +20,8 @@ import pytest
 from aftermath import MARK, eventually, nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.configs import Config
+from quarantune.values.trial import Outcome, Trial
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_slots")]
 

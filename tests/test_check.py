@@ -21,8 +21,7 @@ from quarantune.measure.rounding import Motion
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import payload
-from quarantune.values.compiling import OutputArray
-from quarantune.values.trial import Trial
+from quarantune.values.trial import OutputArray, Trial
 from quarantune.worker.bench import Bench
 from quarantune.worker.failures import WrongResultError
 

@@ -17,9 +17,8 @@ import quarantune
 from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest
-from quarantune.values.options import Options
-from quarantune.values.settings import current
-from quarantune.values.shardings import MeshSpec
+from quarantune.values.describe import MeshSpec
+from quarantune.values.settings import Options, current
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

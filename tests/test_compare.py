@@ -17,7 +17,7 @@ from quarantune.measure.compare import compare as compare_flat
 from quarantune.measure.compare import compare_shapes as compare_flat_shapes
 from quarantune.measure.rounding import Allowance
 from quarantune.transport.differentiation import gradients, scalar_of
-from quarantune.values.tolerance import Tolerance
+from quarantune.values.settings import Tolerance
 
 EXACT = Tolerance(rtol=0, atol=0, max_mismatched_ratio=0)
 STRICT = Tolerance(rtol=1e-2, atol=1e-2, max_mismatched_ratio=0)

@@ -22,7 +22,7 @@ from quarantune import CompileReport, Outcome, Phase, Trial, TuningFailedError
 from quarantune.devices import targets
 from quarantune.jax_internals.kernels import vmem_needs
 from quarantune.results.report import briefly
-from quarantune.values.compiling import CompilerFigures
+from quarantune.values.trial import CompilerFigures
 from quarantune.worker.compiler_figures import read_figures
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)

@@ -19,12 +19,13 @@ from helpers import SOURCE
 
 import quarantune
 from quarantune.cache import CacheWarning, TuningCache
+from quarantune.resolve import compile_failures
 from quarantune.resolve.call_key import CallKey
 from quarantune.resolve.compile_failures import CompileFailures
 from quarantune.results.report import CompileReport
 from quarantune.sandbox import is_inside
 from quarantune.sweep.limits import SweepLimits
-from quarantune.values import versions
+from quarantune.values.describe import compilers
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
 LIMITS = SweepLimits(
@@ -97,8 +98,8 @@ def test_failures_count_only_for_the_same_device_call_and_compilers(
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
         assert not failures(tmp_path).known()
-    changed = versions.compilers("cuda") | {"jaxlib": "99.0"}
-    monkeypatch.setattr(versions, "compilers", lambda platform: changed)
+    changed = compilers("cuda") | {"jaxlib": "99.0"}
+    monkeypatch.setattr(compile_failures, "compilers", lambda platform: changed)
     assert not failures(tmp_path).known()
 
 

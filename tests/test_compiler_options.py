@@ -14,7 +14,7 @@ import pytest
 import quarantune
 from quarantune import jax_internals
 from quarantune.transport import binding, differentiation
-from quarantune.values import config_space
+from quarantune.values.configs import text_of
 
 X = np.ones((8, 8), np.float32)
 UNKNOWN = {"xla_no_such_option": True}
@@ -75,7 +75,7 @@ def test_a_config_without_options_has_none_where_others_have_some() -> None:
     listed = [{"n": 2}, {"n": 2, "compiler_options": UNOPTIMISED}]
     tuned = quarantune.autotune(listed)(scale)
     assert list(tuned._configs) == [{"n": 2, "compiler_options": {}}, {"n": 2, "compiler_options": UNOPTIMISED}]
-    assert len({config_space.text_of(config) for config in tuned._configs}) == 2
+    assert len({text_of(config) for config in tuned._configs}) == 2
 
 
 @pytest.mark.parametrize(

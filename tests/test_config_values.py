@@ -18,7 +18,8 @@ import pytest
 import quarantune
 from quarantune import Outcome
 from quarantune.sweep import sweep
-from quarantune.values import config_values, shown, space
+from quarantune.values import space
+from quarantune.values.configs import FrozenDict, encode, format_config, originals, restore
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -48,26 +49,26 @@ class Tile(NamedTuple):
         (Way.FORTH, {"$enum": "Way.FORTH"}),
         (Plan(2, Way.BACK), {"$type": "Plan", "block": 2, "way": {"$enum": "Way.BACK"}, "sizes": []}),
         (Tile(2, (Way.BACK,)), {"$type": "Tile", "rows": 2, "ways": [{"$enum": "Way.BACK"}]}),
-        (config_values.FrozenDict(a=(Way.BACK,)), {"a": [{"$enum": "Way.BACK"}]}),
+        (FrozenDict(a=(Way.BACK,)), {"a": [{"$enum": "Way.BACK"}]}),
     ],
 )
 def test_a_value_survives_a_round_trip_through_json(value: Any, said: Any) -> None:
     config = {"v": value}
-    text = json.dumps(config_values.encode(config))
+    text = json.dumps(encode(config))
     assert json.loads(text) == {"v": said}
-    back = config_values.restore(json.loads(text), config_values.originals([config]))
+    back = restore(json.loads(text), originals([config]))
     assert back == config
     assert type(back["v"]) is type(value)
 
 
 def test_no_file_content_is_imported_or_built() -> None:
     said = {"v": {"$type": "os.system", "command": "true"}}
-    assert config_values.restore(said, config_values.originals([{"v": Plan(1)}])) == said
+    assert restore(said, originals([{"v": Plan(1)}])) == said
 
 
 def test_a_config_of_objects_is_shown_without_its_classes_defaults() -> None:
-    config = {"plan": Plan(2, Way.FORTH), "mode": Way.BACK, "more": config_values.FrozenDict(a=(1, "x"))}
-    assert shown.format_config(config) == 'plan=(block=2, way=FORTH) mode=BACK more={"a":[1,"x"]}'
+    config = {"plan": Plan(2, Way.FORTH), "mode": Way.BACK, "more": FrozenDict(a=(1, "x"))}
+    assert format_config(config) == 'plan=(block=2, way=FORTH) mode=BACK more={"a":[1,"x"]}'
 
 
 def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
@@ -241,12 +242,12 @@ def rounded(configs: Any, **options: Any) -> quarantune.Autotuned:
 def test_a_dtype_is_told_by_its_name_and_rebuilt(value: Any, name: str) -> None:
     config = {"v": value, "inside": (value,)}
     (checked,) = space.expand([config], fn_name="f")
-    encoded = json.loads(json.dumps(config_values.encode(checked)))
+    encoded = json.loads(json.dumps(encode(checked)))
     assert encoded == {"v": {"$dtype": name}, "inside": [{"$dtype": name}]}
-    back = config_values.restore(encoded, config_values.originals([checked]))
+    back = restore(encoded, originals([checked]))
     assert back["v"] is value or back["v"] == value
     assert type(back["v"]) is type(value)
-    assert shown.format_config(checked) == f"v={name} inside=[{name}]"
+    assert format_config(checked) == f"v={name} inside=[{name}]"
 
 
 @pytest.mark.parametrize(

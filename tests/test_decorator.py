@@ -34,9 +34,8 @@ from aftermath import eventually, left_of
 
 import quarantune
 from quarantune import Outcome, jax_internals
-from quarantune.values import naming
-from quarantune.values.options import ContextualKeywords, OptionKeywords, Options
-from quarantune.values.settings import SettingKeywords, Settings
+from quarantune.values.settings import ContextualKeywords, OptionKeywords, Options, SettingKeywords, Settings
+from quarantune.values.texts import cache_name
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -723,7 +722,7 @@ def test_threads_may_tune_different_functions_and_shapes_at_once(sweeps: list[st
     assert sorted(sweeps) == ["one", "one", "two", "two"]
 
 
-@pytest.mark.parametrize("tune", [lambda fn: quarantune.autotune({"n": [1]})(fn).name, naming.cache_name])
+@pytest.mark.parametrize("tune", [lambda fn: quarantune.autotune({"n": [1]})(fn).name, cache_name])
 def test_a_jitted_partial_is_named_after_the_module_that_tunes_it(tune: Callable[..., str]) -> None:
     def softmax(x: Any, axis: int = 0, n: int = 1) -> Any:
         return x

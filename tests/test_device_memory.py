@@ -19,8 +19,8 @@ import quarantune
 from quarantune import AutoTuner, Outcome, Phase, Trial, TuningResult
 from quarantune.resolve.compile_failures import _Failure
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.values.compiling import CompilerFigures, CycleEstimate
-from quarantune.values.options import Options
+from quarantune.values.settings import Options
+from quarantune.values.trial import CompilerFigures, CycleEstimate
 
 X = jnp.arange(64.0)
 

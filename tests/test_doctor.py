@@ -19,9 +19,8 @@ from helpers import SOURCE
 import quarantune
 from quarantune import doctor
 from quarantune.doctor import failed
-from quarantune.values.compiling import CompilerFigures, CycleEstimate
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import CompilerFigures, CycleEstimate, Outcome, Trial
 
 PROGRAM = """
 import json, resource, sys

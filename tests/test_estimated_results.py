@@ -25,9 +25,7 @@ from quarantune.resolve.sweep_records import SweepRecords
 from quarantune.results.report import CompileReport
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import settings as environment
-from quarantune.values.compiling import CompilerFigures, CycleEstimate
-from quarantune.values.findings import Findings
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import CompilerFigures, CycleEstimate, Findings, Outcome, Trial
 
 X = np.arange(8, dtype=np.float32)
 N = [1, 2, 3, 4]

@@ -24,9 +24,9 @@ import quarantune
 from quarantune.results import html_report
 from quarantune.results.html_report import cached_results, page_data
 from quarantune.results.result import ContextualResult, KernelChoice, ResultData, TuningResult
-from quarantune.values.call_text import call_text
-from quarantune.values.compiling import CompilerFigures
-from quarantune.values.trial import Config, Outcome, Phase, Trial
+from quarantune.values.configs import Config
+from quarantune.values.texts import call_text
+from quarantune.values.trial import CompilerFigures, Outcome, Phase, Trial
 
 EVIL = (
     '</script><script>document.title="owned"</script></script x="<!-- <script \'&\u202e\u2028\x00\x1b[2J\ud800'

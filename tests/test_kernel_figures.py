@@ -12,7 +12,7 @@ import pytest
 
 from quarantune.devices import targets
 from quarantune.sandbox import contain
-from quarantune.values.compiling import NO_FIGURES, CompilerFigures, CompileTarget
+from quarantune.values.trial import NO_FIGURES, CompilerFigures, CompileTarget
 from quarantune.worker.compiler_figures import compiled, read
 
 H100 = targets.packaged("nvidia_h100").config_text

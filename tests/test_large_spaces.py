@@ -19,8 +19,8 @@ import pytest
 import quarantune
 from quarantune import Outcome, Trial, search
 from quarantune.search import Space
+from quarantune.values.configs import Config
 from quarantune.values.space import WatchedConfig
-from quarantune.values.trial import Config
 
 BILLION = {"a": list(range(1000)), "b": list(range(1000)), "c": list(range(1000))}
 

@@ -23,8 +23,8 @@ from quarantune.resolve import similar
 from quarantune.resolve.call_key import keyed
 from quarantune.resolve.known_results import KnownResults
 from quarantune.values import settings as environment
-from quarantune.values import table_name, versions
-from quarantune.values.options import Options
+from quarantune.values.describe import versions
+from quarantune.values.settings import Options, table_directory
 
 X = np.arange(8, dtype=np.float32)
 
@@ -53,7 +53,7 @@ def store_winner(directory: Path, fn: Any, n: int, *args: Any, key: str | None =
         "key_values": call.readable,
         "fingerprint": fn._resolver.function.fingerprint.parts,
         "space": space_of(call.call.configs),
-        "versions": versions.versions(),
+        "versions": versions(),
     }
     Store(directory).put(fn.name, call.key.device, key or call.key.text, entry | fields)
 
@@ -245,8 +245,8 @@ def test_a_table_that_cannot_be_is_refused_by_the_decorator(name: str) -> None:
 
 
 def test_a_table_is_found_below_its_package_without_an_import() -> None:
-    assert table_name.directory_of("numpy:tables") == Path(np.__file__).parent / "tables"
-    assert table_name.directory_of("jax.experimental.pallas:a/b").parts[-4:] == ("experimental", "pallas", "a", "b")
+    assert table_directory("numpy:tables") == Path(np.__file__).parent / "tables"
+    assert table_directory("jax.experimental.pallas:a/b").parts[-4:] == ("experimental", "pallas", "a", "b")
     assert "tables" not in Options(tables="numpy:tables").deciding(), "results stay valid"
 
 

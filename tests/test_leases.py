@@ -22,7 +22,7 @@ import pytest
 from aftermath import eventually
 
 import quarantune
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 

@@ -27,8 +27,7 @@ from quarantune.cache import Journal, conclusions
 from quarantune.cli import functions
 from quarantune.measure import finals
 from quarantune.results.html_report import cached_results, page_data
-from quarantune.values.findings import Findings, ratio_text
-from quarantune.values.trial import UNTUNED, Outcome, Trial
+from quarantune.values.trial import UNTUNED, Findings, Outcome, Trial, ratio_text
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

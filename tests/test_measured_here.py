@@ -31,7 +31,7 @@ import quarantune
 from quarantune import jax_internals
 from quarantune.cache import journal
 from quarantune.devices import discovery
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.measure import finals
 from quarantune.resolve.sweep_records import Suspects
 from quarantune.sweep import sweep
@@ -41,9 +41,9 @@ from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.this_process import Watched
 from quarantune.transport import executable
 from quarantune.transport.problem import Problem
-from quarantune.values.options import Options
-from quarantune.values.settings import current
-from quarantune.values.trial import Config, Outcome, Route, Trial
+from quarantune.values.configs import Config
+from quarantune.values.settings import Options, current
+from quarantune.values.trial import Outcome, Route, Trial
 
 X = np.ones(8, np.float32)
 GOOD = ("good", "")

@@ -23,7 +23,7 @@ from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.search import log_time
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.values.options import Options
+from quarantune.values.settings import Options
 from quarantune.values.space import Space
 
 X = jnp.arange(64.0)

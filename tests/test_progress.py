@@ -27,9 +27,8 @@ from quarantune.resolve import tuning_job
 from quarantune.results import progress as display
 from quarantune.results.progress import Progress
 from quarantune.sweep import sweep
-from quarantune.values.call_text import array_text
-from quarantune.values.findings import Findings
-from quarantune.values.trial import READY, Outcome, Trial
+from quarantune.values.texts import array_text
+from quarantune.values.trial import READY, Findings, Outcome, Trial
 
 SOURCE = Path(quarantune.__file__).parents[1]
 

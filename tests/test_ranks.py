@@ -26,7 +26,7 @@ from quarantune.resolve.call_key import keyed
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.layers import open_store, space_of
 from quarantune.values import settings as environment
-from quarantune.values.findings import Findings
+from quarantune.values.trial import Findings
 
 RANKS = 4
 

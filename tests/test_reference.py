@@ -26,9 +26,8 @@ from quarantune.measure.compare import Mismatches
 from quarantune.measure.rounding import Allowance, Noise
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import Reference
-from quarantune.values.compiling import OutputArray
-from quarantune.values.options import Options
-from quarantune.values.tolerance import Tolerance
+from quarantune.values.settings import Options, Tolerance
+from quarantune.values.trial import OutputArray
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

@@ -19,7 +19,7 @@ from quarantune import Outcome, Trial
 from quarantune.cache import Journal
 from quarantune.cache.journal import compile_failures
 from quarantune.search import models
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "examples" / "spaces").glob("*.json.gz"))
 

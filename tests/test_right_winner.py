@@ -39,8 +39,8 @@ from quarantune.sandbox.messages import BenchOptions
 from quarantune.sweep import sweep, sweep_inputs
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.transport import arrays, payload, programs
-from quarantune.values.shown import format_config
-from quarantune.values.tolerance import Tolerance
+from quarantune.values.configs import format_config
+from quarantune.values.settings import Tolerance
 from quarantune.worker.bench import Bench
 from quarantune.worker.judging import structure_of
 

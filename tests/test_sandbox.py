@@ -39,9 +39,8 @@ from quarantune.sweep import routes
 from quarantune.sweep.request import worker_options
 from quarantune.transport import payload
 from quarantune.values import codec
-from quarantune.values.compiling import CompileTarget
-from quarantune.values.options import Options
-from quarantune.values.trial import SandboxError
+from quarantune.values.settings import Options
+from quarantune.values.trial import CompileTarget, SandboxError
 
 OPTIONS = worker_options("cpu", Options(warmup=0, rep=1))
 SOURCES = str(Path(quarantune.__file__).parents[1])

@@ -10,7 +10,8 @@ from scripted import TARGET, Act, FakeWorker, Step, behaves, compiles, for_confi
 
 from quarantune.scheduler import confirmation
 from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
-from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
+from quarantune.values.configs import Config
+from quarantune.values.trial import Outcome, Phase, Route, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 

@@ -27,7 +27,7 @@ from scripted import (
     when,
 )
 
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.scheduler.loop import Scheduler
 from quarantune.values import codec

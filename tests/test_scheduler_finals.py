@@ -18,7 +18,8 @@ from quarantune.scheduler.jobs import SamePrograms
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.race import Race
 from quarantune.values import codec
-from quarantune.values.trial import Config, Outcome, Route, Trial
+from quarantune.values.configs import Config
+from quarantune.values.trial import Outcome, Route, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 

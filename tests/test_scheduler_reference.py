@@ -30,8 +30,7 @@ from quarantune.devices.leases import Lease
 from quarantune.sandbox.pool import Damaged
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import NoReferenceError
-from quarantune.values.compiling import OutputArray
-from quarantune.values.trial import Route
+from quarantune.values.trial import OutputArray, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 

@@ -28,11 +28,10 @@ from scripted import (
     when,
 )
 
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.sandbox.pool import Damaged
 from quarantune.scheduler.plan import Plan
-from quarantune.values.compiling import CompileTarget
-from quarantune.values.trial import Outcome, Route
+from quarantune.values.trial import CompileTarget, Outcome, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 

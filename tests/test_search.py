@@ -21,8 +21,8 @@ from quarantune import Outcome, Trial, search
 from quarantune.search import Space, models, optuna_search
 from quarantune.search.fields import Features, Fields
 from quarantune.search.models import Densities, GaussianProcess
-from quarantune.values.search_choice import check_search
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config
+from quarantune.values.settings import check_search
 
 GRID = {"BM": [16, 32, 64], "BN": [16, 32], "fast": [True, False]}
 

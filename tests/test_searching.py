@@ -20,11 +20,10 @@ from quarantune.search import Space
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values import settings as environment
-from quarantune.values.config_values import text_of
-from quarantune.values.findings import Findings, Searched
-from quarantune.values.options import Options
+from quarantune.values.configs import Config, text_of
+from quarantune.values.settings import Options
 from quarantune.values.space import expand
-from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
+from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 ROUTES = pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])

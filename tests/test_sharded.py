@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from helpers import run_on_devices
 
-from quarantune.devices.device import Device, cpu_device, grouped
+from quarantune.devices.discovery import Device, cpu_device, grouped
 from quarantune.devices.leases import Lease
 from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest
 from quarantune.transport import arrays
-from quarantune.values.options import Options
-from quarantune.values.settings import current
-from quarantune.values.shardings import MeshSpec
+from quarantune.values.describe import MeshSpec
+from quarantune.values.settings import Options, current
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.values.config_space import called, check_parameters
+from quarantune.values.configs import check_parameters, configs_made_by
 from quarantune.values.space import expand, grid
 
 
@@ -99,7 +99,7 @@ def test_missing_keys_take_the_functions_defaults() -> None:
     configs = [{"BM": 16}, {"BN": 16, "BM": 8}, {"BM": 16, "BN": 64}]
     found = expand(configs, fn_name="matmul", parameters=MATMUL)
     assert found == [{"BM": 16, "BN": 64}, {"BM": 8, "BN": 16}]
-    made = expand(called(lambda: iter(configs), (), {}, fn_name="matmul"), fn_name="matmul", parameters=MATMUL)
+    made = expand(configs_made_by(lambda: iter(configs), (), {}, fn_name="matmul"), fn_name="matmul", parameters=MATMUL)
     assert made == found
 
 
@@ -168,20 +168,20 @@ def test_a_function_makes_configs_from_the_call() -> None:
     def by_size(x: int, *, most: int) -> Any:
         yield from ({"BM": size} for size in (x, 2 * x, 4 * x) if size <= most)
 
-    assert expand(called(by_size, (8,), {"most": 16}, fn_name="f"), fn_name="f") == [{"BM": 8}, {"BM": 16}]
-    assert expand(called(lambda: {"a": [1, 2]}, (), {}, fn_name="f"), fn_name="f") == [{"a": 1}, {"a": 2}]
+    assert expand(configs_made_by(by_size, (8,), {"most": 16}, fn_name="f"), fn_name="f") == [{"BM": 8}, {"BM": 16}]
+    assert expand(configs_made_by(lambda: {"a": [1, 2]}, (), {}, fn_name="f"), fn_name="f") == [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.parametrize("made", [[], (), iter(()), {}])
 def test_a_function_that_makes_no_config_is_refused(made: Any) -> None:
     with pytest.raises(ValueError, match="yielded no config"):
-        expand(called(lambda: made, (), {}, fn_name="f"), fn_name="f")
+        expand(configs_made_by(lambda: made, (), {}, fn_name="f"), fn_name="f")
 
 
 @pytest.mark.parametrize(("made", "says"), [(None, "returned None"), (7, "give a list of dicts")])
 def test_a_function_that_makes_something_else_is_refused(made: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says):
-        expand(called(lambda: made, (), {}, fn_name="f"), fn_name="f")
+        expand(configs_made_by(lambda: made, (), {}, fn_name="f"), fn_name="f")
 
 
 def test_static_keyword_parameters_with_defaults_are_accepted() -> None:

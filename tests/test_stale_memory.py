@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quarantune.values.compiling import OutputArray
+from quarantune.values.trial import OutputArray
 from quarantune.worker.judging import StaleMemory, fill_value
 
 

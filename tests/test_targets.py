@@ -13,9 +13,9 @@ import pytest
 
 import quarantune
 from quarantune.devices import targets
-from quarantune.devices.device import Backend
+from quarantune.devices.discovery import Backend
 from quarantune.values import settings as environment
-from quarantune.values.compiling import CompileTarget, ProbedDevice
+from quarantune.values.trial import CompileTarget, ProbedDevice
 from quarantune.worker.failures import outcome_of, place_of
 
 TEXT = 'gpu_device_info {\n  core_count: 58\n}\nplatform_name: "CUDA"\ndevice_description_str: "NVIDIA L4"\n'
@@ -119,7 +119,7 @@ def test_a_missing_compiler_names_the_extra_that_has_it(
     target: str, extra: str, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(targets.installed, "entry_points", lambda group: ())
+    monkeypatch.setattr(targets, "entry_points", lambda group: ())
     with pytest.raises(ImportError, match=f"which is not installed: pip install '{extra}'"):
         quarantune.compile_check(jax.jit(lambda x, n=1: x, static_argnames=["n"]), [{"n": 1}], 1.0, target=target)
 

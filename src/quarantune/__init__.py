@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from quarantune.spaces import generate_configs as generate_configs
     from quarantune.spaces import get_default_config as get_default_config
     from quarantune.sweep.sweep_inputs import set_autotune_inputs as set_autotune_inputs
-    from quarantune.values.search_choice import Search as Search
+    from quarantune.values.settings import Search as Search
     from quarantune.values.settings import settings as settings
     from quarantune.values.space import grid as grid
     from quarantune.values.trial import CacheMissError as CacheMissError
@@ -68,8 +68,7 @@ _NAMES = {
     "results.saved_files": ("SavedResultError",),
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
     "sweep.sweep_inputs": ("set_autotune_inputs",),
-    "values.search_choice": ("Search",),
-    "values.settings": ("settings",),
+    "values.settings": ("Search", "settings"),
     "values.space": ("grid",),
     "values.trial": (
         "CacheMissError",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quarantune.values.compiling import CompilerFigures
+    from quarantune.values.trial import CompilerFigures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,8 @@ from typing import Any
 
 from quarantune import device_table
 from quarantune.device_table import DeviceLimits
-from quarantune.values.config_space import Configs
+from quarantune.values.configs import Config, Configs
 from quarantune.values.space import expand
-from quarantune.values.trial import Config
 
 MATMUL_CONFIGS: dict[str, list[int]] = {
     "BLOCK_M": [64, 128],

@@ -24,7 +24,7 @@ from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest
 from quarantune.values import settings as environment
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Trial
 

@@ -31,12 +31,10 @@ from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding
 from quarantune.transport.problem import Arguments
-from quarantune.values import naming, remembered
-from quarantune.values.config_space import MadeConfigs
-from quarantune.values.config_values import as_given
-from quarantune.values.options import OptionKeywords, Options, checked_options
+from quarantune.values.configs import Config, MadeConfigs, as_given
+from quarantune.values.settings import OptionKeywords, Options, checked_options, register_keeper
 from quarantune.values.space import Space
-from quarantune.values.trial import Config
+from quarantune.values.texts import module_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -141,7 +139,7 @@ class Autotuned(AsMethod[_P, _R]):
         label = getattr(fn, "__qualname__", "fn")
         self._signature = inspect.signature(plain)
         listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=self._signature)
-        self.name = options.name or f"{naming.module_name(fn)}.{label}"
+        self.name = options.name or f"{module_name(fn)}.{label}"
         suitable.check_jit_options(fn, self.name)
         if isinstance(listed, Space):
             examples, signature = listed.examples(), self._signature
@@ -154,7 +152,7 @@ class Autotuned(AsMethod[_P, _R]):
         self._partial: dict[frozenset[str], Resolver] = {}
         self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
         assignments.register(self)
-        remembered.register(self)
+        register_keeper(self)
 
     @lazy
     def _resolver(self) -> Resolver:

@@ -20,18 +20,24 @@ from quarantune.results.report import CompileReport
 from quarantune.transport import binding
 from quarantune.transport.executable import from_data
 from quarantune.transport.problem import as_structs, describe_function
-from quarantune.values import config_space, naming
 from quarantune.values import settings as environment
-from quarantune.values.config_values import text_of
-from quarantune.values.options import Options
-from quarantune.values.shown import format_config
+from quarantune.values.configs import (
+    MOST_CONFIGS,
+    Config,
+    MadeConfigs,
+    checked_config,
+    configs_made_by,
+    format_config,
+    text_of,
+)
+from quarantune.values.settings import Options
 from quarantune.values.space import expand
-from quarantune.values.trial import Config
+from quarantune.values.texts import cache_name
 
 
 def compile_check(
     fn: Callable[..., Any],
-    configs: config_space.MadeConfigs,
+    configs: MadeConfigs,
     *args: Any,
     target: str | Target,
     num_workers: int | None = None,
@@ -94,7 +100,7 @@ def compile_check(
 
 def compile_configs(
     fn: Callable[..., Any],
-    configs: config_space.MadeConfigs,
+    configs: MadeConfigs,
     *args: Any,
     num_workers: int | None = None,
     target: str | Target | None = None,
@@ -124,16 +130,14 @@ def compile_configs(
         ImportError: the compiler for the target is not installed.
     """
     fn, signature, _ = describe_function(fn)
-    label = naming.cache_name(fn)
-    given: Any = (
-        config_space.called(configs, *as_structs(args, kwargs), fn_name=label) if callable(configs) else configs
-    )
+    label = cache_name(fn)
+    given: Any = configs_made_by(configs, *as_structs(args, kwargs), fn_name=label) if callable(configs) else configs
     if isinstance(given, Mapping):
         given = expand(given, fn_name=label)
     elif isinstance(given, Iterable):
-        given = list(itertools.islice(given, config_space.MOST_CONFIGS + 1))
+        given = list(itertools.islice(given, MOST_CONFIGS + 1))
     expanded = expand(given, fn_name=label, parameters=signature)
-    listed = [config_space.checked(raw, fn_name=label, names=list(expanded[0]), parameters=signature) for raw in given]
+    listed = [checked_config(raw, fn_name=label, names=list(expanded[0]), parameters=signature) for raw in given]
     function = TunedFunction.of(fn, expanded, Options(), compiled_by="compile_configs")
     call = BoundCall(function, args, kwargs)
     found = None if target is None else targets.usable(target)

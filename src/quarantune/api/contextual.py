@@ -15,9 +15,9 @@ from quarantune.host.process import lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import describe_function
-from quarantune.values import naming, remembered
-from quarantune.values.options import ContextualKeywords, Options, checked_options
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config
+from quarantune.values.settings import ContextualKeywords, Options, checked_options, register_keeper
+from quarantune.values.texts import cache_name
 
 if TYPE_CHECKING:
     from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
@@ -107,12 +107,12 @@ class Contextual(AsMethod[_P, _R]):
         _, self._signature, self._static_names = describe_function(fn)
         functools.update_wrapper(self, fn)
         self.__wrapped__ = fn
-        self.name = options.name or naming.cache_name(fn)
+        self.name = options.name or cache_name(fn)
         self._options = options
         jit = jax_internals.jit_options(fn) if self._static_names is not None else None
         self._memo_keys = MemoKeys(jit)
         self._memo: Memo[str] = {}
-        remembered.register(self)
+        register_keeper(self)
 
     def forget(self, device: str = "", key: str = "") -> None:
         """Has all calls ask for their choices again; see `remembered.Keeper`."""

@@ -11,8 +11,8 @@ from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.transport.problem import Arguments
-from quarantune.values.config_space import MadeConfigs
-from quarantune.values.options import OptionKeywords, checked_options
+from quarantune.values.configs import MadeConfigs
+from quarantune.values.settings import OptionKeywords, checked_options
 
 
 class AutoTuner:

@@ -20,8 +20,7 @@ from quarantune.cache.journal import trials_folder
 from quarantune.cache.keys import problem_hash
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, SideLock
-from quarantune.values.codec import Record, within
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject, Record, within
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any, NoReturn
 
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject
 from quarantune.values.trial import is_plausible_ms
 
 LARGEST_ENTRIES_BYTES = 1 << 28

@@ -26,7 +26,7 @@ from typing import Any
 
 from quarantune.cache import reach
 from quarantune.cache.keys import canonical_json
-from quarantune.values import naming
+from quarantune.values.texts import module_of
 
 _LARGEST_HASHED_BYTES = 1 << 24
 """Larger arrays count by shape and dtype alone: hashing model weights would take too long."""
@@ -142,7 +142,7 @@ def _describe_function(function: types.FunctionType, inside: tuple[int, ...]) ->
 
 def type_name(kind: type) -> str:
     """Returns the dotted name of a class."""
-    return f"{naming.module_of(kind)}.{kind.__qualname__}"
+    return f"{module_of(kind)}.{kind.__qualname__}"
 
 
 # --- functions and what wraps them ----

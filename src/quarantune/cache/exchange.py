@@ -14,9 +14,8 @@ from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.keys import canonical_json, safe_name
 from quarantune.cache.store import Contents, Entry, Store, encode
 from quarantune.host.shared_files import Directory
-from quarantune.values.call_text import call_text
-from quarantune.values.findings import Findings
-from quarantune.values.texts import did_you_mean, printable, shown
+from quarantune.values.texts import call_text, did_you_mean, printable, shown
+from quarantune.values.trial import Findings
 
 
 class CacheKey(NamedTuple):

@@ -18,8 +18,7 @@ from quarantune.cache.file_lease import this_host
 from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
-from quarantune.values.codec import DamageError
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import DamageError, JsonObject
 from quarantune.values.trial import Trial
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND

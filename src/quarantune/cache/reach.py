@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quarantune.host.process import is_installed
-from quarantune.values import naming
+from quarantune.values.texts import PROGRAMS, is_runner
 
 NOTHING = object()
 """Returned by `attribute` if there is no such attribute."""
@@ -119,7 +119,7 @@ def is_library(module: str) -> bool:
     if root in _VERSIONED:
         return True
     found = sys.modules.get(module)
-    if module in naming.PROGRAMS and naming.is_runner(vars(found or object)):
+    if module in PROGRAMS and is_runner(vars(found or object)):
         return False
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
     if isinstance(file, str):

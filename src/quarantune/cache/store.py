@@ -18,7 +18,7 @@ from quarantune.cache.errors import CacheWriteError, LeaseLostError, report_once
 from quarantune.cache.keys import plain, problem_hash, safe_name
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError, directory_of, paths
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject
 
 SCHEMA = 1
 """The version of an entry's layout; an entry of a later one makes its file untouchable for us."""

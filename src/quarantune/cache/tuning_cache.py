@@ -21,10 +21,9 @@ from quarantune.cache.store import SCHEMA, Contents, Entry, Store
 from quarantune.host import shared_files
 from quarantune.host.process import new_lock
 from quarantune.host.shared_files import paths
-from quarantune.values import remembered
 from quarantune.values import settings as environment
-from quarantune.values.config_values import encode, freeze
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config, encode, freeze
+from quarantune.values.settings import forget_choices
 
 
 class CacheRecord(NamedTuple):
@@ -133,7 +132,7 @@ class TuningCache:
             report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
             return
         if self.directory == environment.current().cache_dir:
-            remembered.forget(key.device, key.problem_size)
+            forget_choices(key.device, key.problem_size)
 
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
         """Removes a config, with the trials and the failed compilations that are remembered for its problem.

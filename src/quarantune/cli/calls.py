@@ -25,9 +25,8 @@ from quarantune.host.process import environment_variables, is_installed
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.sandbox import MARK
 from quarantune.transport.problem import as_structs, is_array
-from quarantune.values.call_text import call_text
 from quarantune.values.describe import canonical_dtype, describe_array
-from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.texts import call_text, did_you_mean, shown
 
 
 def load(text: str, *, option: str = "") -> Any:

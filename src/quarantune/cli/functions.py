@@ -51,12 +51,10 @@ from quarantune.results import result
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
 from quarantune.values import settings as environment
-from quarantune.values.call_text import call_text
-from quarantune.values.config_values import encode
-from quarantune.values.json_object import JsonObject
-from quarantune.values.shown import format_config
-from quarantune.values.texts import did_you_mean, printable, shown
-from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, encode, format_config
+from quarantune.values.texts import call_text, did_you_mean, printable, shown
+from quarantune.values.trial import Outcome, Trial, TuningFailedError, count_outcomes
 
 _UNKNOWN = ("device", "config", "time_ms", "default_time_ms", "speedup", "speedup_interval")
 """The fields of a record that are null where all configs failed."""

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, exchange, safe_name, tuning_cache
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
 from quarantune.values import settings as environment
-from quarantune.values.call_text import call_text
-from quarantune.values.config_values import freeze
-from quarantune.values.findings import Findings, ratio_text
-from quarantune.values.json_object import JsonObject
-from quarantune.values.shown import format_config
-from quarantune.values.texts import columns, printable, shown
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import format_config, freeze
+from quarantune.values.texts import call_text, columns, printable, shown
+from quarantune.values.trial import Findings, ratio_text
 
 if TYPE_CHECKING:
     from quarantune.results.result import ResultData

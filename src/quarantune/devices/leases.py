@@ -9,7 +9,7 @@ import struct
 import weakref
 from collections.abc import Iterable, Sequence
 
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.host import machine
 
 _logger = logging.getLogger("quarantune")

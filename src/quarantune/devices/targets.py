@@ -22,15 +22,14 @@ import jax
 
 from quarantune.cache.keys import safe_name
 from quarantune.devices import discovery
-from quarantune.devices.device import Device, cpu_device
+from quarantune.devices.discovery import Device, cpu_device
 from quarantune.host import shared_files
 from quarantune.host.process import entry_points
 from quarantune.host.shared_files import Directory
 from quarantune.values import settings as environment
-from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
 from quarantune.values.texts import did_you_mean, printable, shown
-from quarantune.values.trial import SandboxError
+from quarantune.values.trial import CompileTarget, SandboxError
 
 _logger = logging.getLogger("quarantune")
 

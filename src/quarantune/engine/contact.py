@@ -20,8 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from quarantune.host import machine
-from quarantune.values.codec import Record
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject, Record
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 2.0

@@ -19,7 +19,8 @@ from quarantune.scheduler.plan import NOTHING_MORE, Proof
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport.problem import Problem
-from quarantune.values.trial import END, UNTUNED, Config, Outcome, Trial
+from quarantune.values.configs import Config
+from quarantune.values.trial import END, UNTUNED, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 

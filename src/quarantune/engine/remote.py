@@ -32,22 +32,11 @@ from quarantune.transport import payload
 from quarantune.transport.call import Call, PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values import settings as environment
-from quarantune.values import versions
-from quarantune.values.codec import DamageError, Record, one_of
-from quarantune.values.config_values import encode
-from quarantune.values.json_object import JsonObject
-from quarantune.values.options import TIME, Options
-from quarantune.values.trial import (
-    END,
-    READY,
-    Config,
-    EngineError,
-    Outcome,
-    Phase,
-    ReferenceFailedError,
-    Samples,
-    Trial,
-)
+from quarantune.values.codec import DamageError, JsonObject, Record, one_of
+from quarantune.values.configs import Config, encode
+from quarantune.values.describe import versions
+from quarantune.values.settings import TIME, Options
+from quarantune.values.trial import END, READY, EngineError, Outcome, Phase, ReferenceFailedError, Samples, Trial
 
 DONE, STOPPED, LATE, REFUSED, FAILED, INVALID = "done", "stopped", "late", "refused", "failed", "invalid"
 """How a shard ends on its machine."""
@@ -355,7 +344,7 @@ class _RefusalError(Exception):
 
 def versions_here() -> dict[str, str]:
     """Returns the versions that must be the same on all machines of a sweep."""
-    found = versions.versions()
+    found = versions()
     python = ".".join(platform.python_version_tuple()[:2])
     return {name: found[name] for name in ("quarantune", "jax", "jaxlib")} | {"python": python}
 

@@ -20,10 +20,9 @@ from quarantune.engine.remote import End, Ended, Entered, Lowered
 from quarantune.host import machine
 from quarantune.scheduler.plan import ConfigSource
 from quarantune.sweep.request import SweepRequest
-from quarantune.values.codec import DamageError
-from quarantune.values.config_values import encode
-from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import READY, Config, EngineError, Outcome, Trial
+from quarantune.values.codec import DamageError, JsonObject
+from quarantune.values.configs import Config, encode
+from quarantune.values.trial import READY, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 

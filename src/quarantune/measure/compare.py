@@ -28,7 +28,7 @@ from quarantune.measure.rounding import (
     deviations,
     wide_type,
 )
-from quarantune.values.compiling import OutputArray
+from quarantune.values.trial import OutputArray
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 

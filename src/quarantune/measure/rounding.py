@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.values.tolerance import Tolerance
+from quarantune.values.settings import Tolerance
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 

@@ -29,8 +29,7 @@ import json
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias, TypeVar
 
-from quarantune.values.codec import Record
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject, Record
 
 _T = TypeVar("_T")
 

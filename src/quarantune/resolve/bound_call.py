@@ -16,12 +16,19 @@ from quarantune.resolve.layers import space_of
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import binding
 from quarantune.transport.problem import Arguments, as_structs, fitted, is_array, named
-from quarantune.values import config_space
 from quarantune.values import settings as environment
-from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, freeze, has_tag, text_of
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import (
+    COMPILER_OPTIONS,
+    NO_OPTIONS,
+    Config,
+    checked_config,
+    configs_made_by,
+    freeze,
+    has_tag,
+    text_of,
+)
 from quarantune.values.space import Space
-from quarantune.values.trial import Config
 
 
 class BoundCall:
@@ -81,7 +88,7 @@ class BoundCall:
         space = function.configs
         if callable(space):
             struct_args, struct_kwargs = self.fitted(space, *as_structs(self.args, self.kwargs))
-            made = config_space.called(space, struct_args, struct_kwargs, fn_name=function.name)
+            made = configs_made_by(space, struct_args, struct_kwargs, fn_name=function.name)
             space = Space(made, fn_name=function.name, parameters=function.signature, reads_all=False)
             function.check(space.examples())
         return space.where(None if function.options.prune_fn is None else self.keeps)
@@ -119,7 +126,7 @@ class BoundCall:
                 return self.configs[index]
             return self.defaults if self.untuned is not None and text_of(raw) == text_of(self.defaults) else None
         with contextlib.suppress(TypeError, ValueError):  # a file may hold anything
-            found = config_space.checked(raw, fn_name=self.name)
+            found = checked_config(raw, fn_name=self.name)
             self.function.check([found])
             return found or None
         return None
@@ -186,7 +193,7 @@ class BoundCall:
         parameters = self.function.parameters
         defaults = {name: parameters[name].default for name in self.configs.names if name in parameters}
         try:
-            return config_space.checked(defaults, fn_name=self.name)
+            return checked_config(defaults, fn_name=self.name)
         except (TypeError, ValueError):
             return {}
 

@@ -16,11 +16,9 @@ from quarantune.resolve import suitable
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.transport import assignment as assignments
 from quarantune.transport.problem import CallDescription, Problem, describe_call, is_array, key_part, named
-from quarantune.values import naming, shardings
-from quarantune.values.call_text import array_text
-from quarantune.values.describe import describe_static
-from quarantune.values.json_object import JsonObject
-from quarantune.values.texts import printable
+from quarantune.values.codec import JsonObject
+from quarantune.values.describe import describe_context_mesh, describe_static
+from quarantune.values.texts import array_text, as_formerly, printable
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
@@ -80,7 +78,7 @@ class KeyedCall:
             values = {name: former.get(name, value) for name, value in self.values.items()}
             return _text(values, self.call, self.jax_state)
 
-        return naming.as_formerly(text)
+        return as_formerly(text)
 
     @property
     def arguments(self) -> JsonObject:
@@ -149,7 +147,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
         values = {**values, "communicates over": axes.sizes}
     assignment = assignments.current()
     state = jax_state.describe(describe_static, own=None if assignment is None else assignment.text)
-    if (mesh := shardings.describe_context_mesh(call.args, call.kwargs)) is not None:
+    if (mesh := describe_context_mesh(call.args, call.kwargs)) is not None:
         state["mesh"] = mesh
     return KeyedCall(
         call=call,

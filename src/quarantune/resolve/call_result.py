@@ -16,11 +16,10 @@ from quarantune.resolve.call_key import KeyedCall
 from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
 from quarantune.transport.problem import Arguments, as_structs, is_array
-from quarantune.values import versions
-from quarantune.values.config_values import as_given, encode
-from quarantune.values.findings import SCORES, Findings, Searched
-from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import Config, Trial, count_outcomes
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, as_given, encode
+from quarantune.values.describe import versions
+from quarantune.values.trial import SCORES, Findings, Searched, Trial, count_outcomes
 
 
 def call_result(
@@ -63,7 +62,7 @@ def call_result(
         default_config=None if own_defaults is None else as_given(own_defaults),
         noise=noise,
         finalists=_given(finalists),
-        versions=versions.versions(),
+        versions=versions(),
         executable=executable,
         call=_without_arrays(call.args, call.kwargs),
         structs=as_structs(call.args, call.kwargs),
@@ -111,7 +110,7 @@ def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: Json
         "key_values": keyed.readable,
         "fingerprint": keyed.call.function.fingerprint.parts,
         "space": keyed.call.space,
-        "versions": versions.versions(),
+        "versions": versions(),
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
         **({} if findings.score is None else {name: found[name] for name in SCORES}),

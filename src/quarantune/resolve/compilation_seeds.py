@@ -9,7 +9,7 @@ from typing import Any
 
 from quarantune import jax_internals
 from quarantune.transport import binding, programs
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config
 
 _MODULE = re.compile(r"^module @([\w.-]+)", re.MULTILINE)
 

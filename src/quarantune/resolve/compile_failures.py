@@ -15,12 +15,10 @@ from quarantune import cache
 from quarantune.cache import journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.sweep.limits import SweepLimits
-from quarantune.values import versions
-from quarantune.values.codec import Record
-from quarantune.values.compiling import CompilerFigures
-from quarantune.values.config_values import text_of
-from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import Outcome, Phase, Route, Trial
+from quarantune.values.codec import JsonObject, Record
+from quarantune.values.configs import text_of
+from quarantune.values.describe import compilers
+from quarantune.values.trial import CompilerFigures, Outcome, Phase, Route, Trial
 
 _UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
 _TRANSIENT = (OSError, ImportError, MemoryError, EOFError, KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -125,7 +123,7 @@ class CompileFailures:
         self._journal = self._journal_in(directory)
         self._others = [self._journal_in(other) for other in also]
         self._limits = limits
-        self._compilers = versions.compilers(keyed.platform)
+        self._compilers = compilers(keyed.platform)
 
     def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
         """Returns the trials of configs that need not be compiled again, by the text of the config.

@@ -19,9 +19,8 @@ from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.values import settings as environment
-from quarantune.values.config_values import text_of
-from quarantune.values.findings import ESTIMATED, Searched
-from quarantune.values.trial import Config, Trial, pruned_trial
+from quarantune.values.configs import Config, text_of
+from quarantune.values.trial import ESTIMATED, Searched, Trial, pruned_trial
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target

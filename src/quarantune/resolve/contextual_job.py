@@ -34,12 +34,11 @@ from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.transport.problem import Problem
-from quarantune.values import shown
-from quarantune.values.findings import Searched
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
-from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
+from quarantune.values.trial import Outcome, SandboxError, Searched, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
 
@@ -226,7 +225,7 @@ class ContextualJob(TuningJob):
         """Tries the configs of one kernel, all or those that a search asks."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
         step = self._try(texts, seen.configs, slot.name, share=share.resolved(Space({"config": range(len(texts))})))
-        best = shown.format_config(step.best.config)
+        best = format_config(step.best.config)
         _logger.info("%s: %s is best with %s: %.4g ms", self._name, slot.name, best, step.time_ms)
         return step
 
@@ -356,7 +355,7 @@ class ContextualJob(TuningJob):
         trials = [
             dataclasses.replace(
                 trial,
-                config={name: shown.format_config(used[slot]) if slot in used else "" for slot, name in names.items()},
+                config={name: format_config(used[slot]) if slot in used else "" for slot, name in names.items()},
             )
             for used, trial in tries
         ]
@@ -460,7 +459,7 @@ class KnownAssignments(KnownResults):
 
     def text_of(self, config: Config) -> str:
         """Returns an assignment as messages show it."""
-        return shown.format_config(shown_together(assignment.Assignment(str(config[KEY])).chosen))
+        return format_config(shown_together(assignment.Assignment(str(config[KEY])).chosen))
 
 
 def _is_offered(name: str, space: Any) -> bool:
@@ -472,7 +471,7 @@ def _is_offered(name: str, space: Any) -> bool:
 def shown_together(chosen: Mapping[Slot, Config]) -> Config:
     """Returns the configs of some kernels as one, for messages."""
     names = labels([slot.name for slot in chosen])
-    return {name: shown.format_config(config) for name, config in zip(names, chosen.values(), strict=True)}
+    return {name: format_config(config) for name, config in zip(names, chosen.values(), strict=True)}
 
 
 class ContextualResolver(Resolver):

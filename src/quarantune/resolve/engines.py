@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune.host.process import new_lock
 from quarantune.sweep.isolation import AUTO, Isolation
-from quarantune.values.options import TIME
-from quarantune.values.settings import Settings
-from quarantune.values.trial import Config, EngineError, Trial
+from quarantune.values.configs import Config
+from quarantune.values.settings import TIME, Settings
+from quarantune.values.trial import EngineError, Trial
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target

@@ -14,12 +14,12 @@ from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.layers import Found, Layer, changed_versions, open_store
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.values import naming, remembered, shown
 from quarantune.values import settings as environment
-from quarantune.values.findings import Findings
-from quarantune.values.json_object import JsonObject
-from quarantune.values.settings import Settings
-from quarantune.values.trial import Config, TuningFailedError
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, format_config
+from quarantune.values.settings import Settings, register_keeper
+from quarantune.values.texts import former_name
+from quarantune.values.trial import Findings, TuningFailedError
 
 if TYPE_CHECKING:
     from quarantune.results.result import TuningResult
@@ -67,7 +67,7 @@ class KnownResults:
         self._winners: dict[CallKey, Known] = {}
         self._failures: dict[CallKey, TuningFailedError] = {}
         self._tuned: set[CallKey] = set()
-        remembered.register(self)
+        register_keeper(self)
 
     def forget(self, device: str, key: str) -> None:
         """Forgets the result for a key, which somebody has replaced on the disk."""
@@ -93,7 +93,7 @@ class KnownResults:
         name, key = self._function.name, keyed.key
         if (entry := layer.store.get(name, key.device, key.text)) is not None:
             return entry
-        former = naming.former_name(self._function.fn, name), keyed.former_text
+        former = former_name(self._function.fn, name), keyed.former_text
         return None if former == (name, key.text) else layer.store.get(former[0], key.device, former[1])
 
     def is_enough(self, known: Known, settings: Settings) -> bool:
@@ -154,7 +154,7 @@ class KnownResults:
 
     def text_of(self, config: Config) -> str:
         """Returns a config as messages show it."""
-        return shown.format_config(config)
+        return format_config(config)
 
     # Entries of the cache
 

@@ -13,11 +13,11 @@ from typing import Any
 from quarantune import cache
 from quarantune.cache import Entry, Store
 from quarantune.host.process import entry_points
-from quarantune.values import table_name, versions
-from quarantune.values.findings import Findings
-from quarantune.values.json_object import JsonObject
-from quarantune.values.settings import Settings
+from quarantune.values.codec import JsonObject
+from quarantune.values.describe import versions
+from quarantune.values.settings import Settings, table_directory
 from quarantune.values.space import Space
+from quarantune.values.trial import Findings
 
 GROUP = "quarantune.tables"
 """The group of entry points with which packages name their tables."""
@@ -68,7 +68,7 @@ def open_layers(settings: Settings, tables: str | None) -> Iterator[Layer]:
         if _is_there(directory, f"QUARANTUNE_CACHE_PATH names {str(directory)!r}"):
             yield _read_only(str(directory), directory)
     if tables is not None:
-        directory = table_name.directory_of(tables)
+        directory = table_directory(tables)
         if _is_there(directory, f"tables={tables!r} stands for {str(directory)!r}"):
             yield _read_only(f"the table {tables}", directory)
     for label, directory in _installed(tuple(sys.path)):
@@ -99,7 +99,7 @@ def _installed(_: tuple[str, ...]) -> list[tuple[str, Path]]:
     found = []
     for point in sorted(entry_points(GROUP), key=lambda point: (point.name, point.value)):
         try:
-            directory = table_name.directory_of(point.value)
+            directory = table_directory(point.value)
         except ValueError as error:
             cache.report_once(f"the entry point {point.name!r} of the group {GROUP!r} is not usable: {error}")
             continue
@@ -141,7 +141,7 @@ def space_of(configs: Space) -> JsonObject:
 def changed_versions(entry: Entry) -> str:
     """Lists the versions that have changed since an entry was made; empty where all are the same."""
     then = dict_or_empty(entry.get("versions"))
-    changed = {name: now for name, now in versions.versions().items() if then and then.get(name) != now}
+    changed = {name: now for name, now in versions().items() if then and then.get(name) != now}
     return ", ".join(f"{name} {then.get(name)} (now {now})" for name, now in changed.items())
 
 

@@ -22,10 +22,9 @@ from quarantune.results.result import TuningResult
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.search_limits import SearchLimits
-from quarantune.values.config_values import encode
-from quarantune.values.findings import Findings
-from quarantune.values.search_choice import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS
-from quarantune.values.settings import Settings
+from quarantune.values.configs import encode
+from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings
+from quarantune.values.trial import Findings
 
 _logger = logging.getLogger("quarantune")
 

@@ -19,8 +19,8 @@ from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import arrays
 from quarantune.transport.arrays import dtype_from_name
 from quarantune.transport.problem import Arguments
-from quarantune.values.json_object import JsonObject
-from quarantune.values.shardings import MeshSpec, ShardingSpec, abstract_mesh, abstract_sharding
+from quarantune.values.codec import JsonObject
+from quarantune.values.describe import MeshSpec, ShardingSpec, abstract_mesh, abstract_sharding
 
 _SEED = 0
 _NUMBERS: Mapping[str, Any] = {"bool": True, "int": 1, "float": 1.0, "complex": 1j}

@@ -22,12 +22,10 @@ from quarantune.host.process import new_lock
 from quarantune.resolve.call_key import KeyedCall, keyed
 from quarantune.transport import assignment
 from quarantune.transport.problem import Arguments, is_array, with_leaves
-from quarantune.values import naming
 from quarantune.values import settings as environment
-from quarantune.values.call_text import call_text
 from quarantune.values.codec import IN_MEMORY, DamageError, Record, within
-from quarantune.values.describe import canonical_dtype
-from quarantune.values.shardings import abstract_sharding, sharding_of
+from quarantune.values.describe import abstract_sharding, canonical_dtype, sharding_of
+from quarantune.values.texts import cache_name, call_text, module_name
 
 if TYPE_CHECKING:
     from quarantune.resolve.resolver import Resolver
@@ -63,7 +61,7 @@ class RecordedCall(Record):
     def of(cls, described: KeyedCall, resolver: Resolver | None = None) -> RecordedCall:
         """Returns the record of a call, which `tune` can tune if its resolver is given."""
         fn = described.call.function.fn
-        module, name = naming.module_name(fn), naming.cache_name(fn)
+        module, name = module_name(fn), cache_name(fn)
         arguments = described.arguments
         return cls(
             function=f"{module}:{name.removeprefix(f'{module}.')}",

@@ -18,9 +18,9 @@ from quarantune.resolve.known_results import Known, KnownResults, Resolved
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
-from quarantune.values.findings import Findings
+from quarantune.values.configs import Config
 from quarantune.values.settings import Settings
-from quarantune.values.trial import CacheMissError, Config, TuningFailedError
+from quarantune.values.trial import CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:
     from quarantune.resolve.compilation_seeds import CompilationSeeds

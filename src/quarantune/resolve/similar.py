@@ -12,11 +12,9 @@ from quarantune.cache import Entry, Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.layers import Found, changed_versions, dict_or_empty
-from quarantune.values import config_space
-from quarantune.values.config_values import text_of
-from quarantune.values.findings import Findings
+from quarantune.values.configs import Config, distinct, text_of
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Config, Outcome
+from quarantune.values.trial import Findings, Outcome
 
 _LARGEST_FACTOR = 4
 """Sizes that differ by more than this factor are not compared: the best config may be another one."""
@@ -142,7 +140,7 @@ def earlier_winners(keyed: KeyedCall, entries: Iterable[Found]) -> list[Config]:
     They come in the order of the entries, each once, and only those in the call's config space.
     """
     of_call = (it for it in entries if it.device == keyed.key.device and _are_same_call(it.key, keyed.key.text))
-    return config_space.distinct(config for it in of_call if (config := _kept(it, keyed)) is not None)
+    return distinct(config for it in of_call if (config := _kept(it, keyed)) is not None)
 
 
 def _are_same_call(found: str, wanted: str) -> bool:
@@ -176,11 +174,11 @@ def starts(keyed: KeyedCall, known: KnownResults, settings: Settings) -> list[Co
     ours = keyed.readable
     nearest = sorted(entries, key=lambda key: (difference(ours, dict_or_empty(entries[key].get("key_values"))), key))
     won = [*earlier_winners(keyed, everything), *(entries[key].get("config") for key in nearest)]
-    found = config_space.distinct(config for config in map(find, won) if config is not None)[:_MOST_NEIGHBOURS]
+    found = distinct(config for config in map(find, won) if config is not None)[:_MOST_NEIGHBOURS]
     for key in nearest[:1]:
         journal = Journal(settings.cache_dir, name, device, key)
         found += _fastest(journal, find)[:_MOST_FROM_JOURNAL]
-    return config_space.distinct(found)
+    return distinct(found)
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:

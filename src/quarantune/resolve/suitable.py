@@ -12,8 +12,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.transport import binding
-from quarantune.values import config_space
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config, check_parameters
 
 
 def check_is_jitted(fn: Callable[..., Any], name: str, *, for_what: str) -> None:
@@ -82,7 +81,7 @@ def check_configs(
     is_jitted = jax_internals.is_jitted(fn)
     # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
     static_names = frozenset(jax_internals.jit_options(fn).static_argnames) if is_jitted else None
-    config_space.check_parameters(
+    check_parameters(
         configs, parameters=signature, static_names=static_names, fn_name=name, need_defaults=need_defaults
     )
     if is_jitted:

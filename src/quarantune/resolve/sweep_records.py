@@ -17,13 +17,12 @@ from quarantune.resolve.compile_failures import CompileFailures
 from quarantune.resolve.known_results import Known
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
-from quarantune.values import versions
-from quarantune.values.codec import DamageError
-from quarantune.values.config_values import encode
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import DamageError, JsonObject
+from quarantune.values.configs import Config, encode
+from quarantune.values.describe import versions
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
-from quarantune.values.trial import Config, DifferentProgramError, Outcome, Phase, Route, Trial, TuningFailedError
+from quarantune.values.trial import DifferentProgramError, Outcome, Phase, Route, Trial, TuningFailedError
 
 _UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
 """Outcomes that a journal's trial does not settle: the config runs again."""
@@ -196,9 +195,7 @@ class SweepRecords:
         with self.saving():
             if self._keyed.call.function.is_jitted:
                 self._compile_failures.note(trial, source="a sweep")
-            self._journal.append(
-                {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions.versions()}
-            )
+            self._journal.append({"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions()})
             is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
             if is_trouble or (was_troubled and trial.outcome not in _UNSETTLED):
                 cache.remember_trouble(
@@ -301,7 +298,7 @@ class SweepRecords:
             return False
         if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
             return False
-        return not self._settings.version_check or record["versions"] == versions.versions()
+        return not self._settings.version_check or record["versions"] == versions()
 
 
 _FATAL = 2

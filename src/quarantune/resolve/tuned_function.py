@@ -13,11 +13,11 @@ from quarantune.host.process import lazy
 from quarantune.resolve import suitable
 from quarantune.resolve.layers import space_of
 from quarantune.transport.problem import describe_function
-from quarantune.values import naming
-from quarantune.values.json_object import JsonObject
-from quarantune.values.options import Options
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config
+from quarantune.values.settings import Options
 from quarantune.values.space import Space
-from quarantune.values.trial import Config
+from quarantune.values.texts import cache_name, is_former
 
 
 class TunedFunction:
@@ -95,7 +95,7 @@ class TunedFunction:
             ValueError: the configs are empty or without end, or the function cannot take them.
         """
         fn, signature, static_names = describe_function(fn)
-        label = naming.cache_name(fn)
+        label = cache_name(fn)
         if compiled_by:
             suitable.check_is_jitted(fn, label, for_what=compiled_by)
         if static_names is not None:
@@ -131,7 +131,7 @@ class TunedFunction:
     @property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the function's code and of the options that affect which config wins."""
-        kept, version = self._fingerprints, naming.is_former()
+        kept, version = self._fingerprints, is_former()
         if version not in kept:
             kept[version] = cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
         return kept[version]

@@ -19,12 +19,11 @@ from quarantune.resolve.resolver import Resolver, keyed_for_engine
 from quarantune.results.result import CallShare, TuningResult
 from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment
-from quarantune.values.call_text import call_text
-from quarantune.values.config_values import text_of
-from quarantune.values.json_object import JsonObject
-from quarantune.values.options import TIME
-from quarantune.values.texts import shown
-from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, text_of
+from quarantune.values.settings import TIME
+from quarantune.values.texts import call_text, shown
+from quarantune.values.trial import Outcome, Trial, TuningFailedError
 
 TOTAL, WORST = "total", "worst"
 

@@ -33,19 +33,17 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.values import shown
-from quarantune.values.config_space import MOST_CONFIGS
-from quarantune.values.findings import Findings, Searched
-from quarantune.values.json_object import JsonObject
-from quarantune.values.options import TIME
-from quarantune.values.settings import Settings
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import MOST_CONFIGS, Config, format_config
+from quarantune.values.settings import TIME, Settings
 from quarantune.values.trial import (
     READY,
     UNTUNED,
-    Config,
     DifferentProgramError,
+    Findings,
     Outcome,
     Phase,
+    Searched,
     Trial,
     TuningFailedError,
     count_outcomes,
@@ -405,7 +403,7 @@ class TuningJob:
     ) -> None:
         """Logs the winner of a sweep, and warns where no config won or times scattered far above the usual."""
         if is_untuned:
-            shown_best = shown.format_config(best.config)
+            shown_best = format_config(best.config)
             _logger.warning(
                 "%s: its own defaults (%s) beat all %d configs: calls run with them", self._name, shown_best, tried
             )
@@ -413,9 +411,9 @@ class TuningJob:
             "%s: best of %d is %s: %.4g ms%s",
             self._name,
             tried,
-            shown.format_config(best.config),
+            format_config(best.config),
             best.time_ms,
-            f", level with {' and '.join(map(shown.format_config, tie))}" if tie else "",
+            f", level with {' and '.join(map(format_config, tie))}" if tie else "",
         )
         scatter = statistics.median(model.spread(trial.samples_ms) for trial in usable)
         if scatter > model.CLOCKS[best.clock or "wall"].busy:

@@ -20,13 +20,11 @@ from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult, times_text
 from quarantune.transport.problem import Arguments
-from quarantune.values import remembered
-from quarantune.values.call_text import call_text
-from quarantune.values.config_values import as_given
-from quarantune.values.findings import Findings
-from quarantune.values.json_object import JsonObject
-from quarantune.values.settings import settings
-from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, as_given
+from quarantune.values.settings import forget_choices, settings
+from quarantune.values.texts import call_text
+from quarantune.values.trial import Findings, Outcome, SandboxError, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
 
@@ -199,7 +197,7 @@ def _measured(
         result = Resolver(call.function).tune(call)
     except (SandboxError, TuningFailedError) as error:
         return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {_line(error)}")
-    remembered.forget(record.key.device, record.key.problem_size)
+    forget_choices(record.key.device, record.key.problem_size)
     reason = f"{found.reason}; tuned again: {result.config_text}, {times_text(result)}"
     return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
 

@@ -11,7 +11,7 @@ import jax
 from quarantune import jax_internals
 from quarantune.host.process import lazy
 from quarantune.transport import binding, executable
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config
 
 _Static = tuple[type, Any]
 

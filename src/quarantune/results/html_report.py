@@ -23,14 +23,10 @@ from quarantune import device_table
 from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, exchange, safe_name
 from quarantune.results import report
 from quarantune.results.result import ResultData, TuningResult
-from quarantune.values.call_text import call_size, call_text
-from quarantune.values.compiling import NO_FIGURES
-from quarantune.values.config_values import encode, text_of
-from quarantune.values.findings import Findings, interval_text
-from quarantune.values.json_object import JsonObject
-from quarantune.values.shown import format_config, format_value
-from quarantune.values.texts import printable
-from quarantune.values.trial import Config, Outcome, Trial, frozen
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, encode, format_config, format_value, text_of
+from quarantune.values.texts import call_size, call_text, printable
+from quarantune.values.trial import NO_FIGURES, Findings, Outcome, Trial, frozen, interval_text
 
 _SCRIPTS = (
     "base.js",

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
-from quarantune.values import shown
-from quarantune.values.findings import Findings
-from quarantune.values.trial import END, READY, Config, Outcome, Phase, Trial, count_outcomes
+from quarantune.values.configs import Config, format_config
+from quarantune.values.trial import END, READY, Findings, Outcome, Phase, Trial, count_outcomes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,7 +114,7 @@ class Progress:
         self._count(trial)
         took = "" if trial.time_ms is None else f" {trial.time_ms:.4g} ms"
         ended = f"{trial.outcome.value}{took} {trial.message}"
-        _logger.info("%s: %s: %s", self.name, shown.format_config(trial.config), ended)
+        _logger.info("%s: %s: %s", self.name, format_config(trial.config), ended)
 
     def recall(self, trials: Sequence[Trial]) -> None:
         """Counts trials that an earlier sweep finished."""
@@ -145,7 +144,7 @@ class Progress:
             saved: what became of the result, as `saved`.
         """
         why = self._why_ended()
-        result = f"{why and f'{why}, '}best {shown.format_config(best)}, {told}"
+        result = f"{why and f'{why}, '}best {format_config(best)}, {told}"
         self.end(f"{self._tried()} in {_duration(self._gone_s())}{self._failed()}, {result}; {saved}")
 
     def conclude_compiling(self) -> None:
@@ -240,7 +239,7 @@ class Progress:
                 if index < 0:
                     name = "the untuned function"
                 else:
-                    name = f"config {index}" if self.config_of is None else shown.format_config(self.config_of(index))
+                    name = f"config {index}" if self.config_of is None else format_config(self.config_of(index))
                 parts.append(f"{name} {_VERBS.get(Phase(phase), phase)} ({_duration(now - since)})")
         return f"now: {'; '.join(parts)}" if parts else ""
 
@@ -260,7 +259,7 @@ class Progress:
             return ""
         found = Findings(best.time_ms, default_ms).with_score(best, self._default)
         told = found.text(is_default=best.config == self.default)
-        return f"best {shown.format_config(best.config)}, {told}"
+        return f"best {format_config(best.config)}, {told}"
 
     def _tried(self) -> str:
         of = f" of {self.total:,}" if self.total > len(self._trials) and not self._is_bound else ""

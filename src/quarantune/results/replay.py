@@ -17,11 +17,11 @@ from quarantune.cache import content, journal
 from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
-from quarantune.values.config_values import text_of
-from quarantune.values.json_object import JsonObject
-from quarantune.values.search_choice import Search, check_search
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, text_of
+from quarantune.values.settings import Search, check_search
 from quarantune.values.texts import columns, shown
-from quarantune.values.trial import Config, Outcome, Phase, Trial
+from quarantune.values.trial import Outcome, Phase, Trial
 
 Strategy: TypeAlias = "str | Callable[[list[Config], int], Search]"
 """The name of a search, or a function of the configs and a seed that makes one."""

@@ -17,12 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.measure import finals
-from quarantune.values.compiling import NO_FIGURES
-from quarantune.values.config_values import encode, text_of
-from quarantune.values.findings import interval_text, ratio_text
-from quarantune.values.shown import format_config, format_value
+from quarantune.values.configs import Config, encode, format_config, format_value, text_of
 from quarantune.values.texts import printable
-from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes
+from quarantune.values.trial import (
+    NO_FIGURES,
+    Outcome,
+    Trial,
+    TuningFailedError,
+    count_outcomes,
+    interval_text,
+    ratio_text,
+)
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target

@@ -18,13 +18,23 @@ from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
 from quarantune.transport import binding
 from quarantune.transport.problem import Arguments
-from quarantune.values import shown
-from quarantune.values.codec import IN_MEMORY, DamageError, Record
-from quarantune.values.config_values import encode, originals, restore
-from quarantune.values.findings import SCORES, Counts, Findings, Interval, Searched, ratio_text
-from quarantune.values.json_object import JsonObject
-from quarantune.values.shown import format_config
-from quarantune.values.trial import Config, Millijoules, Milliseconds, Outcome, Score, Trial, count_outcomes, frozen
+from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record
+from quarantune.values.configs import Config, encode, format_config, originals, restore
+from quarantune.values.trial import (
+    SCORES,
+    Counts,
+    Findings,
+    Interval,
+    Millijoules,
+    Milliseconds,
+    Outcome,
+    Score,
+    Searched,
+    Trial,
+    count_outcomes,
+    frozen,
+    ratio_text,
+)
 
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
@@ -397,7 +407,7 @@ class TuningResult(Record):
         from quarantune.results.compiled_winner import Winner
         from quarantune.transport import pickling
         from quarantune.transport.executable import from_pickle as load
-        from quarantune.values.versions import versions
+        from quarantune.values.describe import versions
 
         plain, call, *rest = pickling.loads(contents[FUNCTION])  # results of earlier versions hold no config values
         values = rest[0] if rest else {}
@@ -541,7 +551,7 @@ class ContextualResult(TuningResult):
         parts = [
             f"{name}\n{self._part(choice, width, flops, bytes)}"
             if choice.trials
-            else f"{name}: {shown.format_config(choice.config)}"
+            else f"{name}: {format_config(choice.config)}"
             for name, choice in zip(self.labels, self.kernels, strict=True)
         ]
         was = "" if self.baseline_ms is None else f", {self.baseline_ms:.4g} ms with every kernel's first config"
@@ -560,14 +570,14 @@ class ContextualResult(TuningResult):
     def config_text(self) -> str:
         """The choices for all kernels as people read them."""
         named = zip(self.labels, self.kernels, strict=True)
-        return "; ".join(f"{name}: {shown.format_config(choice.config)}" for name, choice in named)
+        return "; ".join(f"{name}: {format_config(choice.config)}" for name, choice in named)
 
     def _report_data(self) -> ResultData:
         """Returns the data of the report: kernels are tunables, and the defaults are their first configs."""
         data, named = super()._report_data(), zip(self.labels, self.kernels, strict=True)
         result = dataclasses.replace(
             data.result,
-            best_config={name: shown.format_config(choice.config) for name, choice in named},
+            best_config={name: format_config(choice.config) for name, choice in named},
             default_config=None,
             default_time_ms=self.baseline_ms,
             speedup_interval=None,

@@ -18,7 +18,7 @@ from pathlib import Path
 from quarantune.cache import content
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory
-from quarantune.values.json_object import JsonObject
+from quarantune.values.codec import JsonObject
 
 JSON = "result.json"
 FUNCTION, WINNER = "function", "winner"

@@ -14,12 +14,21 @@ from typing import Annotated, Any, TypeAlias
 
 from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
-from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray, ProbedDevice
-from quarantune.values.tolerance import Tolerance
-from quarantune.values.trial import Millijoules, Milliseconds, Phase, Samples, Watts
+from quarantune.values.settings import Tolerance
+from quarantune.values.trial import (
+    CompilerFigures,
+    CompileTarget,
+    Millijoules,
+    Milliseconds,
+    OutputArray,
+    Phase,
+    ProbedDevice,
+    Samples,
+    Watts,
+)
 
 EncodedConfig: TypeAlias = Mapping[str, Any]
-"""A config as `values.config_values.encode` returns it, and `restore` takes it."""
+"""A config as `values.configs.encode` returns it, and `restore` takes it."""
 _Duration: TypeAlias = Annotated[float, within(0, math.inf)]
 
 

@@ -9,8 +9,8 @@ from quarantune.sandbox.messages import Compile
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, OnlyStopping
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import Worker, WorkerState
-from quarantune.values.config_values import encode
-from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
+from quarantune.values.configs import Config, encode
+from quarantune.values.trial import Outcome, Phase, Route, Trial
 
 
 class Confirmation:

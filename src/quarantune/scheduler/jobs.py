@@ -12,8 +12,8 @@ from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker
-from quarantune.values import shown
-from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, Trial
+from quarantune.values.configs import Config, format_config
+from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
 
 _Program = TypeVar("_Program")
 
@@ -47,7 +47,7 @@ class SamePrograms:
         assert first.end is not None
         trial, log = first.end
         self.ran_as[job.index] = first.index
-        same = f"the same program as {'the defaults' if first.index == UNTUNED else shown.format_config(first.config)}"
+        same = f"the same program as {'the defaults' if first.index == UNTUNED else format_config(first.config)}"
         message = f"{same}: {trial.message}" if trial.message else same
         return dataclasses.replace(trial, config=job.config, message=message), log
 

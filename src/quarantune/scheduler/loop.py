@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host.process import Stops
@@ -31,8 +31,8 @@ from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.side_tasks import TRIES, ReferenceTask, idle_on, start_on
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
 from quarantune.scheduler.workers import DeviceState, Verdict, Workers
-from quarantune.values.config_values import encode
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.configs import Config, encode
+from quarantune.values.trial import Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 

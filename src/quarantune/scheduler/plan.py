@@ -6,13 +6,13 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
 
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.host import machine
 from quarantune.measure.finals import Objective
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.values.compiling import CompileTarget
-from quarantune.values.options import TIME
-from quarantune.values.trial import Config, Route, Trial
+from quarantune.values.configs import Config
+from quarantune.values.settings import TIME
+from quarantune.values.trial import CompileTarget, Route, Trial
 
 Compare = Callable[[Config, Mapping[str, int]], None]
 """Compares the program of a config, as `Traced` tells it, with the caller's; raises where it is another one."""

@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from quarantune.measure import finals
 from quarantune.sandbox import spool
-from quarantune.values.shown import format_config
-from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, Trial
+from quarantune.values.configs import Config, format_config
+from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
 
 _MOST_GROUPS = 8
 """The number of different outputs that are kept while it is not known which is right."""

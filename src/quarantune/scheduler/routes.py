@@ -22,9 +22,8 @@ from quarantune.sandbox.messages import (
 from quarantune.scheduler.plan import KILL_DEADLINE_S, MEMORY_SHARE
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
-from quarantune.values.compiling import OutputArray
-from quarantune.values.config_values import encode
-from quarantune.values.trial import READY, Outcome, Phase, Route
+from quarantune.values.configs import encode
+from quarantune.values.trial import READY, Outcome, OutputArray, Phase, Route
 
 _MOST_LOST = 10
 """Where more than one in so many configs ends the worker that compiles it, each gets one of its own."""

@@ -11,8 +11,7 @@ from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.workers import Job, Verdict, Worker, Workers, WorkerState
-from quarantune.values.compiling import NO_FIGURES
-from quarantune.values.trial import Outcome, Phase
+from quarantune.values.trial import NO_FIGURES, Outcome, Phase
 
 _LOOK_S = 0.1
 _CLOSE_LOOK_S = 0.25

@@ -7,7 +7,7 @@ import enum
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.sandbox import spool
@@ -15,8 +15,8 @@ from quarantune.sandbox.messages import Measured, Reply, Task
 from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
 from quarantune.values import codec
-from quarantune.values.compiling import CompilerFigures
-from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
+from quarantune.values.configs import Config
+from quarantune.values.trial import CompilerFigures, Outcome, Phase, Route, Trial
 
 NEVER = float("inf")
 

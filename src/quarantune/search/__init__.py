@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from quarantune.values.search_choice import (
+from quarantune.values.configs import Config
+from quarantune.values.settings import (
     AUTO,
     AUTO_EXHAUSTIVE_MOST,
     EXHAUSTIVE,
@@ -26,7 +27,7 @@ from quarantune.values.search_choice import (
 )
 from quarantune.values.space import Space
 from quarantune.values.texts import shown
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.trial import Outcome, Trial
 
 __all__ = ["Ordered", "Reading", "Space", "Strategy", "UsersSearch", "chosen", "log_time", "make", "shuffled"]
 

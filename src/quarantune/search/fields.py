@@ -12,9 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.values.config_values import field_names
+from quarantune.values.configs import ConfigValue, field_names
 from quarantune.values.space import Codes, Space, Values
-from quarantune.values.trial import ConfigValue
 
 Floats = NDArray[np.float64]
 

@@ -30,8 +30,8 @@ from scipy import linalg, optimize, special
 
 from quarantune.host.machine import proc_text
 from quarantune.search.fields import Features, Fields, Floats, by_size
+from quarantune.values.configs import ConfigValue
 from quarantune.values.space import Codes
-from quarantune.values.trial import ConfigValue
 
 _MOST_POINTS = 256
 """The cost of the Gaussian process grows with the cube of the number of its points."""

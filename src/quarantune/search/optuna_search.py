@@ -14,10 +14,11 @@ import numpy as np
 
 from quarantune.search import Strategy, log_time, shuffled
 from quarantune.search.fields import Fields, by_size
-from quarantune.values.search_choice import OPTUNA
+from quarantune.values.configs import Config
+from quarantune.values.settings import OPTUNA
 from quarantune.values.space import Space
 from quarantune.values.texts import did_you_mean
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.trial import Outcome, Trial
 
 _MOST_REPEATS = 100
 """After so many proposals in a row that cannot be tried, a random config is asked."""

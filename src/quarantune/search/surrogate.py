@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from quarantune.search import Strategy, log_time
 from quarantune.search.fields import Features, Fields, Floats
+from quarantune.values.configs import Config
 from quarantune.values.space import Space
-from quarantune.values.trial import Config, Trial
+from quarantune.values.trial import Trial
 
 if TYPE_CHECKING:
     from quarantune.search.models import Forecast, Models

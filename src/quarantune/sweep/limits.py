@@ -7,8 +7,7 @@ import math
 import numbers
 
 from quarantune.host import machine
-from quarantune.values.options import Options
-from quarantune.values.settings import Settings, parse_memory
+from quarantune.values.settings import Options, Settings, parse_memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,10 @@ from quarantune.transport import arrays, assignment, binding, differentiation
 from quarantune.transport.call import Call
 from quarantune.transport.problem import Problem
 from quarantune.transport.programs import ProgramLines
-from quarantune.values.config_values import restore
-from quarantune.values.options import Options
+from quarantune.values.configs import Config, restore
+from quarantune.values.settings import Options
 from quarantune.values.texts import shown
-from quarantune.values.trial import Config, DifferentProgramError
+from quarantune.values.trial import DifferentProgramError
 
 _logger = logging.getLogger("quarantune")
 

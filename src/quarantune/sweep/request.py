@@ -14,10 +14,10 @@ from quarantune.sandbox.messages import BenchOptions
 from quarantune.scheduler.plan import NOTHING_MORE, Compare, ConfigSource, Proof
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.problem import Problem
-from quarantune.values.options import Options
-from quarantune.values.settings import Settings
+from quarantune.values.configs import Config
+from quarantune.values.settings import Options, Settings
 from quarantune.values.space import Space
-from quarantune.values.trial import END, UNTUNED, Config, Trial
+from quarantune.values.trial import END, UNTUNED, Trial
 
 Finish: TypeAlias = Callable[[int, Trial, str], None]
 """Receives the index of a config, its trial and its output, once the trial is over."""

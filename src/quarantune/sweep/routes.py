@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from quarantune import jax_internals
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host.process import Stops
@@ -31,9 +31,9 @@ from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import NoReferenceError
 from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.request import Finish, SweepRequest, Swept, worker_options
-from quarantune.values.compiling import CompileTarget
-from quarantune.values.options import TIME
-from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.values.configs import Config
+from quarantune.values.settings import TIME
+from quarantune.values.trial import READY, UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
-from quarantune.values import search_choice
-from quarantune.values.json_object import JsonObject
-from quarantune.values.options import Options
-from quarantune.values.search_choice import AUTO, EXHAUSTIVE, SURROGATE, Search
-from quarantune.values.settings import Settings
+from quarantune.values.codec import JsonObject
+from quarantune.values.settings import (
+    AUTO,
+    AUTO_EXHAUSTIVE_MOST,
+    AUTO_MAX_TRIALS,
+    AUTO_PATIENCE,
+    EXHAUSTIVE,
+    SURROGATE,
+    Options,
+    Search,
+    Settings,
+)
 from quarantune.values.space import Space
 
 EXHAUSTED, MAX_TRIALS, TIME_BUDGET, PATIENCE = "exhausted", "max_trials", "time_budget", "patience"
@@ -48,7 +55,7 @@ class SearchLimits:
         """Returns the limits for a space: `auto` tries all configs of a small one, and searches in a larger one."""
         if self.search != AUTO:
             return self
-        most = search_choice.AUTO_EXHAUSTIVE_MOST
+        most = AUTO_EXHAUSTIVE_MOST
         if self.max_trials is not None:
             most = min(most, self.max_trials)
         if not configs.has_more_than(most):
@@ -56,8 +63,8 @@ class SearchLimits:
         return dataclasses.replace(
             self,
             search=SURROGATE,
-            max_trials=self.max_trials or search_choice.AUTO_MAX_TRIALS,
-            patience=self.patience or search_choice.AUTO_PATIENCE,
+            max_trials=self.max_trials or AUTO_MAX_TRIALS,
+            patience=self.patience or AUTO_PATIENCE,
         )
 
     @property

@@ -9,8 +9,9 @@ from quarantune import search
 from quarantune.scheduler.plan import ConfigSource
 from quarantune.search import Space
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, PATIENCE, TIME_BUDGET, SearchLimits
-from quarantune.values.search_choice import LEAST_GAIN
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.configs import Config
+from quarantune.values.settings import LEAST_GAIN
+from quarantune.values.trial import Outcome, Trial
 
 _FINAL_S, _FINAL_SHARE = 3.0, 0.2
 """Seconds of the time budget that are kept for the final, and the largest share: it takes up to 2.4 s."""

@@ -19,7 +19,8 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.cache.keys import safe_name
-from quarantune.devices import device, discovery, targets
+from quarantune.devices import discovery, targets
+from quarantune.devices.discovery import LOGS_PTXAS, Device, cheap_context
 from quarantune.host.process import Stops, warn
 from quarantune.host.shared_files import Directory
 from quarantune.sandbox import shortages, spawning, spool, template, wire
@@ -31,11 +32,10 @@ from quarantune.sweep.request import Finish, SweepRequest, Swept
 from quarantune.transport import payload
 from quarantune.transport.call import PackedCall
 from quarantune.transport.problem import Problem
-from quarantune.values import codec, config_values, shown
-from quarantune.values.compiling import CompileTarget
-from quarantune.values.options import TIME, Options
-from quarantune.values.settings import Settings
-from quarantune.values.trial import END, UNTUNED, Config, Trial
+from quarantune.values import codec
+from quarantune.values.configs import Config, format_config, originals, text_of
+from quarantune.values.settings import TIME, Options, Settings
+from quarantune.values.trial import END, UNTUNED, CompileTarget, Trial
 from quarantune.worker import program_values
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def pack(problem: Problem, configs: Sequence[Config], options: Options, *, with_
         args,
         kwargs,
         judges,
-        config_values.originals(configs),
+        originals(configs),
         problem.manual_mesh,
         devices=math.inf if problem.platform == "cpu" else options.devices_per_trial,
         with_values=with_values,
@@ -222,13 +222,13 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
     problem, settings = request.problem, request.settings
     is_alone = isolation is Isolation.NONE
     on_many_devices = max(packed.devices_needed, request.options.devices_per_trial) > 1
-    devices, target = ([device.Device("", "")], None) if is_alone else _devices_and_target(request)
+    devices, target = ([Device("", "")], None) if is_alone else _devices_and_target(request)
     can_warm_up = target is not None and target.platform != "tpu" and request.target is None and not on_many_devices
     environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
     if not on_many_devices:
-        environ |= device.cheap_context(problem.platform, os.environ)
+        environ |= cheap_context(problem.platform, os.environ)
     if request.target is not None and problem.platform == "cuda":
-        environ |= device.LOGS_PTXAS
+        environ |= LOGS_PTXAS
     with spawning.standard_descriptors(), _spooled(packed) as (payload_fd, arrays_fd):
         make: Callable[..., pool.Sandbox] = pool.Sandbox
         stops = None if isolation is Isolation.PROCESS else Stops(time.monotonic)
@@ -258,7 +258,7 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
             )
 
 
-def _devices_and_target(request: SweepRequest) -> tuple[list[device.Device], CompileTarget | None]:
+def _devices_and_target(request: SweepRequest) -> tuple[list[Device], CompileTarget | None]:
     """Returns the devices to measure on, and the target of compile workers without one, which the cache remembers."""
     if request.target is not None:
         return [request.target.device], request.target.for_compiling
@@ -299,9 +299,9 @@ def _check_here(problem: Problem, packed: PackedCall, settings: Settings) -> Non
 def _check_sizes(problem: Problem, configs: Sequence[Config]) -> None:
     """Raises where a config is too large for a message to a worker."""
     for config in configs:
-        size_bytes = len(config_values.text_of(config))
+        size_bytes = len(text_of(config))
         if size_bytes > _LARGEST_CONFIG_BYTES:
-            largest = max(config, key=lambda name: len(config_values.text_of(config[name])))
+            largest = max(config, key=lambda name: len(text_of(config[name])))
             raise ValueError(
                 f"{problem.name}: a config takes {size_bytes:,} bytes as JSON, most of them its {largest!r}, and "
                 f"at most {_LARGEST_CONFIG_BYTES:,} can be sent to a worker: pass large data as an argument of the "
@@ -330,7 +330,7 @@ def _spooled(packed: PackedCall) -> Iterator[tuple[int, int]]:
 
 def _keep_log(directory: Path, name: str, label: str, trial: Trial, log: str) -> None:
     """Keeps the output of a trial; warns where it cannot be written."""
-    text = f"# {shown.format_config(trial.config)}\n# {trial.outcome.value}: {trial.message}\n{log}"
+    text = f"# {format_config(trial.config)}\n# {trial.outcome.value}: {trial.message}\n{log}"
     try:
         with Directory(directory, safe_name(name), make=True) as place:
             place.replace(f"{label}.log", text.encode("utf-8", "backslashreplace"))

@@ -21,8 +21,8 @@ from quarantune.transport.problem import (
     named,
     with_leaves,
 )
-from quarantune.values.json_object import JsonObject
-from quarantune.values.scoped_stack import ScopedStack
+from quarantune.values.codec import JsonObject
+from quarantune.values.settings import ScopedStack
 
 _NUMBERS = (bool, int, float, complex)
 _REAL = "with quarantune.set_autotune_inputs(...)"

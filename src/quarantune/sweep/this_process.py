@@ -24,7 +24,7 @@ from typing import Any, cast
 import jax
 
 from quarantune import jax_internals
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox import messages, spool, wire
@@ -34,8 +34,7 @@ from quarantune.sandbox.template_messages import Ended
 from quarantune.sweep.request import SweepRequest, worker_options
 from quarantune.transport.call import Call
 from quarantune.values import codec
-from quarantune.values.config_values import restore
-from quarantune.values.shown import format_config
+from quarantune.values.configs import format_config, restore
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
 from quarantune.worker.bench import Bench, Program
 from quarantune.worker.failures import NeedsDeviceError, readable

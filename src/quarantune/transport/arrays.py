@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from quarantune import jax_internals
 from quarantune.transport.call import ArrayRef, ArraySpec, Call
 from quarantune.transport.problem import Arguments, with_leaves
-from quarantune.values.shardings import MeshSpec
+from quarantune.values.describe import MeshSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from quarantune.host.process import new_lock
-from quarantune.values import config_values
-from quarantune.values.json_object import JsonObject
-from quarantune.values.scoped_stack import ScopedStack
-from quarantune.values.trial import Config
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, restore, text_of
+from quarantune.values.configs import encode as encode_config
+from quarantune.values.settings import ScopedStack
 
 KEY = "kernel configs"
 """The keyword for the assignment of a runner; with its space, it cannot be the name of a parameter."""
@@ -115,9 +115,9 @@ class Assignment:
             self.on_seen()
         if slot in self.chosen:
             # The config from the kernel's own list, as types may be lost in JSON.
-            text = config_values.text_of(self.chosen[slot])
+            text = text_of(self.chosen[slot])
             configs = look().configs if self.others == OWN else self.seen[slot].configs
-            found = next((config for config in configs if config_values.text_of(config) == text), None)
+            found = next((config for config in configs if text_of(config) == text), None)
             if found is not None or self.others != OWN:
                 return True, found or self.chosen[slot]
         if self.others == FIRST and self.seen[slot].configs:
@@ -189,9 +189,7 @@ class Runner:
     def report(self, config: Mapping[str, Any]) -> bytes:
         """Returns the slots that were looked up under an assignment, in order, as bytes for `read_report`."""
         seen = self.assignment(config[KEY]).seen
-        return json.dumps(
-            [[*slot, config_values.encode(about.configs), about.space] for slot, about in seen.items()]
-        ).encode()
+        return json.dumps([[*slot, encode_config(about.configs), about.space] for slot, about in seen.items()]).encode()
 
     def left_report(self, text: str) -> dict[Slot, Seen]:
         """Returns the slots that were looked up in a run under an assignment, up to its end or failure."""
@@ -241,7 +239,7 @@ def nested(chosen: Mapping[Slot, Config]) -> dict[str, dict[str, Config]]:
     """Returns JSON-able configs by the kernels' names, then by keys."""
     by_name: dict[str, dict[str, Config]] = {}
     for slot, config in chosen.items():
-        by_name.setdefault(slot.name, {})[slot.key] = config_values.encode(config)
+        by_name.setdefault(slot.name, {})[slot.key] = encode_config(config)
     return by_name
 
 
@@ -258,7 +256,7 @@ def chosen_from(data: Any) -> dict[Slot, Config]:
 
 
 def _config(data: Mapping[str, Any]) -> Config:
-    return config_values.restore(data, {})
+    return restore(data, {})
 
 
 _stack: ScopedStack[Assignment] = ScopedStack()

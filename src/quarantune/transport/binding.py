@@ -9,10 +9,9 @@ from typing import Any
 
 from quarantune import jax_internals
 from quarantune.host.process import warn
-from quarantune.values.config_values import COMPILER_OPTIONS as KEY
-from quarantune.values.config_values import NO_OPTIONS
+from quarantune.values.configs import COMPILER_OPTIONS as KEY
+from quarantune.values.configs import NO_OPTIONS, Config
 from quarantune.values.texts import shown
-from quarantune.values.trial import Config
 
 
 def split(fn: Callable[..., Any], config: Config) -> tuple[Config, Mapping[str, Any]]:

@@ -10,7 +10,7 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.transport import unpicklable
-from quarantune.values.shardings import MeshSpec, ShardingSpec
+from quarantune.values.describe import MeshSpec, ShardingSpec
 from quarantune.values.texts import shown
 
 

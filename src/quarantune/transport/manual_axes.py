@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from quarantune import jax_internals
 from quarantune.transport import arrays
 from quarantune.transport.call import ArrayRef, Call
-from quarantune.values.shardings import MeshSpec, sharding_of
+from quarantune.values.describe import MeshSpec, sharding_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_d
 from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, ProgramValue
 from quarantune.transport.pickling import dumps, loads
 from quarantune.transport.problem import with_leaves
-from quarantune.values import naming
-from quarantune.values.shardings import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
+from quarantune.values.describe import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
+from quarantune.values.texts import adopt_program_name, program_name
 
 
 def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | None:
@@ -91,7 +91,7 @@ def pack_call(
         jax_options=state.options_to_travel(),
         contexts=dumps(jax_internals.contexts()),
         devices=call.devices_needed,
-        program=naming.program(),
+        program=program_name(),
     )
     return PackedCall(
         # Two pickles, because the outer one is read before any of the user's modules is imported.
@@ -287,7 +287,7 @@ class _ProcessOptions:
             The options that JAX does not know yet, for `adopt_after_imports`: a module of the user's registers them.
         """
         sys.path[:] = self.import_path + [entry for entry in sys.path if entry not in self.import_path]
-        naming.adopt(self.program)
+        adopt_program_name(self.program)
         importlib.invalidate_caches()  # the user may have written a module since this process last looked
         unknown = state.adopt_options(self.jax_options)
         _provide_cpu_devices(self.devices)

@@ -16,10 +16,9 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.values import describe
-from quarantune.values.config_values import is_tagged, tagged
-from quarantune.values.json_object import JsonObject
-from quarantune.values.shardings import MeshSpec
-from quarantune.values.trial import Config
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, is_tagged, tagged
+from quarantune.values.describe import MeshSpec
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call: the positional ones, and the keyword arguments by name."""

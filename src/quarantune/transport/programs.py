@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.values.config_values import text_of
+from quarantune.values.configs import text_of
 
 PREFIX = "program:"
 """Begins every identity, and no key of JAX's compilation cache."""

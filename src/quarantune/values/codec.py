@@ -16,10 +16,10 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
-from quarantune.values.json_object import JsonObject
-
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON object, as decoded or ready to be encoded."""
 Frame = JsonObject
 _Message = TypeVar("_Message")
 _Check = Callable[[Any], Any]

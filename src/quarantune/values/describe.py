@@ -6,32 +6,47 @@ be found again. The fingerprint of a function has a describer of its own (`cache
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import math
 import operator
+import os
 import re
 import sys
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import jaxlib.version
 import numpy as np
 
-from quarantune.values import naming
-from quarantune.values.json_object import JsonObject
-from quarantune.values.shardings import sharding_of
+from quarantune._version import __version__
+from quarantune.values.codec import JsonObject
+from quarantune.values.texts import PROGRAMS, module_of
 
 _EMPTY = inspect.Parameter.empty
 _MOST_BITS = 14_000
 """Python refuses to write an integer with more decimal digits than this one may have, which is 4,300."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_PLUGINS = {
+    "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    "rocm": ("jax-rocm60-plugin", "jax-rocm60-pjrt", "jax-rocm7-plugin", "jax-rocm7-pjrt"),
+    "tpu": ("libtpu",),
+}
+"""The packages that compile for a platform, beside jaxlib."""
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+
+
+# --- values ---
 
 
 def describe_static(value: Any) -> Any:
@@ -167,7 +182,7 @@ def _describe_inside(part: Any, outer: tuple[int, ...], *, strictly: bool = Fals
 def _is_found_by_name(function: Any) -> bool:
     """Returns whether every process finds this very function by its module and name."""
     module = getattr(function, "__module__", None)
-    if module in naming.PROGRAMS:  # another module in a worker
+    if module in PROGRAMS:  # another module in a worker
         return False
     try:
         return operator.attrgetter(function.__qualname__)(sys.modules[str(module)]) is function
@@ -241,11 +256,14 @@ def stable_repr(value: Any) -> str:
 def name_of(thing: Any) -> str:
     """Returns `module:qualname` of a class or function, or of an object's class."""
     qualname = getattr(thing, "__qualname__", None) or type(thing).__qualname__
-    return f"{naming.module_of(thing)}:{qualname}"
+    return f"{module_of(thing)}:{qualname}"
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+# --- arrays, meshes and shardings ---
 
 
 def describe_array(array: Any, dtype: Any) -> JsonObject:
@@ -290,3 +308,159 @@ def canonical_dtype(dtype: Any) -> Any:
     if jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype.kind in "OSUMm" or dtype.names is not None:
         return dtype
     return jax.dtypes.canonicalize_dtype(dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+    """A mesh without its devices.
+
+    Attributes:
+        shape: the size of each axis.
+        axis_names: the names of the axes.
+        axis_types: the name of each axis's `jax.sharding.AxisType`.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    axis_types: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.shape)
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the function is called inside a `shard_map` over this mesh."""
+        return jax.sharding.AxisType.Manual.name in self.axis_types
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingSpec:
+    """How an array is laid out over a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        partitions: for each axis of the array, the mesh axes it is split over: None, one name, or several.
+    """
+
+    mesh: MeshSpec
+    partitions: tuple[str | tuple[str, ...] | None, ...]
+
+
+def sharding_of(array: Any) -> ShardingSpec | None:
+    """Returns how an array is laid out over several devices; None if it is on one device, or JAX does not say.
+
+    Args:
+        array: an array, a `jax.ShapeDtypeStruct` or a tracer. The sharding of a tracer is known only along explicit
+            axes. Inside `shard_map` a tracer stands for one shard, which is on one device.
+    """
+    is_tracer = isinstance(array, jax.core.Tracer)
+    sharding: Any = getattr(jax.typeof(array) if is_tracer else array, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    if is_tracer and jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    mesh = _mesh_spec(sharding.mesh)
+    return ShardingSpec(mesh=mesh, partitions=tuple(sharding.spec)) if mesh.size > 1 else None
+
+
+def _mesh_spec(mesh: Any) -> MeshSpec:
+    """Returns a mesh without its manual axes, which a function inside `shard_map` does not see."""
+    axes = [
+        (size, name, kind.name)
+        for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
+        if kind is not jax.sharding.AxisType.Manual
+    ]
+    shape, names, kinds = zip(*axes, strict=True) if axes else ((), (), ())
+    return MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
+
+
+def abstract_mesh(spec: MeshSpec) -> jax.sharding.AbstractMesh:
+    """Returns a mesh without devices."""
+    kinds = tuple(jax.sharding.AxisType[name] for name in spec.axis_types)
+    return jax.sharding.AbstractMesh(spec.shape, spec.axis_names, axis_types=kinds)
+
+
+def abstract_sharding(spec: ShardingSpec) -> jax.sharding.NamedSharding:
+    """Returns a sharding over a mesh without devices, for a `jax.ShapeDtypeStruct`."""
+    return jax.sharding.NamedSharding(abstract_mesh(spec.mesh), jax.sharding.PartitionSpec(*spec.partitions))
+
+
+def local_sharding(array: Any, spec: ShardingSpec | None) -> jax.sharding.NamedSharding | None:
+    """Returns how an array is laid out over the devices of this process.
+
+    Args:
+        array: the array, or whatever stands for it.
+        spec: what `sharding_of` returned for it.
+
+    Returns:
+        The sharding; None if the array is on one device, or its devices are not known.
+    """
+    if spec is None:
+        return None
+    sharding: Any = None if isinstance(array, jax.core.Tracer) else array.sharding
+    if sharding is not None and isinstance(sharding.mesh, jax.sharding.Mesh):
+        return cast("jax.sharding.NamedSharding", sharding)
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # JAX does not say while it traces
+        return None
+    is_same = _mesh_spec(mesh) == spec.mesh
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.partitions)) if is_same else None
+
+
+def context_mesh() -> MeshSpec | None:
+    """Returns the mesh that `jax.set_mesh` has set, without manual axes; None if it has fewer than two devices."""
+    mesh = _mesh_spec(jax.sharding.get_abstract_mesh())
+    return mesh if mesh.size > 1 else None
+
+
+def describe_context_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns a JSON-able description of the mesh that `jax.set_mesh` has set.
+
+    Args:
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+
+    Returns:
+        The description; None if there is no such mesh, or the sharding of an argument describes it already.
+    """
+    mesh = context_mesh()
+    if mesh is None:
+        return None
+    shardings = [sharding_of(leaf) for leaf in jax.tree.leaves((args, dict(kwargs)))]
+    if any(sharding is not None and sharding.mesh == mesh for sharding in shardings):
+        return None
+    return {"shape": list(mesh.shape), "axes": list(mesh.axis_names), "types": list(mesh.axis_types)}
+
+
+# --- versions ---
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Returns the versions of JAX, its library, this package, and a GPU's driver."""
+    found = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "quarantune": __version__}
+    with contextlib.suppress(OSError):
+        found["nvidia_driver"] = Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
+    return found
+
+
+def compilers(platform: str) -> dict[str, str]:
+    """Returns the versions and flags of all that compiles for a platform, whether or not its device is here.
+
+    Args:
+        platform: `cpu`, `cuda`, `rocm` or `tpu`.
+    """
+    found = {name: version for name, version in versions().items() if name != "nvidia_driver"} | _plugins(platform)
+    return found | {name: flags for name in _FLAGS if (flags := os.environ.get(name, "").strip())}
+
+
+@functools.cache
+def _plugins(platform: str) -> dict[str, str]:
+    found = {}
+    for name in _PLUGINS.get(platform, ()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found

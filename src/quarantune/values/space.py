@@ -14,11 +14,19 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.values import config_space
-from quarantune.values.config_space import MOST_CONFIGS, Configs
-from quarantune.values.config_values import originals, text_of
+from quarantune.values.configs import (
+    MOST_CONFIGS,
+    Config,
+    Configs,
+    ConfigValue,
+    check_classes,
+    checked_config,
+    checked_values,
+    nothing_to_choose,
+    originals,
+    text_of,
+)
 from quarantune.values.texts import shown
-from quarantune.values.trial import Config, ConfigValue
 
 _ENUMERATED = 1000
 """A larger grid is told from others by its lists of values, which are not combined for that."""
@@ -380,10 +388,10 @@ class Grid:
 
     def __init__(self, lists: Mapping[str, Iterable[Any]], fn_name: str) -> None:
         if not lists:
-            raise config_space.nothing_to_choose(fn_name, "the configs have no keys")
+            raise nothing_to_choose(fn_name, "the configs have no keys")
         self.names = list(lists)
-        self.values = [Values(config_space.column(*each, fn_name=fn_name)) for each in lists.items()]
-        config_space.check_classes((value for values in self.values for value in values.listed), fn_name, {})
+        self.values = [Values(checked_values(*each, fn_name=fn_name)) for each in lists.items()]
+        check_classes((value for values in self.values for value in values.listed), fn_name, {})
         sizes = [len(values.listed) for values in self.values]
         self.size: int = math.prod(sizes)
         if self.size > MOST_IN_GRID:
@@ -425,8 +433,8 @@ class Listed:
         self.names = list(dict.fromkeys(key for config in known if isinstance(config, Mapping) for key in config))
         if not self.names:
             for raw in first:
-                config_space.checked(raw, fn_name=fn_name)
-            raise config_space.nothing_to_choose(fn_name, "the configs have no keys" if first else "configs is empty")
+                checked_config(raw, fn_name=fn_name)
+            raise nothing_to_choose(fn_name, "the configs have no keys" if first else "configs is empty")
         self._classes: dict[str, type] = {}
         self.values = [Values() for _ in self.names]
         self._rows = array.array("i")
@@ -491,10 +499,8 @@ class Listed:
 
     def _checked(self, raw: Any, index: int) -> list[int]:
         """Returns the codes of a config, which may hold anything."""
-        config = config_space.checked(
-            raw, fn_name=self._fn_name, index=index, names=self.names, parameters=self._parameters
-        )
-        config_space.check_classes(config.values(), self._fn_name, self._classes)
+        config = checked_config(raw, fn_name=self._fn_name, index=index, names=self.names, parameters=self._parameters)
+        check_classes(config.values(), self._fn_name, self._classes)
         if self.is_plain and originals([config]):
             raise ValueError(
                 f"{self._fn_name}: configs[{index}] holds an object, as the first {_FIRST} do not ({shown(config)}): "

@@ -1,21 +1,17 @@
-"""The record of a trial: outcomes, phases, routes; and the errors that public functions raise."""
+"""The record of a trial and the findings of a sweep, with the figures of compilers; the errors of public functions."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import enum
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeAlias, TypeGuard
 
-from quarantune.values.codec import DamageError, Record, one_of, within
-from quarantune.values.compiling import NO_FIGURES, CompilerFigures
-from quarantune.values.config_values import encode, freeze
-from quarantune.values.json_object import JsonObject
-
-ConfigValue: TypeAlias = Any
-"""A number, a string, a boolean or None; an enum's member or a dtype; or a tuple, `FrozenDict` or dataclass of them."""
-Config: TypeAlias = dict[str, ConfigValue]
+from quarantune.values.codec import DamageError, JsonObject, Record, one_of, within
+from quarantune.values.configs import Config, encode, freeze
+from quarantune.values.texts import printable
 
 UNTUNED = -1
 """The index under which the function's own defaults run where they are not one of the configs."""
@@ -24,6 +20,17 @@ _SHORTEST_MS = 1e-6
 """No call takes less than a nanosecond."""
 _LONGEST_MS = 1e8
 """Longer samples are errors of the clock: a device clock has returned nearly 2^64 ns."""
+END, READY = "end", "ready"
+"""Reported like a phase: a trial is over; its config was compiled, and waits for its turn on a device."""
+
+_LARGEST_NUMBER = 2**63
+ESTIMATED = "estimated"
+"""Instead of why a search ended: nothing was measured, and a compiler has estimated the configs."""
+_LONGEST_TEXT = 40
+SCORES = ("score", "default_score", "energy_mj")
+"""Fields of results and entries that there are only where the objective is not time."""
+_Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
+"""A huge integer does not fit a float."""
 
 
 class Outcome(enum.StrEnum):
@@ -59,12 +66,6 @@ class Phase(enum.StrEnum):
     MEASURE = "measure"
 
 
-END, READY = "end", "ready"
-"""Reported like a phase: a trial is over; its config was compiled, and waits for its turn on a device."""
-
-_LARGEST_NUMBER = 2**63
-
-
 class Route(enum.StrEnum):
     """The processes that ran a trial."""
 
@@ -78,6 +79,138 @@ class Route(enum.StrEnum):
     """One worker compiled, the caller's own process measured."""
     IN_PROCESS = "in_process"
     """No worker: the caller's own process, as the operator chose, or where the program cannot leave its process."""
+
+
+# --- programs and the devices that they are compiled for ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileTarget:
+    """A device that programs are compiled for in a process that does not hold it.
+
+    Attributes:
+        platform: `cuda`, `rocm` or `tpu`.
+        device_kind: JAX's name of the device.
+        topology: the name of a TPU's topology; empty for other devices.
+        config_text: XLA's description of a GPU; empty for other devices.
+        num_cores: the number of its cores; None where JAX does not know it.
+        estimates: whether the compiler is asked, too, how many cycles a program takes.
+    """
+
+    platform: str
+    device_kind: str
+    topology: str = ""
+    config_text: str = dataclasses.field(default="", repr=False)
+    num_cores: int | None = None
+    estimates: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputArray:
+    """An array of a program's output.
+
+    Attributes:
+        shape: its shape.
+        dtype: the name of its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbedDevice:
+    """One device.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `rocm` or `tpu`.
+        kind: JAX's name of it.
+        index: its position among JAX's devices.
+        num_cores: the number of its cores; None where JAX does not know it.
+    """
+
+    platform: str
+    kind: str
+    index: int
+    num_cores: int | None
+
+
+_Bytes: TypeAlias = Annotated[int, within(0, 1 << 63)]
+_Estimate: TypeAlias = Annotated[float, within(0, math.inf)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CycleEstimate(Record):
+    """What the TPU compiler expects a program to cost, by its static schedule.
+
+    Attributes:
+        cycles: clock cycles of one core, of all operations one after another.
+        kernel_cycles: of these, those of Pallas kernels; None where the program has none.
+        moved_bytes: what the kernels' pipelines read and write in main memory.
+    """
+
+    cycles: _Estimate
+    kernel_cycles: _Estimate | None = None
+    moved_bytes: _Estimate = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompilerFigures(Record):
+    """The compiler's figures about one program; None for those that it does not state.
+
+    Compilers that do not hold a GPU state sizes only; the compiler for TPUs states all of them.
+
+    Attributes:
+        argument_bytes: device memory of the arguments.
+        output_bytes: device memory of the output.
+        temporary_bytes: device memory for intermediate arrays.
+        aliased_bytes: device memory of donated arguments that the output takes over, counted in both.
+        code_bytes: the size of the program.
+        vmem_bytes: the most VMEM that a kernel of the program uses, on a TPU.
+        registers: the most registers that a thread of a kernel uses, in a compile check for an NVIDIA GPU, as the next.
+        spilled_bytes: the most that a thread of a kernel stores for lack of registers.
+        shared_bytes: the most shared memory that a block of a kernel uses.
+        occupancy: the smallest share of a multiprocessor's warps that can run at a time, by a kernel's needs.
+        flops: floating-point operations of one call, by the compiler's estimate; None, too, where it does not count
+            all of them, as those of a kernel whose author does not state them, or of all turns of a loop.
+        moved_bytes: bytes that one call reads and writes in device memory, likewise.
+        estimate: what it expects the program to cost; None where that was not asked, or is not to be had.
+        no_estimate: why there is none, where it was asked for.
+    """
+
+    argument_bytes: _Bytes | None = None
+    output_bytes: _Bytes | None = None
+    temporary_bytes: _Bytes | None = None
+    aliased_bytes: _Bytes | None = None
+    code_bytes: _Bytes | None = None
+    vmem_bytes: _Bytes | None = None
+    registers: _Bytes | None = None
+    spilled_bytes: _Bytes | None = None
+    shared_bytes: _Bytes | None = None
+    occupancy: Annotated[float, within(0, math.nextafter(1, 2))] | None = None
+    flops: _Estimate | None = None
+    moved_bytes: _Estimate | None = None
+    estimate: CycleEstimate | None = None
+    no_estimate: str = ""
+
+    def to_json(self) -> JsonObject:
+        """Returns those that are known as JSON-able data."""
+        return {name: value for name, value in super().to_json().items() if value not in (None, "")}
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Device memory of the arguments, the output and intermediate arrays together."""
+        argument, output, temporary = self.argument_bytes, self.output_bytes, self.temporary_bytes
+        if argument is None or output is None or temporary is None:
+            return None
+        return argument + output + temporary - (self.aliased_bytes or 0)
+
+
+NO_FIGURES = CompilerFigures()
+"""Those of a program whose figures are not known."""
+
+
+# --- trials ---
 
 
 def frozen(config: Config) -> Config:
@@ -197,6 +330,157 @@ def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
 def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
     """Returns how many trials ended in each outcome that occurred."""
     return dict(collections.Counter(trial.outcome.value for trial in trials))
+
+
+# --- findings ---
+
+
+def _interval(ends: tuple[float, float]) -> tuple[float, float]:
+    if not 0.0 <= ends[0] <= ends[1] < math.inf:
+        raise ValueError("it is no interval")
+    return ends
+
+
+def _counts(found: Mapping[str, int]) -> dict[str, int]:
+    return {outcome.value: found[outcome] for outcome in Outcome if found.get(outcome, 0) > 0}
+
+
+def _shortened(text: str) -> str:
+    return printable(text[:_LONGEST_TEXT])
+
+
+Interval: TypeAlias = Annotated[tuple[float, float], _interval]
+Counts: TypeAlias = Annotated[dict[str, int], _counts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Searched(Record):
+    """How thoroughly a space was searched.
+
+    Attributes:
+        stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; `estimated` where there
+            was none; empty where that is not known, as for results of earlier versions.
+        seen: how many configs were tried, or dropped by `prune_fn`.
+        space_size: how many configs there are.
+        budget: the budget that ended it, as a number of trials or of seconds; None for another end.
+    """
+
+    IS_LENIENT = True
+
+    stopped: str = ""
+    seen: _Count | None = None
+    space_size: _Count | None = None
+    budget: _Count | float | None = None
+
+    @property
+    def thoroughness(self) -> float:
+        """The larger, the more thorough; a result of an earlier version comes from all configs."""
+        if self.stopped == ESTIMATED:
+            return 0.0
+        is_whole = self.seen is None or self.seen == self.space_size
+        return math.inf if self.seen is None or is_whole else self.seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings(Record):
+    """The findings of a sweep; read from an entry, whose file may hold anything, those that are not known are left out.
+
+    The times are those of one call in milliseconds, measured side by side.
+
+    Attributes:
+        time_ms: the time of the best config; NaN where it is unknown.
+        default_time_ms: the time of the function's own defaults; None where it is unknown.
+        speedup_interval: the speed-ups that the noise of the two allows; None where it is unknown.
+        created: when it was saved, as ISO text; empty where that is not known.
+        commit: the commit of the user's repository; empty where that is not known.
+        trials: how many configs ended in each outcome.
+        search: how thorough the search was.
+        baseline_ms: the time with every kernel's first config, where kernels were tuned in their context.
+        score: what the author's objective makes of the winner, less being better; None where that is time.
+        default_score: the same of the defaults; None where it is unknown.
+        energy_mj: the energy of one call with the winner, in millijoules; None where it was not measured.
+    """
+
+    IS_LENIENT = True
+
+    time_ms: Milliseconds = math.nan
+    default_time_ms: Milliseconds | None = None
+    speedup_interval: Interval | None = None
+    created: Annotated[str, _shortened] = ""
+    commit: Annotated[str, _shortened] = ""
+    trials: Counts = dataclasses.field(default_factory=dict)
+    search: Searched = dataclasses.field(default_factory=Searched)
+    baseline_ms: Milliseconds | None = None
+    score: Score | None = None
+    default_score: Score | None = None
+    energy_mj: Millijoules | None = None
+
+    def with_score(self, best: Trial, default: Trial | None) -> Findings:
+        """Returns the same with the scores of the winner's trial and of that of the defaults."""
+        default_score = None if default is None else default.score
+        return dataclasses.replace(self, score=best.score, default_score=default_score, energy_mj=best.energy_mj)
+
+    @property
+    def figure(self) -> float:
+        """The figure by which the winner was chosen, less being better: the score, or the time."""
+        return self.time_ms if self.score is None else self.score
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the config was never measured."""
+        return self.search.stopped == ESTIMATED
+
+    @property
+    def speedup(self) -> float | None:
+        """The time of the defaults divided by that of the best config; None where one of them is unknown."""
+        return self.default_time_ms / self.time_ms if self.default_time_ms and self.time_ms > 0 else None
+
+    def text(self, *, is_default: bool = False) -> str:
+        """Returns the times as text, as `2.02x faster than the defaults (0.0077 ms against 0.0155 ms)`.
+
+        Args:
+            is_default: whether the best config is that of the defaults.
+        """
+        if not self.time_ms > 0:
+            return "estimated, never measured" if self.is_estimate else "time not known"
+        best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
+        if self.score is not None:
+            form = "{:.4g} mJ" if self.score == self.energy_mj else "objective {:.4g}"
+            best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
+        if is_default:
+            return f"the defaults are best ({best}{more})"
+        return f"{self.compared} ({best} against {against}{more})" if self.compared else f"{best}{more}"
+
+    @property
+    def compared(self) -> str:
+        """The gain in words, as `2.02x faster than the defaults`; empty where it is unknown."""
+        if self.score is not None:
+            what = "energy" if self.score == self.energy_mj else "of the objective"
+            return "" if self.default_score is None else _compared(self.score, self.default_score, what)
+        if (speedup := self.speedup) is None:
+            return ""
+        low, high = self.speedup_interval or (speedup, speedup)
+        if low <= 1.0 <= high:
+            return "as fast as the defaults"
+        return f"{ratio_text(max(speedup, 1 / speedup))} {'faster' if speedup > 1 else 'slower'} than the defaults"
+
+
+def _compared(score: float, default: float, what: str) -> str:
+    ratio = f"{ratio_text(max(default / score, score / default))} " if min(score, default) > 0 else ""
+    return f"{ratio}{'less' if score < default else 'more'} {what} than the defaults"
+
+
+def ratio_text(ratio: float) -> str:
+    """Returns a ratio of times as text, as `2.02x` or `31.5x`."""
+    return f"{ratio:.2f}x" if 0.1 <= ratio < 9.995 else f"{ratio:.3g}x"
+
+
+def interval_text(interval: tuple[float, float] | None) -> str:
+    """Returns an interval of ratios as text, as `1.95x to 2.10x`; empty for None."""
+    return "" if interval is None else " to ".join(map(ratio_text, interval))
+
+
+# --- errors ---
 
 
 class TuningFailedError(RuntimeError):

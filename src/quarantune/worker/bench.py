@@ -23,9 +23,8 @@ from quarantune.sandbox.messages import BenchOptions, Measurement
 from quarantune.transport import arrays, assignment, binding, differentiation, executable, manual_axes, programs
 from quarantune.transport.call import Call
 from quarantune.transport.problem import Arguments
-from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray
-from quarantune.values.config_values import restore
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config, restore
+from quarantune.values.trial import CompilerFigures, CompileTarget, OutputArray
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed

@@ -17,7 +17,7 @@ from typing import Any
 from quarantune.host import shared_files
 from quarantune.host.process import environment_variables
 from quarantune.sandbox import contain
-from quarantune.values.compiling import NO_FIGURES, CompilerFigures, CompileTarget
+from quarantune.values.trial import NO_FIGURES, CompilerFigures, CompileTarget
 
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')

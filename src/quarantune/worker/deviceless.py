@@ -13,8 +13,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from quarantune import jax_internals
-from quarantune.devices.device import Backend, describe_jax_devices
-from quarantune.values.compiling import CompileTarget
+from quarantune.devices.discovery import Backend, describe_jax_devices
+from quarantune.values.trial import CompileTarget
 from quarantune.worker.failures import NeedsDeviceError, UncheckableError
 
 LIBTPU_LOGS = {

@@ -32,8 +32,8 @@ from quarantune.host import shared_files
 from quarantune.jax_internals import kernels
 from quarantune.sandbox import contain
 from quarantune.values.codec import DamageError, Record, within
-from quarantune.values.compiling import CompilerFigures, CompileTarget, CycleEstimate
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config
+from quarantune.values.trial import CompilerFigures, CompileTarget, CycleEstimate
 
 if TYPE_CHECKING:
     from quarantune.worker.bench import Bench

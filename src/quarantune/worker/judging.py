@@ -29,8 +29,8 @@ from quarantune.transport import arrays, binding, differentiation, executable, p
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.call import Call
 from quarantune.transport.problem import Arguments
-from quarantune.values.compiling import OutputArray
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config
+from quarantune.values.trial import OutputArray
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.failures import WrongResultError
 

@@ -28,8 +28,7 @@ from quarantune.transport.call import Call
 from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import Frame
-from quarantune.values.compiling import CompileTarget
-from quarantune.values.trial import Phase
+from quarantune.values.trial import CompileTarget, Phase
 from quarantune.worker import deviceless, program_values
 from quarantune.worker.bench import Bench, Program
 from quarantune.worker.compiler_figures import read_figures

@@ -1,32 +1,31 @@
-"""Checks of configs and their values, and of the function whose tunables they set."""
+"""Configs and their values: how they are checked, written as JSON, restored, and shown to people.
+
+A value is what JSON holds, or an enum's member, a dtype, a dataclass, a list or a dict of such values. Lists become
+tuples and dicts `FrozenDict`, so that jit can hash them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import itertools
+import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
-import numpy as np
+from quarantune.values.texts import did_you_mean, printable, shown
 
-from quarantune.values.config_values import (
-    COMPILER_OPTIONS,
-    NO_OPTIONS,
-    FrozenDict,
-    dtype_name,
-    field_names,
-    is_tagged,
-    text_of,
-)
-from quarantune.values.texts import did_you_mean, shown
-from quarantune.values.trial import Config, ConfigValue
-
+ConfigValue: TypeAlias = Any
+"""A number, a string, a boolean or None; an enum's member or a dtype; or a tuple, `FrozenDict` or dataclass of them."""
+Config: TypeAlias = dict[str, ConfigValue]
 Configs: TypeAlias = "Mapping[str, Any] | Iterable[Mapping[str, Any]]"
 MadeConfigs: TypeAlias = "Configs | Callable[..., Configs]"
 
-
+COMPILER_OPTIONS = "compiler_options"
+"""The key of a config that holds options for XLA, where the function has no parameter of that name."""
 MOST_CONFIGS = 1_000_000
 """More are considered a mistake: an endless generator, or a grid of far too many values."""
 _MOST_NESTED = 32
@@ -34,6 +33,144 @@ _MOST_BITS = 1000
 """Integers of more bits do not fit a float; with over 4,300 digits they are no JSON for Python."""
 BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 """The kinds of parameters that may be tunable."""
+_PLAIN = frozenset({int, str, float, bool, type(None)})
+"""Most values by far are of these types, and need no look at their fields."""
+_NO_DEFAULT = object()
+
+
+# --- how values are held, encoded and restored ---
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that cannot change, and therefore has a hash, which `jax.jit` needs of every static argument."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        """Pickles like an ordinary dict."""
+        return FrozenDict, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a config's dict cannot be changed: change a copy, dict(...)")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+
+NO_OPTIONS = FrozenDict()
+"""The compiler options of a config without any, where others have some."""
+
+
+def as_given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config without the options for XLA that it has only because others have some."""
+    return {name: value for name, value in config.items() if value is not NO_OPTIONS}
+
+
+def freeze(value: Any) -> Any:
+    """Returns a config value with lists turned into tuples and dicts into `FrozenDict`, so that jit can hash it."""
+    if isinstance(value, (list, tuple)) and not is_tagged(value):
+        return tuple(map(freeze, value))
+    return FrozenDict({key: freeze(item) for key, item in value.items()}) if isinstance(value, Mapping) else value
+
+
+def is_tagged(value: Any) -> bool:
+    """Returns whether JSON needs a tag for a value: an enum's member, a dtype, a dataclass or a named tuple."""
+    return isinstance(value, enum.Enum) or field_names(value) is not None or dtype_name(value) is not None
+
+
+def dtype_name(value: Any) -> str | None:
+    """Returns the name of a dtype of numbers, also given as a type such as `jnp.bfloat16`; None for anything else."""
+    if (np := sys.modules.get("numpy")) is None:
+        return None  # there is no dtype without it, and reading a cache does not import it
+    dtype = value
+    if isinstance(value, type):
+        dtype = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not dtype.isnative:
+        return None
+    return dtype.name if dtype.kind in "biufc" or dtype.type.__module__ == "ml_dtypes" else None
+
+
+def _of_numpy(name: str) -> Any:
+    """Returns a class of NumPy's; where nobody has imported it, an empty tuple, of which nothing is an instance."""
+    return getattr(sys.modules.get("numpy"), name, ())
+
+
+def field_names(value: Any) -> list[str] | None:
+    """Returns the names of a dataclass's or a named tuple's fields; None for anything else."""
+    if type(value) in _PLAIN:
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [field.name for field in dataclasses.fields(value)]
+    return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
+
+
+def tagged(value: Any) -> dict[str, Any]:
+    """Returns a dict in place of an enum's member, a dtype, a dataclass or a named tuple, with unchanged fields.
+
+    The type is given by its qualified name without the module: one file may be `__main__` here and a module there.
+    """
+    name = type(value).__qualname__
+    if isinstance(value, enum.Enum):
+        return {"$enum": f"{name}.{value.name if value.name is not None else value.value}"}
+    if (dtype := dtype_name(value)) is not None:
+        return {"$dtype": dtype}
+    return {"$type": name} | {field: getattr(value, field) for field in field_names(value) or ()}
+
+
+def encode(value: Any) -> Any:
+    """Returns a config, or one value of it, as JSON can hold it."""
+    if type(value) in _PLAIN:
+        return value
+    if is_tagged(value):
+        value = tagged(value)
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    return [encode(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def text_of(value: Any) -> str:
+    """Returns a text that is the same for equal configs, or values; 1 and True are not equal."""
+    return json.dumps(encode(value), sort_keys=True, separators=(",", ":"))
+
+
+def originals(configs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the values that JSON alone does not preserve, by their texts, for `restore`."""
+    values = (value for config in configs for value in config.values())
+    return {text_of(value): value for value in values if _has_tagged(value)}
+
+
+def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config with the values that it had before it went through JSON.
+
+    Nothing is imported or built by name: a file can only select one of the values that exist here already.
+
+    Args:
+        config: the config as `encode` returned it.
+        originals: the values to restore, by their texts.
+    """
+    if not originals:
+        return {name: freeze(value) for name, value in config.items()}
+    return {
+        name: originals[text] if (text := text_of(value)) in originals else freeze(value)
+        for name, value in config.items()
+    }
+
+
+def has_tag(value: Any) -> bool:
+    """Returns whether `tagged` made a part of an encoded value, so that JSON alone cannot restore it."""
+    if isinstance(value, Mapping):
+        return any(str(key).startswith("$") for key in value) or any(map(has_tag, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(has_tag, value))
+
+
+def _has_tagged(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tagged, value.values()))
+    return is_tagged(value) or (isinstance(value, (list, tuple)) and any(map(_has_tagged, value)))
+
+
+# --- what users give ---
 
 
 def distinct(configs: Iterable[Config]) -> list[Config]:
@@ -44,7 +181,9 @@ def distinct(configs: Iterable[Config]) -> list[Config]:
     return list(unique.values())
 
 
-def called(configs_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, fn_name: str) -> Any:
+def configs_made_by(
+    configs_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, fn_name: str
+) -> Any:
     """Returns what a user's function makes for one call, not empty and otherwise unchecked.
 
     Args:
@@ -71,7 +210,7 @@ def called(configs_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return made
 
 
-def column(name: Any, values: Any, *, fn_name: str) -> list[ConfigValue]:
+def checked_values(name: Any, values: Any, *, fn_name: str) -> list[ConfigValue]:
     """Returns the checked values of one tunable of a grid.
 
     Args:
@@ -85,7 +224,7 @@ def column(name: Any, values: Any, *, fn_name: str) -> list[ConfigValue]:
     """
     key, where = _key(name, f"{fn_name}: configs"), f"{fn_name}: configs[{name!r}]"
     # A set has no order of its own, and a string is one value, not a list of letters.
-    if not isinstance(values, (list, tuple, range, np.ndarray)):
+    if not isinstance(values, (list, tuple, range, _of_numpy("ndarray"))):
         raise TypeError(
             f"{where} is {shown(values)}; in a dict of lists each value is the list of what to try, as in "
             f"{{{key!r}: [{shown(values)}]}}."
@@ -102,7 +241,7 @@ def nothing_to_choose(fn_name: str, problem: str) -> ValueError:
     )
 
 
-def checked(
+def checked_config(
     raw: Any,
     *,
     fn_name: str,
@@ -202,7 +341,7 @@ def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
         if odd := [key for key in value if not isinstance(key, str) or key.startswith("$")]:
             raise TypeError(f"{where} has the key {shown(odd[0])}; keys are strings that do not begin with '$'.")
         return FrozenDict({key: _value(item, f"{where}[{key!r}]", inside) for key, item in value.items()})
-    plain: Any = value.item() if isinstance(value, np.generic) else value
+    plain: Any = value.item() if isinstance(value, _of_numpy("generic")) else value
     # Exact types: an instance of a subclass would come back from the cache as something else.
     if type(plain) not in (int, float, str, bool, type(None)):
         raise TypeError(
@@ -298,3 +437,34 @@ def check_parameters(
             f"{fn_name}: config keys {required} have no default, so {fn_name} cannot be called without them; "
             f"give them one, as in `def {fn_name}(..., {defaults})`."
         )
+
+
+# --- for people ---
+
+
+def format_config(config: Config) -> str:
+    """Returns a config on one line, as `BM=32 BN=64`."""
+    return " ".join(f"{printable(name)}={format_value(value)}" for name, value in config.items())
+
+
+def format_value(value: object) -> str:
+    """Returns a config value as short text that any terminal can show."""
+    if isinstance(value, enum.Enum):
+        return printable(str(value.name or value.value))
+    if isinstance(value, str):
+        return printable(value)
+    if (names := field_names(value)) is not None:
+        # Without the defaults of the class: only the others distinguish configs.
+        shown = [name for name in names if getattr(value, name) != getattr(type(value), name, _NO_DEFAULT)]
+        return f"({', '.join(f'{name}={format_value(getattr(value, name))}' for name in shown)})"
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_inner, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{json.dumps(key)}:{_inner(item)}' for key, item in value.items())}}}"
+    return f"{value:g}" if isinstance(value, float) else dtype_name(value) or str(value)
+
+
+def _inner(value: object) -> str:
+    """Returns a value inside another, as JSON writes it where it can."""
+    is_plain = value is None or type(value) in (bool, int, float, str)
+    return json.dumps(value) if is_plain else format_value(value)
