@@ -54,6 +54,53 @@ def deadline_s(quiet_s: float) -> float:
     return round(quiet_s * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1))), 1)
 
 
+def child_environ(*path: Path | str, **changes: str | None) -> dict[str, str]:
+    """Returns the environment for a program of a test.
+
+    Args:
+        *path: directories in which it finds modules, besides those of quarantune.
+        **changes: variables; None for those that it shall lack.
+    """
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SOURCE, *path))), **changes}
+    return {name: value for name, value in environ.items() if value is not None}
+
+
+def run_python(
+    *arguments: object,
+    path: Iterable[Path | str] = (),
+    before: Iterable[str] = (),
+    cwd: Path | None = None,
+    timeout_s: float = 280,
+    **changes: str | None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python in a process of its own, and waits for its end, whichever that is.
+
+    Args:
+        *arguments: the command line behind `python`: options, a file or a program, and its arguments.
+        path: directories in which it finds modules, besides those of quarantune.
+        before: a command that runs the command that follows it, as `unshare` does.
+        cwd: the directory in which it runs.
+        timeout_s: the longest that it may take; a test has 300 s.
+        **changes: variables of its environment; None for those that it shall lack.
+    """
+    return subprocess.run(
+        [*before, sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env=child_environ(*path, **changes),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def python(*arguments: object, **options: Any) -> str:
+    """Runs Python as `run_python` does, asserts that it succeeds, and returns its output."""
+    done = run_python(*arguments, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def run_on_devices(directory: Path, body: str, *, program: str, devices: int | None) -> None:
     """Runs a program in a process of its own and asserts that it succeeds, with warnings as errors.
 
@@ -66,8 +113,4 @@ def run_on_devices(directory: Path, body: str, *, program: str, devices: int | N
     script = directory / "program.py"
     script.write_text(program + textwrap.dedent(body))
     flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    environ = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", "JAX_PLATFORMS": "cpu", **flags}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
+    python("-W", "error", script, path=[TESTS], JAX_PLATFORMS="cpu", **flags)

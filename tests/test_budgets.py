@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import MARK, eventually, nothing_is_left, quiet_place  # noqa: F401
+from helpers import child_environ
 
 import quarantune
 from quarantune.values.configs import Config
@@ -25,7 +25,6 @@ from quarantune.values.trial import Outcome, Trial
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_slots")]
 
-SOURCE = Path(quarantune.__file__).parents[1]
 LARGE = {"a": list(range(100)), "b": list(range(100))}
 SMALL = [{"a": a} for a in range(12)]
 
@@ -132,12 +131,11 @@ if __name__ == "__main__":
 @pytest.mark.usefixtures("quiet_place")
 def test_a_killed_search_goes_on_and_measures_nothing_twice(tmp_path: Path, cache_dir: Path) -> None:
     log, program = tmp_path / "log", tmp_path / "program.py"
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
 
     def start(most: int) -> subprocess.Popen[bytes]:
         text = PROGRAM.format(tests=str(Path(__file__).parent), log=str(log), most=most)
         program.write_text(text, encoding="utf-8")
-        return subprocess.Popen([sys.executable, str(program)], env=environ)
+        return subprocess.Popen([sys.executable, str(program)], env=child_environ())
 
     process = start(5000)
     assert eventually(lambda: len(journalled(cache_dir)) >= 6, timeout_s=200)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import python
 
 from quarantune.cache import CacheWriteError, Claim, wait
 from quarantune.cache.file_lease import Owner
@@ -253,9 +254,7 @@ def contend(directory):
 pids = [os.fork() or contend(Path(sys.argv[1])) for _ in range(4)]
 print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280, check=False)
-    assert done.stdout == "[0, 0, 0, 0]\n"
+    assert python("-c", script, tmp_path) == "[0, 0, 0, 0]\n"
 
 
 def test_wait_returns_an_answer_that_is_there_without_claiming(make: Callable[..., Claim]) -> None:
@@ -355,9 +354,7 @@ def search(directory):
 pids = [os.fork() or search(Path(sys.argv[1])) for _ in range(16)]
 print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280, check=True)
-    *answers, endings = done.stdout.splitlines()
+    *answers, endings = python("-c", script, tmp_path).splitlines()
     from quarantune.cache import Journal
 
     assert endings == str([-signal.SIGKILL] + [0] * 15)
@@ -369,9 +366,7 @@ print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
 def test_a_process_is_dead_only_when_that_is_certain() -> None:
     me = Owner.this_process()
     assert not me.is_dead()
-    script = "from quarantune.cache.file_lease import Owner; print(Owner.this_process().pid)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    gone = int(run.stdout)
+    gone = int(python("-c", "import os; print(os.getpid())"))
     assert Owner(host=me.host, pid=gone, started=1).is_dead()
     assert Owner(host=me.host, pid=me.pid, started=me.started + 1).is_dead()
     assert not Owner(host="0123456789ab", pid=gone, started=1).is_dead()

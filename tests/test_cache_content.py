@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -16,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import python
 
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store, content
@@ -405,8 +404,7 @@ print(sorted(Store(place).read("f")["cpu"]), len(Journal(place, "f", "cpu", "one
 def test_a_second_user_of_a_shared_directory_saves_results() -> None:
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
-        run = subprocess.run([sys.executable, "-c", TWO_USERS, place], capture_output=True, text=True, timeout=280)
-    assert (run.returncode, run.stdout.strip()) == (0, "['one', 'three', 'two'] 3"), run.stderr
+        assert python("-c", TWO_USERS, place).strip() == "['one', 'three', 'two'] 3"
 
 
 def test_files_of_a_private_directory_stay_private(store: Store) -> None:

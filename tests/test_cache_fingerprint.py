@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import subprocess
 import sys
 import textwrap
 import types
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import python
 
 from quarantune.cache import Fingerprint, fingerprint
 from quarantune.cache.described import code_text
@@ -432,11 +432,7 @@ print(found.digest, len(found.parts))
     for seed in range(3):
         directory = tmp_path / str(seed)
         directory.mkdir()
-        paths = [str(tmp_path), *(str(Path(path).resolve()) for path in sys.path if path)]
-        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-c", script]
-        run = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=True)
-        digests.add(run.stdout)
+        digests.add(python("-c", script, path=[tmp_path], cwd=directory, PYTHONHASHSEED=str(seed)))
     assert len(digests) == 1
 
 

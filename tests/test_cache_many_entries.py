@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import ends
+from helpers import ends, run_python
 
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, tuning_cache
@@ -169,8 +167,7 @@ Store(Path(sys.argv[1])).put("f", "cpu", "new", {"config": {}})
 def test_a_writer_that_dies_while_it_divides_a_file_loses_nothing(store: Store, replaced: int) -> None:
     old = {f"k{number}": ENTRY | {"number": number} for number in range(200)}
     of_an_earlier_version(store, old)
-    command = [sys.executable, "-c", DIVIDING, str(store.directory), str(replaced)]
-    assert subprocess.run(command, check=False).returncode == 9
+    assert run_python("-c", DIVIDING, store.directory, replaced).returncode == 9
     assert store.read("f") == {"cpu": old}
     store.put("f", "cpu", "new", OTHER)
     assert store.read("f") == {"cpu": old | {"new": OTHER}}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import python
 
 from quarantune.cache import Fingerprint, fingerprint
 
@@ -339,11 +338,7 @@ print([fingerprint(getattr(main_module, name)).digest for name in sorted(names)]
 """
     digests = set()
     for seed in range(2):
-        paths = [str(tmp_path), *(str(Path(path).resolve()) for path in sys.path if path)]
-        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-c", script]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        digests.add(run.stdout)
+        digests.add(python("-c", script, path=[tmp_path], PYTHONHASHSEED=str(seed)))
     assert len(digests) == 1
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import python
 
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
 from quarantune.cache.file_lease import Owner
@@ -384,9 +385,9 @@ try:
 except CacheWriteError as error:
     print(error, list(store.read("f")["cpu"]), len(list(store.directory.glob(".*.tmp"))))
 """
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "File too large" in run.stdout
-    assert run.stdout.endswith("['k'] 0\n")
+    said = python("-c", script, tmp_path)
+    assert "File too large" in said
+    assert said.endswith("['k'] 0\n")
 
 
 def test_a_file_in_place_of_the_directory_is_a_miss_and_a_typed_error(tmp_path: Path) -> None:

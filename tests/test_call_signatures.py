@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ends
+from helpers import ends, python
 
 import quarantune
 
@@ -288,4 +286,4 @@ def test_x64_of_the_whole_process_holds_in_workers_too(tmp_path: Path) -> None:
             """
         )
     )
-    subprocess.run([sys.executable, "-W", "error", str(script)], check=True, timeout=280)
+    python("-W", "error", script)

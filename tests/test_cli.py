@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import SOURCE
+from helpers import child_environ, python
 from test_speed import best_of
 
 from quarantune import cli
@@ -481,7 +481,7 @@ def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # it has left before the first line
     command = [sys.executable, "-m", "quarantune", *words.split()]
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": ""}
+    environ = child_environ(PYTHONUNBUFFERED="")
     with os.fdopen(writer, "wb") as out:
         done = subprocess.run(command, env=environ, stdout=out, stderr=subprocess.PIPE, timeout=280)
     assert (done.returncode, done.stderr) == (141, b"")
@@ -628,9 +628,7 @@ def test_calls_are_tuned_ahead_of_time_and_a_program_finds_them(run: Run, kernel
         f"{kernels}.scale(x f32[8,128], y f32[128])",
         f"{kernels}.scale(x f32[4], y f32[4], causal true)",
     ]
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
-    program = subprocess.run([sys.executable, file], env=environ, capture_output=True, text=True, timeout=280)
-    assert program.stdout.startswith("{'block': "), program.stderr
+    assert python(file, JAX_PLATFORMS="cpu").startswith("{'block': ")
 
     code, out, _ = run("tune", f"{kernels}:scale", "--args", "f32[8,128] f32[128]", "--json")
     [known] = json.loads(out)
@@ -723,16 +721,13 @@ def test_targets_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_fresh_machine_needs_nothing_but_the_package(tmp_path: Path) -> None:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("QUARANTUNE", "XDG"))}
-    environ |= {"HOME": str(tmp_path / "home"), "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
+    environ: dict[str, str | None] = {name: None for name in os.environ if name.startswith(("QUARANTUNE", "XDG"))}
+    environ |= {"HOME": str(tmp_path / "home"), "JAX_PLATFORMS": "cpu"}
     (tmp_path / "home").mkdir()
     (tmp_path / "fresh_kernels.py").write_text(KERNELS)
 
     def quarantune(*words: str) -> str:
-        command = [sys.executable, "-m", "quarantune", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return python("-m", "quarantune", *words, cwd=tmp_path, **environ)
 
     assert quarantune("cache", "path") == f"{tmp_path / 'home' / '.cache' / 'quarantune'}\n"
     assert "block=" in quarantune("tune", "fresh_kernels:scale", "--args", "f32[8,128] f32[128]")
@@ -752,10 +747,7 @@ def test_commands_that_need_no_jax_do_not_import_it(tmp_path: Path) -> None:
     commands = ["cache list", "cache show", "cache verify", "cache prune", f"cache export {tmp_path / 'out'}"]
     commands += [f"cache diff {tmp_path / 'out'}", f"cache merge {tmp_path / 'out'}", "completion bash", "--help"]
     commands += ["tune kernels:scale --args f32[8"]
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    command = [sys.executable, "-c", script, *commands]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=True)
-    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 0, 0, 0, 0, 0, 2] False"
+    assert python("-c", script, *commands).splitlines()[-1] == "[0, 0, 0, 0, 0, 0, 0, 0, 0, 2] False"
 
 
 @pytest.mark.slow
@@ -764,11 +756,10 @@ def test_the_program_starts_in_time_and_lists_10_000_results(cache_dir: Path, tm
     for number in range(100):
         entries = {f'{{"call":{{}},"code":"{key}"}}': entry(key, key) for key in range(100)}
         (cache_dir / f"kernels.f{number:02}.json").write_bytes(encode({"NVIDIA H200": entries}))
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
 
     def cpu_s(*words: str) -> float:
         with (tmp_path / "out").open("w+") as out:
-            process = subprocess.Popen([sys.executable, "-m", "quarantune", *words], env=environ, stdout=out)
+            process = subprocess.Popen([sys.executable, "-m", "quarantune", *words], env=child_environ(), stdout=out)
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 0

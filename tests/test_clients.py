@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import python
 
 pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("two_slots")]
 
@@ -35,11 +33,7 @@ def run(directory: Path, script: str, devices: int = 1) -> None:
     file.write_text(START + script)
     # Other people's code may warn of other people's code; ours may not warn at all.
     strict = ["-W", "error:::quarantune", "-W", "error:::__main__"]
-    environ = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    done = subprocess.run(
-        [sys.executable, *strict, str(file)], capture_output=True, text=True, timeout=280, check=False, env=environ
-    )
-    assert done.returncode == 0, done.stderr
+    python(*strict, file, XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
 
 
 def test_flax_models_in_linen_and_nnx_call_a_tuned_kernel(tmp_path: Path) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import SOURCE
+from helpers import python
 
 import quarantune
 from quarantune.cache import CacheWarning, TuningCache
@@ -327,6 +324,4 @@ if __name__ == "__main__":
 def test_a_sweep_on_a_gpu_knows_what_a_check_without_one_found(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python(script, JAX_PLATFORMS="cpu")

@@ -11,8 +11,6 @@ import importlib
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import eventually, nothing_is_left, quiet_place, shared_memory  # noqa: F401
+from helpers import python
 from jax.experimental import pallas as pl
 from jax.extend import backend
 from misdeeds import kernel as zoo
@@ -315,9 +314,8 @@ def test_an_error_after_asking_for_the_device_says_nothing_about_the_config() ->
         print(*(end_of(asker, is_check) for asker in askers for is_check in (False, True)))
         print(jax.local_devices()[0].platform)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=280)
     ends = ["ValueError", "UncheckableError", *["ValueError"] * 4]
-    assert done.stdout.split() == [*ends, "cpu"], done.stderr
+    assert python("-c", textwrap.dedent(code)).split() == [*ends, "cpu"]
 
 
 @functools.partial(jax.jit, static_argnames=["version"])

@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import ends
+from helpers import ends, python
 
 import quarantune
 from quarantune.sweep import sweep
@@ -28,7 +26,6 @@ from quarantune.transport import assignment
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
-SOURCE = Path(quarantune.__file__).parents[1]
 X = np.zeros(4, np.float32)
 
 
@@ -354,17 +351,8 @@ PROGRAM = """
 def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_path: Path, cache_dir: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
-
-    def run() -> str:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=280
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    assert run() == "2.0 2"
-    assert run() == "2.0 0"
+    assert python("-W", "error", script).strip() == "2.0 2"
+    assert python("-W", "error", script).strip() == "2.0 0"
     assert (cache_dir / "program.whole.json").exists()
 
 

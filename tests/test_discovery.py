@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from helpers import python
 
-import quarantune
 from quarantune.devices import discovery
 from quarantune.sandbox import template
 from quarantune.values.trial import SandboxError
@@ -62,14 +59,5 @@ def test_plugins_are_loaded_once_for_all_forks_without_touching_a_device(tmp_pat
     plugin.mkdir(parents=True)
     notes = "os.getpid(), os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK']"
     (plugin / "__init__.py").write_text(f"import os\n\ndef initialize():\n    print({notes}, flush=True)\n")
-    environ = {
-        **os.environ,
-        "PYTHONPATH": f"{Path(quarantune.__file__).parents[1]}{os.pathsep}{tmp_path}",
-        "JAX_PLATFORMS": "cpu",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS_PLUGINS], capture_output=True, text=True, timeout=280, check=False, env=environ
-    )
-    assert done.returncode == 0, done.stderr
-    loaded, owner = done.stdout.splitlines()
+    loaded, owner = python("-c", LOADS_PLUGINS, path=[tmp_path], JAX_PLATFORMS="cpu").splitlines()
     assert f"in {loaded}" == f"{owner} 1"

@@ -8,13 +8,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import SOURCE
+from helpers import SOURCE, python, run_python
 
 import quarantune
 from quarantune import doctor
@@ -54,16 +53,14 @@ def diagnose(
     """Runs the doctor in a process of its own, and returns its exit status and its findings by name."""
     program = directory / "program.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, str(program), parts, str(descriptors)]
+    before: list[str] = []
     if mounts:
         if not can_mount():
             pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
-        command = ["unshare", "-rm", "sh", "-c", f'{mounts} && exec "$@"', "sh", *command]
-    inherited = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
-    path = os.pathsep.join([environ.pop("PYTHONPATH", ""), str(SOURCE)]).lstrip(os.pathsep)
-    done = subprocess.run(
-        command, env={**inherited, "PYTHONPATH": path, **environ}, capture_output=True, text=True, timeout=280
-    )
+        before = ["unshare", "-rm", "sh", "-c", f'{mounts} && exec "$@"', "sh"]
+    changes = {**dict.fromkeys(name for name in os.environ if name.endswith("_NUM_THREADS")), **environ}
+    changes["PYTHONPATH"] = os.pathsep.join([environ.get("PYTHONPATH", ""), str(SOURCE)]).lstrip(os.pathsep)
+    done = run_python(program, parts, descriptors, before=before, **changes)
     assert done.stdout, done.stderr
     return done.returncode, {found["name"]: found for found in json.loads(done.stdout)}
 
@@ -233,10 +230,8 @@ def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point
     if not can_mount():
         pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
     odd.mkdir()
-    command = ["unshare", "-rm", sys.executable, "-c", program, odd]
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
-    assert done.stdout == "('ramfs', 'ramfs') ('tmpfs', 'tmpfs') True\n", done.stderr
+    said = python("-c", program, odd, before=["unshare", "-rm"])
+    assert said == "('ramfs', 'ramfs') ('tmpfs', 'tmpfs') True\n"
 
 
 def test_a_program_without_a_limit_on_processes_may_start_any_number(

@@ -20,7 +20,7 @@ import engine_kernels
 import jax.numpy as jnp
 import pytest
 from aftermath import eventually
-from helpers import SOURCE
+from helpers import SOURCE, child_environ
 
 import quarantune
 from quarantune.engine import shards
@@ -70,7 +70,7 @@ class Cluster:
         """Starts a Python program that ends with the cluster."""
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", program, *arguments],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(TESTS)]), **environ},
+            env=child_environ(TESTS, **environ),
             stdin=stdin,
             stdout=stdout,
             stderr=(self.place / "log").open("ab"),

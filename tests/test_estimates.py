@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from aftermath import eventually, shared_memory
+from helpers import TESTS, child_environ, python
 from jax.experimental import pallas as pl
 
 import quarantune
@@ -423,15 +424,8 @@ class TestRealCompiler:
             for hold in (fcntl.flock, fcntl.lockf):
                 with contextlib.suppress(BlockingIOError):  # there is another one with libtpu in it
                     hold(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            usual = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
-            done = subprocess.run(
-                [sys.executable, "-c", program],
-                env={**usual, "PYTHONPATH": str(Path(__file__).parent), "JAX_PLATFORMS": "cpu", **environ},
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-        answer = done.stdout.strip()
+            changes = {"ALLOW_MULTIPLE_LIBTPU_LOAD": None, "JAX_PLATFORMS": "cpu", **environ}
+            answer = python("-c", program, path=[TESTS], **changes).strip()
         assert told in answer
         assert told or float(answer) > 0
 
@@ -448,8 +442,7 @@ class TestRealCompiler:
             )
         )
         before = set(shared_memory())
-        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-        caller = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, env=environ)
+        caller = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, env=child_environ(TESTS))
         assert eventually(lambda: set(shared_memory()) - before or caller.poll() is not None, timeout_s=200)
         assert caller.poll() is None
         caller.kill()

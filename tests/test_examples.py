@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,12 +13,10 @@ from typing import Any
 
 import pytest
 from aftermath import MARK, carriers, eventually, shared_memory
-from helpers import deadline_s, selected
+from helpers import deadline_s, python, selected
 
-import quarantune
 from quarantune.devices import targets
 
-SOURCE = Path(quarantune.__file__).parents[1]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -42,18 +38,11 @@ def run(example: str, place: Path, *, timeout_s: float = 280, **environ: str) ->
     before = set(shared_memory())
     about = {"TMPDIR": str(tmpdir), "QUARANTUNE_CACHE_DIR": str(place / "cache"), "QUARANTUNE_PROGRESS": "0"}
     about["COLUMNS"] = "120"  # pytest-xdist sets 80
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / example)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), MARK: mark, **about, **environ},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    output = python("-W", "error", EXAMPLES / example, timeout_s=timeout_s, **{MARK: mark, **about, **environ})
     assert eventually(lambda: not carriers(MARK, mark))
     assert os.listdir(tmpdir) == []
     assert eventually(lambda: set(shared_memory()) <= before)
-    return done.stdout
+    return output
 
 
 @pytest.fixture(scope="module")

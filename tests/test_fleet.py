@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import collections
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import SOURCE
+from helpers import python
 
 from quarantune.engine import shards
 
@@ -29,15 +26,7 @@ print(json.dumps(dataclasses.asdict(fleet.measure(workers=40, configs=18_000, tr
 def test_a_sweep_on_many_machines_costs_the_submitter_little_and_lets_none_wait(tmp_path: Path) -> None:
     if not SCRIPT.exists():
         pytest.skip("a source distribution may leave the benchmarks out")
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(SCRIPT.parent)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report = json.loads(python("-c", MEASURE, SCRIPT.parent, JAX_PLATFORMS="cpu"))
     assert report["configs"] == 18_000, "each has exactly one trial"
     assert report["is_best"], "the final on one machine finds the fastest of all"
     assert report["cpu_ms"] < 2

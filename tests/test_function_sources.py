@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from helpers import run_python
 
 DEFINE = """
 import functools, os, sys, threading, warnings
@@ -46,9 +45,7 @@ def run(directory: Path, script: str, **modules: str) -> str:
         (directory / f"{name}.py").write_text(textwrap.dedent(text))
     file = directory / "script.py"
     file.write_text(script)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(file)], capture_output=True, text=True, timeout=280, check=False
-    )
+    done = run_python("-W", "error", file)
     assert done.returncode == 0, done.stderr
     # A busy machine may be mentioned, but nothing else.
     assert [line for line in done.stderr.splitlines() if "the samples scatter" not in line] == []

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import python
 
 import quarantune
 from quarantune.cache.file_lease import Owner, this_host
@@ -35,17 +36,7 @@ def agree():
 
 def run(script: str, *args: str, cwd: Path, environ: dict[str, str | None] | None = None) -> None:
     """Runs a script with `python -c`, which puts the working directory on the import path."""
-    env = {name: value for name, value in {**os.environ, **(environ or {})}.items() if value is not None}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *args],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", script, *args, cwd=cwd, **(environ or {}))
 
 
 @pytest.mark.slow
@@ -181,20 +172,9 @@ def test_a_program_whose_standard_streams_are_closed_tunes(is_cached: bool, tmp_
     end = "else:\n    left = [fd for fd in range(3) if os.path.exists(f'/proc/self/fd/{fd}')]"
     end += "\n    open(sys.argv[1], 'w').write(f'agreed {left}')"
     (tmp_path / "program.py").write_text(f"{KERNEL}\n{report}\n{end}\n")
-    subprocess.run(
-        [
-            "sh",
-            "-c",
-            'exec "$@" <&- >&- 2>&-',
-            "sh",
-            sys.executable,
-            str(tmp_path / "program.py"),
-            str(tmp_path / "said"),
-        ],
-        env={**os.environ, "QUARANTUNE_DISABLE_CACHE": str(int(not is_cached))},
-        timeout=280,
-        check=True,
-    )
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"]
+    disabled = str(int(not is_cached))
+    python(tmp_path / "program.py", tmp_path / "said", before=closed, QUARANTUNE_DISABLE_CACHE=disabled)
     assert (tmp_path / "said").read_text() == "agreed []"
 
 
@@ -235,10 +215,7 @@ def test_a_program_without_proc_tunes(tmp_path: Path) -> None:
     hide = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*hide, "true"], capture_output=True).returncode:
         pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
-    done = subprocess.run(
-        [*hide, sys.executable, "-c", f"{KERNEL}\nagree()"], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", f"{KERNEL}\nagree()", before=hide)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from helpers import python
 
 from quarantune.host import machine
 from quarantune.host.process import environment_variables
@@ -105,8 +106,7 @@ def test_a_process_pinned_to_one_core_has_one() -> None:
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from quarantune.host import machine as host; print(host.available_cpus())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
-    assert done.stdout == "1\n", done.stderr
+    assert python("-c", code) == "1\n"
 
 
 @pytest.mark.usefixtures("eight_cores")

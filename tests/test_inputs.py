@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import python
 
 import quarantune
 from quarantune.transport import arrays
@@ -154,10 +152,8 @@ def test_every_process_generates_the_same_data(tmp_path: Path) -> None:
     script += "print(json.dumps(arrays.make((4, 5), 'float32', seed=3, index=2).tolist()))"
     path = tmp_path / "make.py"
     path.write_text(script)
-    source = str(Path(arrays.__file__).parents[1])
-    env = os.environ | {"PYTHONPATH": source, "PYTHONHASHSEED": "77", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=280, check=True)
-    assert json.loads(done.stdout) == arrays.make((4, 5), "float32", seed=3, index=2).tolist()
+    made = python(path, PYTHONHASHSEED="77", JAX_PLATFORMS="cpu")
+    assert json.loads(made) == arrays.make((4, 5), "float32", seed=3, index=2).tolist()
 
 
 def test_generating_arrays_compiles_nothing(compiles: list[str]) -> None:

@@ -20,11 +20,11 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import MARK, carriers, eventually, nothing_is_left, quiet_place, running_templates  # noqa: F401
+from helpers import child_environ, python
 
 import quarantune
 
 X = np.ones(8, np.float32)
-SOURCE = Path(quarantune.__file__).parents[1]
 GOOD = ("good", "")
 
 # As long as the file `hang` is there, config 10 hangs, one of the last to begin, when others have been measured; config
@@ -84,15 +84,11 @@ class Program:
         text = PROGRAM.format(here=str(here), tests=str(Path(__file__).parent))
         (here / "program.py").write_text(text, encoding="utf-8")
 
-    @property
-    def environ(self) -> dict[str, str]:
-        return {**os.environ, MARK: self.mark, "PYTHONPATH": str(SOURCE)}
-
     def start(self, prefix: tuple[str, ...] = (), **options: object) -> subprocess.Popen[bytes]:
         command = [*prefix, sys.executable, "-W", "error", str(self.here / "program.py")]
         process = subprocess.Popen(
             command,
-            env=self.environ,
+            env=child_environ(**{MARK: self.mark}),
             stderr=subprocess.PIPE,
             **options,  # type: ignore[call-overload]
         )
@@ -134,7 +130,7 @@ def test_a_sweep_resumes_where_a_killed_one_ended(program: Program) -> None:
         process.kill()
     assert program.measured(), "it was killed before anything was measured, which shows nothing"
     (program.here / "hang").unlink()
-    subprocess.run([sys.executable, str(program.here / "program.py")], env=program.environ, check=True)
+    python(program.here / "program.py", **{MARK: program.mark})
     assert sorted(program.measured()) == list(range(20))
 
 
@@ -184,7 +180,7 @@ def _check_the_interrupt(program: Program, process: subprocess.Popen[bytes]) -> 
     assert best or os.environ["QUARANTUNE_PROGRESS"] == "0"
     assert not (program.here / "cache" / "kernel.json").exists(), "it is an answer for that process alone"
     (program.here / "hang").unlink()
-    subprocess.run([sys.executable, str(program.here / "program.py")], env=program.environ, check=True)
+    python(program.here / "program.py", **{MARK: program.mark})
     assert sorted(program.measured()) == list(range(20)), "the next run of the program goes on"
     assert json.loads((program.here / "cache" / "kernel.json").read_text())
 
@@ -217,7 +213,7 @@ result = quarantune.AutoTuner(work, {{"n": [0, 1, 2, 3]}}, rep=1, timeout=3, com
 def test_stopping_and_resuming_the_caller_costs_no_config_its_result(tmp_path: Path, whole_tree: bool) -> None:
     script, mark = tmp_path / "program.py", uuid.uuid4().hex
     script.write_text(STOPPED.format(here=str(tmp_path)), encoding="utf-8")
-    environ = {**os.environ, MARK: mark, "PYTHONPATH": str(SOURCE)}
+    environ = child_environ(**{MARK: mark})
     with subprocess.Popen([sys.executable, str(script)], env=environ, stderr=subprocess.PIPE) as process:
         assert eventually((tmp_path / "runs").exists, timeout_s=200)
         stopped = carriers(MARK, mark) if whole_tree else [process.pid]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
-import sys
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -17,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -27,7 +25,6 @@ from quarantune.resolve.call_key import keyed
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
-SOURCE = Path(quarantune.__file__).parents[1]
 X = np.arange(4, dtype=np.float32)
 
 
@@ -45,16 +42,7 @@ def script(code: str, directory: Path) -> str:
     """Runs a script in a process of its own and returns its output."""
     file = directory / "script.py"
     file.write_text(textwrap.dedent(code), encoding="utf-8")
-    ran = subprocess.run(
-        [sys.executable, str(file)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{directory}"},
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+    return python(file, path=[directory])
 
 
 # --- the key ------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 
 import quarantune
 from quarantune import Outcome, Trial, search
@@ -213,8 +212,7 @@ def test_a_first_call_costs_the_same_for_ten_a_million_and_a_billion_configs(cac
     script.write_text(textwrap.dedent(PROGRAM))
 
     def run(name: str) -> tuple[float, float]:
-        done = subprocess.run([sys.executable, script, name], capture_output=True, text=True, check=True, timeout=300)
-        cpu_s, peak_mb = done.stdout.split()
+        cpu_s, peak_mb = python(script, name).split()
         return float(cpu_s), float(peak_mb)
 
     tuning = {name: run(name) for name in ("ten", "million", "grid")}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import SOURCE
+from helpers import python
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
@@ -272,21 +270,8 @@ x = np.ones(8, np.float32)
 
 def run(place: Path, body: str, cache: Path, **environ: str) -> list[str]:
     """Runs a program that finds the packages in `place` installed, and returns the lines that it prints."""
-    done = subprocess.run(
-        [sys.executable, "-B", "-W", "error", "-c", CALL + textwrap.dedent(body)],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{SOURCE}{os.pathsep}{place}",
-            "QUARANTUNE_CACHE_DIR": str(cache),
-            "JAX_PLATFORMS": "cpu",
-            **environ,
-        },
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    changes = {"QUARANTUNE_CACHE_DIR": str(cache), "JAX_PLATFORMS": "cpu", **environ}
+    return python("-B", "-W", "error", "-c", CALL + textwrap.dedent(body), path=[place], **changes).splitlines()
 
 
 def install(place: Path, *, factor: int = 2) -> Path:

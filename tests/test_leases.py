@@ -20,13 +20,13 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import eventually
+from helpers import child_environ
 
 import quarantune
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 
-SOURCES = str(Path(quarantune.__file__).parents[1])
 HOLDER = """
 import os, signal, sys
 from quarantune.devices.device import Device
@@ -61,7 +61,7 @@ def device(tmp_path: Path) -> Device:
 def program(code: str, *argv: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-c", code, *argv],
-        env={**os.environ, "PYTHONPATH": SOURCES},
+        env=child_environ(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -186,7 +186,7 @@ signal.pause()
 def forking_holder(device: Device, mode: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-c", FORKING_HOLDER, device.token, mode],
-        env={**os.environ, "PYTHONPATH": SOURCES},
+        env=child_environ(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

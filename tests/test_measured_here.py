@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import SOURCE, deadline_s, ends
+from helpers import child_environ, deadline_s, ends, run_python
 from misdeeds import kernel
 
 import quarantune
@@ -264,8 +263,8 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
             """
         )
     )
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
-    environ |= {"QUARANTUNE_ISOLATION": "compile", "QUARANTUNE_TIMEOUT": str(deadline_s(2.0))}
+    changes = {"QUARANTUNE_ISOLATION": "compile", "QUARANTUNE_TIMEOUT": str(deadline_s(2.0)), "JAX_PLATFORMS": "cpu"}
+    environ = child_environ(**changes)
     with subprocess.Popen([sys.executable, str(program)], env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         reports = (line for line in process.stderr if "which cannot end it" in line)
@@ -276,7 +275,7 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
     # The next process leaves it out, and has another problem. The one after it keeps the suspect for last.
     ended = []
     for _ in range(3):
-        done = subprocess.run([sys.executable, str(program)], env=environ, capture_output=True, text=True, timeout=280)
+        done = run_python(program, **changes)
         ended.append(done.returncode)
         assert "n=1" not in done.stderr
     assert ended == [-signal.SIGSEGV, -signal.SIGSEGV, 0], done.stderr

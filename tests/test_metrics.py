@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 
 from quarantune.metrics import (
     KernelMetrics,
@@ -172,7 +171,4 @@ print("jax" in sys.modules)
 """
     import quarantune
 
-    told = subprocess.run(
-        [sys.executable, "-c", code, *quarantune.__path__], capture_output=True, text=True, check=True, timeout=280
-    )
-    assert told.stdout.strip() == "False"
+    assert python("-c", code, *quarantune.__path__).strip() == "False"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import SOURCE
+from helpers import run_python
 
 from quarantune.devices import discovery
 
@@ -48,10 +47,7 @@ WAYS["pkg.mod"]["runpy as a program"].append("report")
 
 def python(arguments: list[str], cache: Path) -> Any:
     """Runs Python and returns the JSON that it prints."""
-    environ = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{DATA}", "QUARANTUNE_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
-    )
+    done = run_python(*arguments, path=[DATA], QUARANTUNE_CACHE_DIR=str(cache))
     found = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert found, done.stderr
     return json.loads(found[-1])

@@ -6,7 +6,6 @@ import functools
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 from jax.extend.core import primitives
 
 import quarantune
@@ -461,25 +461,10 @@ def wrapped(a):
 """
 
 
-def _environment(*paths: Path | str) -> dict[str, str]:
-    source = str(Path(payload.__file__).parents[1])
-    joined = os.pathsep.join([source, *map(str, paths)])
-    return os.environ | {"PYTHONPATH": joined, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "error"}
-
-
-def _run(script: str, directory: Path, *args: str, name: str, modules: Path | None = None) -> str:
-    path = directory / name
-    path.write_text(textwrap.dedent(script))
-    done = subprocess.run(
-        [sys.executable, str(path), *args],
-        env=_environment(*([modules] if modules else [])),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=directory,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def _run(script: str, directory: Path, *args: object, name: str, path: tuple[Path, ...] = ()) -> None:
+    file = directory / name
+    file.write_text(textwrap.dedent(script))
+    python(file, *args, path=path, cwd=directory, JAX_PLATFORMS="cpu", PYTHONWARNINGS="error")
 
 
 @pytest.fixture(scope="module")
@@ -487,8 +472,8 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The receiver's result of each case of the sender, with the result that the sender recorded."""
     out, sender, receiver, modules = (tmp_path_factory.mktemp(name) for name in ("out", "sender", "receiver", "mods"))
     (modules / "named_module.py").write_text(NAMED_MODULE)
-    _run(SENDER, sender, str(out), name="train.py", modules=modules)
-    _run(RECEIVER, receiver, str(out), name="worker.py")
+    _run(SENDER, sender, out, name="train.py", path=(modules,))
+    _run(RECEIVER, receiver, out, name="worker.py")
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     assert report.keys() == set(CASES)
     assert (out / "packed_without_a_backend").read_text() == "True"

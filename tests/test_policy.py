@@ -9,7 +9,6 @@ import json
 import logging
 import re
 import subprocess
-import sys
 import textwrap
 import threading
 import zlib
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import deadline_s
+from helpers import deadline_s, python
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
@@ -378,11 +377,8 @@ print(json.dumps(answers))
 """
 
 
-def python(code: str, *arguments: object, timeout_s: float = 280) -> str:
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_code(code: str, *arguments: object) -> str:
+    return python("-W", "error", "-c", textwrap.dedent(code), *arguments)
 
 
 def test_changed_code_is_a_miss_and_a_changed_comment_is_not(tmp_path: Path) -> None:
@@ -400,8 +396,8 @@ def test_changed_code_is_a_miss_and_a_changed_comment_is_not(tmp_path: Path) -> 
         from changing_kernel import kernel
         kernel(np.ones(4, np.float32), False)
     """
-    python(tune, tmp_path / "same")
-    found = json.loads(python(LOOK_UP, *wanted))
+    run_code(tune, tmp_path / "same")
+    found = json.loads(run_code(LOOK_UP, *wanted))
     assert {directory: config is not None for directory, config in found.items()} == wanted
 
 

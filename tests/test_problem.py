@@ -10,8 +10,6 @@ import inspect
 import json
 import os
 import re
-import subprocess
-import sys
 import threading
 import typing
 from collections.abc import Callable
@@ -22,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 
 from quarantune.transport import problem
 from quarantune.values import describe
@@ -458,14 +457,8 @@ def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
         "signature = inspect.signature(lambda a: a)\n"
         "print(problem.describe_call(signature, (), (), ([Node()],), {}).key_values)\n"
     )
-    source = str(Path(problem.__file__).parents[1])
-
-    def described(hash_seed: str) -> str:
-        env = os.environ | {"PYTHONPATH": source, "PYTHONHASHSEED": hash_seed, "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, str(path)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=280, check=True).stdout
-
-    assert described("1") == described("2")
+    one, other = (python(path, PYTHONHASHSEED=seed, JAX_PLATFORMS="cpu") for seed in ("1", "2"))
+    assert one == other
 
 
 def test_as_structs_replaces_arrays_alone() -> None:
@@ -505,15 +498,8 @@ print(json.dumps(found))
 def test_sharding_counts_if_it_is_explicit_or_over_several_devices(tmp_path: Path) -> None:
     path = tmp_path / "sharded.py"
     path.write_text(SHARDED)
-    source = str(Path(problem.__file__).parents[1])
-    env = os.environ | {
-        "PYTHONPATH": source,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-    }
-    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    said = python(path, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    found = json.loads(said)
     assert "sharding" not in found["one device"]
     assert "sharding" not in found["traced_auto"]
     assert found["auto"]["sharding"]["mesh"] == {"x": 2}

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from aftermath import MARK, carriers, eventually
+from helpers import child_environ
 
-import quarantune
 from quarantune.host import machine
 
 pytestmark = pytest.mark.slow
@@ -125,9 +125,7 @@ class Limited:
         return subprocess.CompletedProcess(program.args, program.returncode, stdout, stderr)
 
     def start(self, command: list[str], configs: list[str], **settings: str) -> subprocess.Popen[str]:
-        environ = {
-            **os.environ,
-            "PYTHONPATH": str(Path(quarantune.__file__).parents[1]),
+        changes = {
             "JAX_PLATFORMS": "cpu",
             "QUARANTUNE_CACHE_DIR": str(self.place / "cache"),
             "TMPDIR": str(self.place),
@@ -137,7 +135,7 @@ class Limited:
         }
         return subprocess.Popen(
             [*command, sys.executable, str(self.place / "program.py"), json.dumps(configs)],
-            env=environ,
+            env=child_environ(**changes),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +12,7 @@ import honest_tuning
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import SOURCE, TESTS
+from helpers import TESTS, python
 
 import quarantune
 from quarantune.sweep import proof
@@ -102,21 +99,8 @@ def write(directory: Path, **modules: str) -> None:
 def run(directory: Path, program: str) -> str:
     """Runs a program of a directory in a process of its own; returns its output."""
     (directory / "program.py").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "program.py"],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(map(str, (SOURCE, directory, directory / "site-packages", TESTS))),
-            "QUARANTUNE_CACHE_DIR": str(directory / "cache"),
-        },
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    path = [directory, directory / "site-packages", TESTS]
+    return python("program.py", cwd=directory, path=path, QUARANTUNE_CACHE_DIR=str(directory / "cache"))
 
 
 @pytest.mark.parametrize(

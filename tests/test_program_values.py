@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers import SOURCE, TESTS
+from helpers import TESTS, python
 
 import quarantune
 
@@ -153,17 +150,7 @@ def write(directory: Path, **programs: str) -> None:
 
 def run(directory: Path, *arguments: str, **environ: str) -> str:
     """Runs Python in a directory, in a process of its own; returns the output."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SOURCE, directory, TESTS))), **environ},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return python(*arguments, cwd=directory, path=[directory, TESTS], **environ)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 import logging
-import os
 import re
 import subprocess
 import threading
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import rich.text
 from aftermath import eventually
-from helpers import selected
+from helpers import child_environ, selected
 from terminals import Recording, python, record
 
 import quarantune
@@ -29,8 +28,6 @@ from quarantune.results.progress import Progress
 from quarantune.sweep import sweep
 from quarantune.values.texts import array_text
 from quarantune.values.trial import READY, Findings, Outcome, Trial
-
-SOURCE = Path(quarantune.__file__).parents[1]
 
 PROGRAM = """
 import functools, logging, signal, sys, threading, time, warnings
@@ -73,15 +70,8 @@ if __name__ == "__main__":
 
 
 def environ(**more: str) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if name != "QUARANTUNE_PROGRESS"}
-    return {
-        **own,
-        "TERM": "xterm-256color",
-        "PYTHON_COLORS": "0",
-        "PYTHONPATH": str(SOURCE),
-        "PYTHONWARNINGS": "always",
-        **more,
-    }
+    terminal = {"TERM": "xterm-256color", "PYTHON_COLORS": "0", "PYTHONWARNINGS": "always"}
+    return child_environ(**{"QUARANTUNE_PROGRESS": None, **terminal, **more})
 
 
 @pytest.fixture

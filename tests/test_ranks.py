@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -15,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from aftermath import MARK, carriers, eventually
-from helpers import SOURCE
+from helpers import child_environ
 
 import quarantune
 from quarantune import jax_internals
@@ -44,7 +43,7 @@ def start(directory: Path, *cases: str, hung_s: float = 240) -> list[int]:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, program, str(rank), str(port), directory, *cases],
-                    env={**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **own},
+                    env=child_environ(JAX_PLATFORMS="cpu", **own),
                     stdout=output,
                     stderr=output,
                     stdin=subprocess.DEVNULL,

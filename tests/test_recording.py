@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python, run_python
 
 import quarantune
 from quarantune import cli
@@ -245,15 +246,7 @@ def test_calls_that_were_listed_can_be_tuned() -> None:
 
 def command(*words: object, cwd: Path, **environ: str) -> tuple[int, str, str]:
     """Runs the command line in a process of its own."""
-    command = [sys.executable, "-m", "quarantune", *map(str, words)]
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", **environ},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_python("-m", "quarantune", *words, cwd=cwd, **{"JAX_PLATFORMS": "cpu", **environ})
     return done.returncode, done.stdout, done.stderr
 
 
@@ -378,15 +371,7 @@ def test_recorded_calls_are_tuned_and_the_program_then_needs_no_tuning(tmp_path:
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def program(*words: str, **environ: str) -> None:
-        done = subprocess.run(
-            [sys.executable, "program.py", *words],
-            cwd=tmp_path,
-            env={**os.environ, **two, **environ},
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert done.returncode == 0, done.stderr
+        python("program.py", *words, cwd=tmp_path, **two, **environ)
 
     program(QUARANTUNE_RECORD="recorded")
     assert not list((tmp_path / "cache").glob("*.json")), "nothing is tuned meanwhile"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +12,10 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import eventually, nothing_is_left, quiet_place, running_templates  # noqa: F401
-
-import quarantune
+from helpers import python
 
 pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
-SOURCE = Path(quarantune.__file__).parents[1]
 
 
 def ends(*space: tuple[str, str]) -> list[str]:
@@ -114,5 +109,4 @@ if __name__ == "__main__":
 def test_daemonic_children_tune(tmp_path: Path, method: str) -> None:
     program = tmp_path / "daemons.py"
     program.write_text(DAEMONS.format(tests=str(Path(__file__).parent), method=method), encoding="utf-8")
-    run = functools.partial(subprocess.run, check=True, timeout=280)
-    run([sys.executable, "-W", "error", str(program)], env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    python("-W", "error", program)

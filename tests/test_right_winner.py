@@ -12,8 +12,6 @@ import logging
 import os
 import re
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -27,7 +25,7 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import ends, everywhere, isolated
+from helpers import ends, everywhere, isolated, python
 from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
@@ -462,9 +460,8 @@ print(one == two, *(trial.outcome.value for trial in tuned.tune(x).trials), tune
         encoding="utf-8",
     )
     # JAX reads this option as it is imported.
-    environ = os.environ | {"JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": "1"}
-    done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=280)
-    assert done.stdout.split() == ["True", "ok", "wrong", "100.0"], done.stderr
+    said = python(script, JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS="1")
+    assert said.split() == ["True", "ok", "wrong", "100.0"]
 
 
 @pytest.fixture

@@ -26,9 +26,8 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import is_of_multiprocessing
-from helpers import deadline_s
+from helpers import SOURCE, deadline_s, python
 
-import quarantune
 from quarantune.host import machine
 from quarantune.sandbox import MARK, is_inside, spool, template, template_link
 from quarantune.sandbox.messages import Compile, Measure
@@ -43,7 +42,6 @@ from quarantune.values.settings import Options
 from quarantune.values.trial import CompileTarget, SandboxError
 
 OPTIONS = worker_options("cpu", Options(warmup=0, rep=1))
-SOURCES = str(Path(quarantune.__file__).parents[1])
 PATIENCE_S = 60.0
 """The longest wait for steps that take milliseconds on a quiet machine."""
 
@@ -873,17 +871,13 @@ def owner_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "workload.py").write_text(WORKLOAD)
     script = tmp_path / "owner.py"
     script.write_text(FORKING_OWNER)
-    monkeypatch.setenv("PYTHONPATH", SOURCES)
+    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
     return [sys.executable, "-W", "ignore::DeprecationWarning", str(script)]
 
 
 @pytest.mark.slow
 def test_a_process_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*owner_script, "both sweep", str(tmp_path / "pids")], capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "both did\n"
+    assert python(*owner_script[1:], "both sweep", tmp_path / "pids") == "both did\n"
 
 
 def test_a_killed_owners_workers_die_though_its_fork_holds_connections(owner_script: list[str], tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers import python
 
 import quarantune
 from quarantune import Outcome, Trial, search
@@ -280,8 +280,7 @@ def test_both_models_choose_however_many_configs_are_under_way(others: int, monk
 
 
 def test_a_search_begins_before_scipy_is_imported() -> None:
-    script = "import sys, quarantune.search.surrogate; sys.exit('scipy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+    python("-c", "import sys, quarantune.search.surrogate; sys.exit('scipy' in sys.modules)")
 
 
 def test_a_search_goes_on_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:

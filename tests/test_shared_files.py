@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import run_python
 
 import quarantune
 from quarantune.cache import CacheWarning, CacheWriteError, Claim, Journal, Store, TuningCache
@@ -241,9 +241,7 @@ def as_user(user: int, script: str, *arguments: object) -> subprocess.CompletedP
         os.setgid({user})
         os.setuid({user})
     """
-    program = textwrap.dedent(head) + textwrap.dedent(script)
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return run_python("-c", textwrap.dedent(head) + textwrap.dedent(script), *arguments)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from aftermath import eventually, shared_memory
-from helpers import ends
+from helpers import ends, run_python
 
 import quarantune
 
@@ -86,6 +85,5 @@ if __name__ == "__main__":
 def test_what_a_config_made_goes_although_the_caller_is_killed(tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-killed"
     (tmp_path / "script.py").write_text(KILLED)
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py"), name], timeout=280, check=False)
-    assert done.returncode == -signal.SIGKILL
+    assert run_python(tmp_path / "script.py", name).returncode == -signal.SIGKILL
     assert eventually(lambda: name not in shared_memory())

@@ -9,12 +9,11 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import python
 
-import quarantune
 from quarantune.sandbox import pool, shortages, template, wire
 from quarantune.sandbox.messages import Probe
 from quarantune.values import codec
@@ -66,15 +65,7 @@ if __name__ == "__main__":
 def run(tmp_path: Path, *argv: object) -> list[str]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program), *map(str, argv)],
-        env={**os.environ, "PYTHONPATH": str(Path(quarantune.__file__).parents[1]), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return python(program, *argv, JAX_PLATFORMS="cpu").splitlines()
 
 
 @pytest.mark.slow
@@ -149,15 +140,8 @@ def test_a_full_disk_costs_neither_the_result_nor_the_next_one(tmp_path: Path) -
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
     disk = {"QUARANTUNE_CACHE_DIR": str(tmp_path / "disk" / "cache"), "TMPDIR": str(tmp_path / "disk")}
-    done = subprocess.run(
-        [*mount, sys.executable, str(tmp_path / "program.py"), str(tmp_path / "disk")],
-        env={**os.environ, "PYTHONPATH": str(Path(quarantune.__file__).parents[1]), "JAX_PLATFORMS": "cpu", **disk},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    full, tuned, told, remedy, then = done.stdout.splitlines()
+    said = python(tmp_path / "program.py", tmp_path / "disk", before=mount, JAX_PLATFORMS="cpu", **disk)
+    full, tuned, told, remedy, then = said.splitlines()
     assert full == "full No space left on device"
     assert tuned == "tuned 2 True"
     assert "No space left on device" in told

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from helpers import python
 
 from quarantune import grid, spaces
 from quarantune.devices import discovery
@@ -179,12 +177,4 @@ def test_asking_for_the_default_device_starts_no_backend_here() -> None:
 from quarantune import jax_internals as _jax_internals, spaces
 print(spaces.device_limits() == spaces.DeviceLimits(), _jax_internals.backends_initialized())
 """
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    assert told.stdout.split() == ["True", "False"]
+    assert python("-c", code, JAX_PLATFORMS="cpu").split() == ["True", "False"]

@@ -8,10 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 
 import quarantune
 from quarantune.cache import Store
@@ -42,9 +40,8 @@ def best_of(attempt: Callable[[], float], *, limit: float) -> float:
     return least
 
 
-def python(code: str, *arguments: object) -> str:
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
+def run_code(code: str, *arguments: object) -> str:
+    return python("-W", "error", "-c", textwrap.dedent(code), *arguments)
 
 
 # --- cached calls -------------------------------------------------------------------------------------------
@@ -107,15 +104,15 @@ def test_a_first_call_with_a_warm_cache_reads_one_file_once(tmp_path: Path, cach
         kernel(np.zeros(4, np.float32))
         print(events)
     """
-    assert "subprocess.Popen" in python(call, tmp_path)
-    assert python(call, tmp_path).strip() == "['open cache', 'open warm.json']"
+    assert "subprocess.Popen" in run_code(call, tmp_path)
+    assert run_code(call, tmp_path).strip() == "['open cache', 'open warm.json']"
 
 
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "warm_kernel.py").write_text(MODULE)
-    python("import sys; sys.path.insert(0, sys.argv[1]); from warm_kernel import kernel; kernel(1.0)", tmp_path)
+    run_code("import sys; sys.path.insert(0, sys.argv[1]); from warm_kernel import kernel; kernel(1.0)", tmp_path)
     store = Store(cache_dir)
     ((device, entries),) = store.read("warm").items()
     (entry,) = entries.values()
@@ -133,7 +130,7 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
         Store(environment.current().cache_dir).put("warm", "another", "key", {"config": {"n": 1}})
         print(looked_up - started, time.process_time() - looked_up)
     """
-    times = [tuple(map(float, python(measure, tmp_path).split())) for _ in range(ATTEMPTS)]
+    times = [tuple(map(float, run_code(measure, tmp_path).split())) for _ in range(ATTEMPTS)]
     # The aim is 150 ms and 300 ms. Twice that is allowed here, as machines that run tests are slow and shared.
     assert min(lookup_s for lookup_s, _ in times) < 2 * 0.150
     assert min(write_s for _, write_s in times) < 2 * 0.300
@@ -162,10 +159,7 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp
     )
 
     def imported(**environ: str) -> set[str]:
-        environ = {**os.environ, **environ}
-        command = [sys.executable, program]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=True)
-        return set(done.stdout.splitlines()[-1].split())
+        return set(python(program, **environ).splitlines()[-1].split())
 
     assert "scheduler.loop" in imported(), "the first call tunes"
     ours = imported()
@@ -283,7 +277,7 @@ def test_a_config_costs_the_callers_process_little_cpu() -> None:
     # The aim is 2 ms; a quiet machine takes 1.6. Twice that is allowed here, as machines that run tests are slow and
     # shared: the same one was seen to take 2.3 an hour later.
     limit_ms = 2 * 2
-    assert min(map(float, python(measure, ATTEMPTS, limit_ms).split())) < limit_ms
+    assert min(map(float, run_code(measure, ATTEMPTS, limit_ms).split())) < limit_ms
 
 
 # --- importing ----------------------------------------------------------------------------------------------
@@ -295,7 +289,7 @@ def test_importing_quarantune_costs_at_most_1_2_times_importing_jax() -> None:
     imports = ("from quarantune import autotune", "import jax")
 
     def ratio() -> float:
-        times = [[float(python(script.format(statement))) for statement in imports] for _ in range(3)]
+        times = [[float(run_code(script.format(statement))) for statement in imports] for _ in range(3)]
         ours, theirs = zip(*times, strict=True)
         return min(ours) / min(theirs)  # a busy machine makes any of them longer and none shorter
 
@@ -303,7 +297,7 @@ def test_importing_quarantune_costs_at_most_1_2_times_importing_jax() -> None:
 
 
 def test_jax_is_imported_with_the_first_name_that_needs_it() -> None:
-    found = python(
+    found = run_code(
         """
         import sys
         import quarantune

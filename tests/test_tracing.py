@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import subprocess
-import sys
 import textwrap
 import weakref
 from collections.abc import Callable
@@ -16,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import python
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -293,4 +292,4 @@ def test_shard_map_over_two_devices_tunes_for_one_shard_once(tmp_path: Path) -> 
             """
         )
     )
-    subprocess.run([sys.executable, "-W", "error", str(script)], check=True, timeout=280)
+    python("-W", "error", script)
