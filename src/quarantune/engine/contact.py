@@ -17,7 +17,8 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 from quarantune.host import machine
 from quarantune.values.codec import JsonObject, Record
@@ -34,7 +35,7 @@ MOST_UNKNOWN = 32
 """How many peers may be connected that have not named a shard; of more, the first to come are dropped."""
 _GREETS_S = 10.0
 """How long a peer may take to name its shard, which shards do at once."""
-_KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 """After half a minute without a sign of the other machine, a connection has ended."""
 _BACKLOG = 1024
 
@@ -93,11 +94,6 @@ class Contacts:
         self._is_local = is_local
         self._token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
-        self._peers: dict[int, _Peer] = {}
-        self._wakes, self._waker = socket.socketpair()
-        for end in (self._wakes, self._waker):
-            end.setblocking(False)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
         self._listener: socket.socket | None = None
         with contextlib.suppress(OSError):  # without connections, shards stop at their deadlines
             self._listener = socket.create_server((_LOOPBACK if is_local else "", 0), backlog=_BACKLOG)
@@ -108,13 +104,8 @@ class Contacts:
     def address(self) -> Address:
         """Where shards find this process."""
         port = self._listener.getsockname()[1] if self._listener is not None else 0
-        hosts = () if self._is_local else tuple(_own_addresses())
+        hosts = () if self._is_local else _own_addresses()
         return Address(machine_id(), hosts, port, self._token)
-
-    def wake(self) -> None:
-        """Ends a `poll` of another thread."""
-        with contextlib.suppress(OSError):
-            self._waker.send(b"!")
 
     def poll(self, timeout_s: float) -> list[Said]:
         """Returns what shards have said, in order; waits for the first of it.
@@ -125,11 +116,7 @@ class Contacts:
         events: list[Said] = []
         must_accept = False
         for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._wakes:
-                with contextlib.suppress(BlockingIOError):
-                    while self._wakes.recv(4096):
-                        pass
-            elif key.fileobj is self._listener:
+            if key.fileobj is self._listener:
                 must_accept = True
             else:
                 events += self._read(key.data)
@@ -140,17 +127,21 @@ class Contacts:
 
     def stop(self, shard: int) -> None:
         """Has a shard stop, if it runs."""
-        for peer in [peer for peer in self._peers.values() if peer.shard == shard]:
-            self._drop(peer)
+        for peer in self._peers():
+            if peer.shard == shard:
+                self._drop(peer)
 
     def close(self) -> None:
         """Has all shards stop, and listens no longer."""
-        for peer in list(self._peers.values()):
+        for peer in self._peers():
             self._drop(peer)
-        for end in (self._listener, self._wakes, self._waker):
-            if end is not None:
-                end.close()
+        if self._listener is not None:
+            self._listener.close()
         self._selector.close()
+
+    def _peers(self) -> list[_Peer]:
+        """Returns those that are connected, in the order in which they came."""
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -159,13 +150,11 @@ class Contacts:
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
                 _keep_alive(connection)
-                peer = _Peer(connection)
-                self._peers[connection.fileno()] = peer
-                self._selector.register(connection, selectors.EVENT_READ, peer)
+                self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
 
     def _drop_unknown(self) -> None:
         """Drops peers that have not named a shard in time, or that take the place of new ones."""
-        unknown = [peer for peer in self._peers.values() if peer.shard is None]
+        unknown = [peer for peer in self._peers() if peer.shard is None]
         for place, peer in enumerate(reversed(unknown)):
             if place >= MOST_UNKNOWN // 2 or time.monotonic() > peer.since + _GREETS_S:
                 self._drop(peer)
@@ -177,10 +166,9 @@ class Contacts:
             elif not self._greet(peer, message):
                 break
         if peer.is_over:
-            shard = peer.shard
             self._drop(peer)
-            if shard is not None:
-                yield Said(shard, None)
+            if peer.shard is not None:
+                yield Said(peer.shard, None)
 
     def _greet(self, peer: _Peer, message: JsonObject) -> bool:
         """Answers the first message of a shard; returns whether it may go."""
@@ -197,11 +185,11 @@ class Contacts:
         return False
 
     def _drop(self, peer: _Peer) -> None:
-        if self._peers.pop(peer.connection.fileno(), None) is not None:
-            self._selector.unregister(peer.connection)
+        self._selector.unregister(peer.connection)
         peer.connection.close()
 
 
+@dataclasses.dataclass(eq=False)
 class _Peer:
     """One connection to a shard.
 
@@ -212,12 +200,11 @@ class _Peer:
         is_over: whether the connection has ended, or something other than messages came through it.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.shard: int | None = None
-        self.since = time.monotonic()
-        self.is_over = False
-        self._data = bytearray()
+    connection: socket.socket
+    shard: int | None = None
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    is_over: bool = False
+    _data: bytes = b""
 
     def receive(self) -> Iterator[JsonObject]:
         """Yields the messages that have arrived."""
@@ -247,14 +234,16 @@ class _Peer:
 
 
 class Contact:
-    """The shard's side of its connection."""
+    """The shard's side of its connection; where there is none, nobody hears it, and it goes on."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket | None) -> None:
         """Takes a connection over; use `reach`."""
         self._connection = connection
 
     def say(self, message: JsonObject) -> bool:
-        """Sends a message; returns whether the submitter still listens."""
+        """Sends a message; returns whether the shard should go on."""
+        if self._connection is None:
+            return True
         try:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -264,6 +253,8 @@ class Contact:
     @property
     def is_over(self) -> bool:
         """Whether the submitter wants the shard to stop, or is gone."""
+        if self._connection is None:
+            return False
         waiting = select.poll()  # select() cannot take descriptors above 1023
         try:
             waiting.register(self._connection, select.POLLIN)
@@ -273,10 +264,11 @@ class Contact:
 
     def close(self) -> None:
         """Ends the connection."""
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
 
-def reach(address: Address, shard: int, about: JsonObject) -> Contact | bool:
+def reach(address: Address, shard: int, about: JsonObject) -> Contact | Literal[False]:
     """Connects a shard with its submitter.
 
     Args:
@@ -285,12 +277,11 @@ def reach(address: Address, shard: int, about: JsonObject) -> Contact | bool:
         about: the description of this process.
 
     Returns:
-        The connection; False if the shard should not run; True if the submitter cannot be reached from here.
+        The connection, without one where the submitter cannot be reached from here; False if the shard should not run.
     """
-    hosts: Sequence[str] = address.hosts if address.port else ()
-    if address.machine == machine_id():
-        hosts = (_LOOPBACK, *hosts)
-    for host in hosts:
+    is_here = address.machine == machine_id()
+    hosts = address.hosts if address.port else ()
+    for host in (_LOOPBACK, *hosts) if is_here else hosts:
         try:
             connection = socket.create_connection((host, address.port), timeout=_CONNECT_S)
         except OSError:
@@ -303,27 +294,25 @@ def reach(address: Address, shard: int, about: JsonObject) -> Contact | bool:
                 return contact
         except TimeoutError:
             contact.close()
-            return True
+            return Contact(None)
         except OSError:
             pass
         contact.close()
         return False
-    return address.machine != machine_id() or not address.port
+    return False if is_here and address.port else Contact(None)
 
 
 def _keep_alive(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, value in _KEEPALIVE:
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _own_addresses() -> Iterator[str]:
+def _own_addresses() -> tuple[str, ...]:
     import psutil
 
-    for addresses in psutil.net_if_addrs().values():
-        for each in addresses:
-            if each.family == socket.AF_INET and not each.address.startswith("127."):
-                yield each.address
+    addresses = [each for of_one in psutil.net_if_addrs().values() for each in of_one]
+    ours = [each.address for each in addresses if each.family == socket.AF_INET]
+    return tuple(address for address in ours if not address.startswith("127."))

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Executor, Future
 from typing import Any
 
 from quarantune.engine import remote, shards
@@ -50,7 +50,7 @@ def run(
         TypeError: a part of the call cannot be sent to another process; nothing was submitted.
         EngineError: the engine, or its machines, cannot run the sweep.
     """
-    whole = executor.check() if isinstance(executor, WholeSweeps) else None
+    whole = executor if isinstance(executor, WholeSweeps) else None
     problem, source, is_check = request.problem, request.source, request.target is not None
     packed, call = remote.pack(request, request.possible(configs))
     measured = dict(known or {})
@@ -62,35 +62,18 @@ def run(
         dict(configs) | {index: trial.config for index, trial in measured.items()},
         request,
     )
+    is_alone = source.is_closed and not is_check and not any(map(is_usable, measured.values()))
+    is_whole = is_alone and (whole is not None or len(configs) <= shards.LEAST) and bool(configs)
+    first = [Shard(indices=[*configs], is_whole=True)]
+    if not is_whole:
+        first = shards.partition([*configs], [index for index in configs if index in request.troubled])
     with contextlib.closing(given):
-        is_alone = source.is_closed and not is_check and not any(map(is_usable, measured.values()))
-        first = _first_shards(
-            [*configs], request.troubled, is_whole=is_alone and whole is not None, may_be_whole=is_alone
-        )
         ends = given.run(first, request.events.on_trial, source)
-        return Swept() if is_check else _finish(given, problem, measured, first, ends)
-
-
-def _finish(
-    given: Shards,
-    problem: Problem,
-    measured: dict[int, Trial],
-    first: Sequence[Shard],
-    ends: Sequence[tuple[Shard, End]],
-) -> Swept:
-    """Returns the findings of the only whole sweep, or those of the final between machines."""
-    if len(first) == 1 and first[0].is_whole and len(ends) == 1 and not _lacks(ends[0], measured):
-        return ends[0][1].swept
-    return _Final(given, problem, measured).run(next((end.complaint for _, end in ends if end.complaint), ""))
-
-
-def _first_shards(
-    indices: list[int], troubled: Collection[int], *, is_whole: bool, may_be_whole: bool
-) -> Sequence[Shard]:
-    """Divides configs into shards: one whole sweep where that is wanted, or where they are few."""
-    if indices and (is_whole or (may_be_whole and len(indices) <= shards.LEAST)):
-        return [Shard(indices=indices, is_whole=True)]
-    return shards.partition(indices, [index for index in indices if index in troubled])
+        if is_check:
+            return Swept()
+        if is_whole and len(ends) == 1 and not _lacks(ends[0], measured):
+            return ends[0][1].swept
+        return _final(given, problem, measured, next((end.complaint for _, end in ends if end.complaint), ""))
 
 
 def _relayed(events: SweepEvents, measured: dict[int, Trial], whole: WholeSweeps | None) -> SweepEvents:
@@ -118,64 +101,55 @@ def _lacks(ended: tuple[Shard, End], trials: Mapping[int, Trial]) -> bool:
     return any(index not in ended[0].given for index, trial in trials.items() if is_usable(trial))
 
 
-class _Final:
-    """The final of a sweep: its finalists run once more, as a local sweep on one machine.
+def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], complaint: str) -> Swept:
+    """Returns the result of the final: the finalists run once more, as a local sweep on one machine.
 
     With many machines, the fastest configs of these are first compared in groups, on several machines at a time.
+
+    Args:
+        given: runs the shards.
+        problem: the call.
+        measured: the trials of all configs.
+        complaint: how outputs disagreed in a shard; else empty.
     """
+    default = problem.default if finals.default_among(measured, problem.default) == problem.default else None
+    has_untuned = problem.default is None and problem.untuned is not None  # they run beside the finalists
+    groups = of_machines(measured)
+    if not groups:
+        return Swept(complaint=complaint)
+    while True:
+        compared = next_groups(groups, default)
+        if len(compared) == 1 and len(compared[0]) == 1 and not has_untuned:
+            return Swept(_alone(compared[0][0], measured), complaint=complaint)
+        trials: dict[int, Trial] = {}
+        ends = _run_groups(given, compared, trials)
+        winners = [winner for shard, end in ends if (winner := _winner(shard, end, trials)) is not None]
+        if not winners:
+            fastest = groups[0][0]
+            _logger.warning(
+                "%s: the finalists could not be compared on one machine, so those of %s are",
+                problem.name,
+                machine_of(measured[fastest]) or "an earlier sweep",
+            )
+            return Swept(_alone(fastest, measured), complaint=complaint)
+        if len(compared) == 1:
+            end = ends[0][1]
+            ran = trials if end.untuned is None else {**trials, UNTUNED: end.untuned}
+            fastest = finals.conclude(ran, Final(), default=None)[1].winner
+            final = end.swept.final if end.rounds_ms else _alone(fastest, ran)
+            return dataclasses.replace(end.swept, final=final, complaint=end.complaint or complaint, retimed=trials)
+        groups = [[winner] for winner in winners]
 
-    def __init__(self, given: Shards, problem: Problem, measured: Mapping[int, Trial]) -> None:
-        self._given = given
-        self._name = problem.name
-        default = problem.default
-        self._default = default if finals.default_among(measured, default) == default else None
-        self._has_untuned = default is None and problem.untuned is not None  # they run beside the finalists
-        self._measured = measured
 
-    def run(self, complaint: str) -> Swept:
-        """Returns the result of the final.
-
-        Args:
-            complaint: how outputs disagreed in a shard; else empty.
-        """
-        groups = of_machines(self._measured)
-        if not groups:
-            return Swept(complaint=complaint)
-        while True:
-            compared = next_groups(groups, self._default)
-            if len(compared) == 1 and len(compared[0]) == 1 and not self._has_untuned:
-                return Swept(_alone(compared[0][0], self._measured), complaint=complaint)
-            trials: dict[int, Trial] = {}
-            ends = self._run_groups(compared, trials)
-            winners = [winner for shard, end in ends if (winner := _winner(shard, end, trials)) is not None]
-            if not winners:
-                return self._without(groups[0], complaint)
-            if len(compared) == 1:
-                end = ends[0][1]
-                ran = trials if end.untuned is None else {**trials, UNTUNED: end.untuned}
-                fastest = finals.conclude(ran, Final(), default=None)[1].winner
-                final = end.swept.final if end.rounds_ms else _alone(fastest, ran)
-                return dataclasses.replace(end.swept, final=final, complaint=end.complaint or complaint, retimed=trials)
-            groups = [[winner] for winner in winners]
-
-    def _run_groups(self, groups: Sequence[Sequence[int]], trials: dict[int, Trial]) -> list[tuple[Shard, End]]:
-        """Compares the configs of groups, once more where a machine dies; adds their trials."""
-        ends: list[tuple[Shard, End]] = []
-        for _ in range(_TRIES):
-            over = {shard.given for shard, _ in ends}
-            left = [Shard(indices=[*each], is_whole=True, is_final=True) for each in groups if tuple(each) not in over]
-            if left:
-                ends += self._given.run(left, trials.__setitem__, NOTHING_MORE)
-        return ends
-
-    def _without(self, group: Sequence[int], complaint: str) -> Swept:
-        """Returns the result where no machine could run the finalists: the fastest of one machine wins."""
-        _logger.warning(
-            "%s: the finalists could not be compared on one machine, so those of %s are",
-            self._name,
-            machine_of(self._measured[group[0]]) or "an earlier sweep",
-        )
-        return Swept(_alone(group[0], self._measured), complaint=complaint)
+def _run_groups(given: Shards, groups: Sequence[Sequence[int]], trials: dict[int, Trial]) -> list[tuple[Shard, End]]:
+    """Compares the configs of groups, once more where a machine dies; adds their trials."""
+    ends: list[tuple[Shard, End]] = []
+    for _ in range(_TRIES):
+        over = {shard.given for shard, _ in ends}
+        left = [Shard(indices=[*each], is_whole=True, is_final=True) for each in groups if tuple(each) not in over]
+        if left:
+            ends += given.run(left, trials.__setitem__, NOTHING_MORE)
+    return ends
 
 
 def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:
@@ -230,10 +204,6 @@ def is_usable(trial: Trial) -> bool:
     return trial.outcome is Outcome.OK and trial.time_ms is not None
 
 
-class InterruptedSweepError(Exception):
-    """The sweep was interrupted with all others of its group."""
-
-
 class WholeSweeps(Executor):
     """An executor whose tasks are whole sweeps.
 
@@ -253,12 +223,7 @@ class WholeSweeps(Executor):
         """Ends the sweeps that are running."""
         self._is_over.set()
 
-    def check(self) -> WholeSweeps:
-        """Returns itself.
-
-        Raises:
-            InterruptedSweepError: the sweeps were interrupted.
-        """
+    def check(self) -> None:
+        """Raises `CancelledError` where the sweeps were interrupted."""
         if self._is_over.is_set():
-            raise InterruptedSweepError
-        return self
+            raise CancelledError

@@ -367,17 +367,15 @@ def run(task: Mapping[str, Any]) -> JsonObject:
     Args:
         task: as `Shards.task` makes it, of plain data, so that machines with another version can say so.
     """
-    about = {"host": socket.gethostname(), "pid": os.getpid()}
-    reached = contact.reach(Address.from_json(task["address"]), task["shard"], about)
-    if reached is False:
-        return about | {"end": STOPPED}
-    line = reached if isinstance(reached, Contact) else None
-    trials: list[JsonObject] = []
-    with contextlib.closing(line) if line is not None else contextlib.nullcontext():
-        end = about | _Shard(task, line, trials, about).run()
-        if line is not None:
-            line.say(end)
-    return end | {"trials": trials}
+    host = socket.gethostname()
+    line = contact.reach(Address.from_json(task["address"]), task["shard"], {"host": host, "pid": os.getpid()})
+    if line is False:
+        return End(end=STOPPED, host=host).to_json()
+    with contextlib.closing(line):
+        shard = _Shard(task, line, host)
+        end = dataclasses.replace(shard.run(), host=host)
+        line.say(end.to_json())
+    return dataclasses.replace(end, trials=tuple(shard.trials)).to_json()
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
@@ -394,36 +392,35 @@ def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
 class _Shard:
     """One shard on its machine."""
 
-    def __init__(
-        self, task: Mapping[str, Any], line: Contact | None, trials: list[JsonObject], about: JsonObject
-    ) -> None:
+    def __init__(self, task: Mapping[str, Any], line: Contact, host: str) -> None:
+        self.trials: list[Ended] = []
         self._task = task
         self._line = line
-        self._trials = trials
-        self._about = about
+        self._host = host
         self._ends_at = time.monotonic() + task["deadline_s"]
 
-    def run(self) -> JsonObject:
+    def run(self) -> End:
         """Returns how the shard ended."""
         try:
             if self._task["versions"] != (here := versions_here()):
                 raise _RefusalError(differing(self._task["versions"], here))
             parcel = unpack(self._task["parcel"])
             self._check_device(parcel)
-            self._say({"phase": [NO_CONFIG, Phase.LOAD.value]})
+            self._say(Entered(phase=(NO_CONFIG, Phase.LOAD)))
             with prepared(parcel.threads):
                 swept = self._sweep(parcel)
         except (_RefusalError, ImportError) as refusal:
             return self._refused(str(refusal))
         except _StopError as stop:
-            return {"end": str(stop)}
+            return End(end=str(stop))
         except (ReferenceFailedError, ValueError, TypeError) as error:
-            return {"end": INVALID, "kind": type(error).__name__, "error": str(error)}
+            return End(end=INVALID, kind=type(error).__name__, error=str(error))
         except Exception as error:
-            return {"end": FAILED, "error": f"{type(error).__name__}: {error}"}
+            return End(end=FAILED, error=f"{type(error).__name__}: {error}")
         except (KeyboardInterrupt, SystemExit):  # an engine's way of cancelling
-            return {"end": STOPPED}
-        return {"end": DONE} | _described(swept)
+            return End(end=STOPPED)
+        rounds_ms, warm_ms = _listed(swept.final.rounds_ms), _listed(swept.final.warm_ms)
+        return End(end=DONE, rounds_ms=rounds_ms, warm_ms=warm_ms, untuned=swept.untuned, complaint=swept.complaint)
 
     def _check_device(self, parcel: Parcel) -> None:
         """Raises where this machine does not have the device."""
@@ -434,11 +431,10 @@ class _Shard:
         if found != (platform, kind):
             raise _RefusalError(f"it has {found[1]}, another kind of device than {kind}")
 
-    def _refused(self, reason: str) -> JsonObject:
+    def _refused(self, reason: str) -> End:
         """Returns the refusal of this machine, which is told at once, and stays busy while another takes the shard."""
-        refusal: JsonObject = {"end": REFUSED, "error": reason}
-        if self._line is not None:
-            self._line.say(self._about | refusal)
+        refusal = End(end=REFUSED, error=reason, host=self._host)
+        self._line.say(refusal.to_json())
         time.sleep(min(_LONGEST_REFUSAL_S, REFUSAL_S * (1 + self._task["refusals"])))
         return refusal
 
@@ -455,8 +451,8 @@ class _Shard:
             events=SweepEvents(
                 on_trial=self._tell,
                 on_tick=self._look,
-                on_phase=lambda index, phase: self._say({"phase": [index, phase]}),
-                on_program=lambda config, lines: self._say({"program": [config, lines]}),
+                on_phase=lambda index, phase: self._say(Entered(phase=(index, phase))),
+                on_program=lambda config, lines: self._say(Lowered(program=(config, lines))),
             ),
             troubled=self._task["troubled"],
             target=target,
@@ -469,30 +465,24 @@ class _Shard:
             raise _RefusalError(f"it cannot load the function: {trial.message}")  # no config is to blame
         record = trial.to_json()
         if trial.device:
-            record["device"] = f"{trial.device} on {socket.gethostname()}"
-        message = {"index": index, "trial": record}
-        self._trials.append(message)
-        self._say(message)
+            record["device"] = f"{trial.device} on {self._host}"
+        ended = Ended(index=index, trial=record)
+        self.trials.append(ended)
+        self._say(ended)
 
-    def _say(self, message: JsonObject) -> None:
-        if self._line is not None and not self._line.say(message):
+    def _say(self, message: Record) -> None:
+        if not self._line.say(message.to_json()):
             raise _StopError(STOPPED)
 
     def _look(self) -> None:
-        if self._line is not None and self._line.is_over:
+        if self._line.is_over:
             raise _StopError(STOPPED)
         if time.monotonic() > self._ends_at:
             raise _StopError(LATE)
 
 
-def _described(swept: Swept) -> JsonObject:
-    """Returns the findings of a sweep as plain data."""
-    return {
-        "rounds_ms": [[index, list(samples_ms)] for index, samples_ms in swept.final.rounds_ms.items()],
-        "warm_ms": [[index, list(samples_ms)] for index, samples_ms in swept.final.warm_ms.items()],
-        "untuned": None if swept.untuned is None else swept.untuned.to_json(),
-        "complaint": swept.complaint,
-    }
+def _listed(times_ms: Mapping[int, Sequence[float]]) -> _Rounds:
+    return tuple((index, tuple(samples_ms)) for index, samples_ms in times_ms.items())
 
 
 _LINGER_S = 20.0

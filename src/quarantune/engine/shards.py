@@ -138,7 +138,6 @@ class Shards:
             except Exception as error:
                 raise self._exhausted(error) from error
             self._shards[shard.number] = shard
-            shard.future.add_done_callback(lambda _: self._contacts.wake())
 
     def _exhausted(self, error: Exception) -> EngineError:
         return EngineError(
