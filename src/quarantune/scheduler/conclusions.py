@@ -110,9 +110,9 @@ class Conclusions:
         """Starts the clock of a worker whose time counts from its first phase on."""
         if worker.job is not None:
             self._run.on_phase(worker.job.index, worker.phase.value)
-        if worker.state in (WorkerState.COMPILING, WorkerState.SIDE_TASK) and not worker.began:
-            worker.began = True
-            worker.deadline = self._run.clock() + (worker.side_task_s or self._run.plan.compile_timeout_s)
+        if worker.state in (WorkerState.COMPILING, WorkerState.SIDE_TASK) and worker.began_at is None:
+            worker.began_at = self._run.clock()
+            worker.deadline = worker.began_at + (worker.side_task_s or self._run.plan.compile_timeout_s)
 
     def _on_ready(self, worker: Worker, device: DeviceState, reply: Ready) -> None:
         worker.transition(WorkerState.IDLE)
@@ -135,6 +135,7 @@ class Conclusions:
     def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
         job.compile_s, job.figures = reply.compile_s, reply.figures
         self._run.jobs.compiled += 1
+        self._note_compile_time(worker, job)
         self._run.on_phase(job.index, READY)
         self._run.workers.share_modules(reply.modules)
         if (verdict := too_large(job, self._run.plan)) is not None:
@@ -146,6 +147,10 @@ class Conclusions:
         if not self._run.plan.is_check:
             self._run.race.keep_compiled(job)
         self._end_compiling(worker, job, Verdict(Outcome.OK, ""))
+
+    def _note_compile_time(self, worker: Worker, job: Job) -> None:
+        if worker.is_compiling and worker.began_at is not None:
+            self._run.jobs.compile_times.add(job.config, self._run.clock() - worker.began_at)
 
     def _end_compiling(self, worker: Worker, job: Job, verdict: Verdict) -> None:
         """Ends a job while it is compiled; its worker may go on with another."""
@@ -202,6 +207,7 @@ class Conclusions:
         worker.traceback, worker.raised_at, job, verdict = reply.traceback, reply.place, worker.job, raised(reply)
         if job is not None:
             job.raised_at = reply.place
+            self._note_compile_time(worker, job)
             if reply.goes_on and run.jobs.fails_by_itself(job, worker, verdict.outcome):
                 device = worker.device
                 if worker.state is WorkerState.MEASURING and device is not None:

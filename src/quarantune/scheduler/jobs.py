@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quarantune.measure.finals import scored
+from quarantune.scheduler.compile_times import CompileTimes
 from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
@@ -68,6 +69,7 @@ class Jobs:
         ready: those that were compiled for another worker, and wait for it.
         unfinished: how many have no outcome yet.
         leftovers: those that another route must settle.
+        compile_times: how long those took to compile that have been.
         programs: the programs that they lowered to.
         begun: all jobs so far.
         compiled: how many were compiled for other workers.
@@ -90,6 +92,7 @@ class Jobs:
         self.ready: collections.deque[Job] = collections.deque()
         self.unfinished = 0
         self.leftovers = Leftovers()
+        self.compile_times = CompileTimes()
         self.programs = programs or SamePrograms()
         self.begun: list[Job] = []
         self.compiled = 0
@@ -139,6 +142,23 @@ class Jobs:
             self._source_waits = len(taken) < room
             self._add([Job(index, config) for index, config in taken.items()])
         return bool(self.pending)
+
+    def put_longest_first(self, compiling_s: Mapping[Job, float]) -> None:
+        """Orders those that are pending by their predicted compile times, once there is something to predict them by.
+
+        The function's defaults, configs that were in trouble before and those that are tried again keep their places.
+
+        Args:
+            compiling_s: how long others have been compiling.
+        """
+        movable = [job for job in self.pending if self._may_move(job)]
+        if len(movable) > 1 and self.compile_times.is_news:
+            ordered = iter(self.compile_times.longest_first(movable, compiling_s))
+            self.pending = collections.deque(next(ordered) if self._may_move(job) else job for job in self.pending)
+
+    def _may_move(self, job: Job) -> bool:
+        is_repeated = job.was_lost or job.is_alone or job.compiles_fresh
+        return not (is_repeated or job.index in self._plan.troubled or self._reference.is_default(job.index))
 
     def fails_by_itself(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
         """Whether an error cannot be the doing of configs that the same worker had before.

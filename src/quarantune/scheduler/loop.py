@@ -237,6 +237,8 @@ class Scheduler:
         bursts.update()
         for device in run.devices:
             route.prepare_on(device)
+        if not run.plan.exclusive or route.waits_in_files:
+            run.jobs.put_longest_first(run.workers.compiling_s())
         while bursts.may_compile():
             route.start_compiling(run.jobs.pending.popleft())
         route.retire_unneeded()

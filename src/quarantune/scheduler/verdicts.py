@@ -165,11 +165,11 @@ _DIAGNOSTIC = re.compile(r"\berror: (\S.*)")
 
 def overdue(worker: Worker, plan: Plan) -> Verdict:
     """Returns the verdict on a worker whose deadline has passed."""
-    if worker.side_task_s is not None and worker.began:
+    if worker.side_task_s is not None and worker.began_at is not None:
         return Verdict(Outcome.TIMEOUT, f"it took longer than {worker.side_task_s:g} s")
     if worker.side_task_s is None and worker.holds_device and worker.phase is not Phase.COMPILE:
         return Verdict(Outcome.TIMEOUT, f"checking and measuring took longer than {plan.timeout_s:g} s")
-    if worker.began or worker.phase is Phase.COMPILE:
+    if worker.began_at is not None or worker.phase is Phase.COMPILE:
         return Verdict(Outcome.TIMEOUT, f"compiling took longer than {plan.compile_timeout_s:g} s")
     return Verdict(Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s")
 

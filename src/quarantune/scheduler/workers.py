@@ -180,7 +180,7 @@ class Worker:
         killed_in: its state when it was killed; None for one that was not killed, or that ended after its work.
         phase: the phase of the trial, by its last message.
         is_ahead: whether it was made ready while others had the same device.
-        began: whether its first phase was announced; its deadline counts from then on.
+        began_at: when its first phase was announced, from when on its deadline counts; None before.
         was_heard: whether it has sent a message since it got its last task, which cannot have ended it before.
         side_task_s: seconds that a side task may take from its first phase on.
         reply: the answer to a side task.
@@ -207,7 +207,7 @@ class Worker:
     killed_in: WorkerState | None = None
     phase: Phase = Phase.LOAD
     is_ahead: bool = False
-    began: bool = False
+    began_at: float | None = None
     was_heard: bool = False
     side_task_s: float | None = None
     reply: Reply | None = None
@@ -239,7 +239,7 @@ class Worker:
         """Begins to compile a job, as if it had none before."""
         self.transition(WorkerState.COMPILING)
         self.job, self.deadline, self.phase = job, deadline, Phase.LOAD
-        self.began, self.peak_bytes = False, 0
+        self.began_at, self.peak_bytes = None, 0
 
     def release(self) -> None:
         """Takes its job from it."""
@@ -329,6 +329,11 @@ class Workers:
     def compiling(self) -> int:
         """Returns how many compile slots are taken."""
         return len([worker for worker in self._by_number.values() if worker.is_compiling])
+
+    def compiling_s(self) -> dict[Job, float]:
+        """Returns for how many seconds each of the jobs that are being compiled has been."""
+        now, compiling = self._clock(), self.in_state(WorkerState.COMPILING)
+        return {worker.job: now - worker.began_at for worker in compiling if worker.job and worker.began_at is not None}
 
     def measuring(self) -> int:
         """Returns how many devices are assigned, those too that were withdrawn and whose workers are still dying."""

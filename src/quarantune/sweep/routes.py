@@ -305,6 +305,7 @@ class Routes:
             compile_only=self._compile_only,
             is_check=self._request.target is not None,
             measures_here=measures_here,
+            troubled=self._request.troubled,
             errors_are_final=self._on_tpu,
             proof=self._request.proof,
             objective=self._request.options.objective,
