@@ -190,6 +190,11 @@ def test_a_config_far_behind_by_an_exact_clock_takes_few_samples_unless_it_was_t
     near = measure(Sampler([2.5, *[1.0] * 30]))
     assert not near.is_ruled_out
     assert len(near.samples_ms) >= model.ENOUGH
+    hopeless = Sampler(itertools.repeat(4.7))
+    assert measure(hopeless).is_ruled_out
+    assert hopeless.taken == 1
+    tiny = Sampler([0.047, *[0.01] * 30])  # a cold start may be all that
+    assert not measure(tiny, best_median_ms=0.01).is_ruled_out
 
 
 def test_sampling_goes_on_while_every_run_is_disturbed() -> None:

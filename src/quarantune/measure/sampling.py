@@ -36,6 +36,8 @@ _COLD = 2.0
 _ALONE_MS = 50.0
 """A single sample shorter than this may be an interruption or a cold start, and three more cost little: on a 2-core
 machine with other work, one 0.1 ms run in sixty took over three times the median."""
+_EXACT_MS = 0.5
+"""By an exact clock, a single sample longer than this holds no interruption, and hardly anything of a cold start."""
 _WAITED = 0.05
 """A sample that waited for a CPU for a larger share of its time tells nothing of the config's own time."""
 _FEWEST_RUNS = 2
@@ -222,7 +224,8 @@ class _Sampler:
             False where the very first sample rules the config out.
         """
         self.samples = self._more(1)
-        certain_ms = self.limit_ms if self.is_informed else max(_ALONE_MS, _COLD * self.limit_ms)
+        alone_ms = max(_ALONE_MS, _COLD * self.limit_ms) if may_be_cold else max(_EXACT_MS, 2 * _COLD * self.limit_ms)
+        certain_ms = self.limit_ms if self.is_informed else alone_ms
         if self.samples and self.least_ms > certain_ms and not self.is_informed and may_be_cold:
             if last_ms is None:
                 self._more(1)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from quarantune.scheduler.workers import Job
-from quarantune.values.trial import Config
+from quarantune.values.configs import Config
 
 _SHRINKAGE = 1.0
 """The prior weight of a value's effect, in configs. Replaying the compile times of 48 and 768 Triton matmuls and of 24
