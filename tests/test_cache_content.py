@@ -17,7 +17,8 @@ import pytest
 from helpers import python
 
 import quarantune
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store, content
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store
+from quarantune.cache.store import decode_json
 from quarantune.values.trial import Outcome, Trial
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"n": 1}, "time_ms": 0.5, "fingerprint": {}, "versions": {}}
@@ -428,10 +429,10 @@ def test_reading_a_large_file_leaves_the_garbage_collector_alone(is_enabled: boo
     (gc.enable if is_enabled else gc.disable)()
     gc.callbacks.append(note)
     try:
-        value = content.decode(large)
+        value = decode_json(large)
         seen = len(rounds)
         with pytest.raises(ValueError, match="NaN is not JSON"):
-            content.decode(large[:-1] + b", NaN]")
+            decode_json(large[:-1] + b", NaN]")
         assert gc.isenabled() is is_enabled
     finally:
         gc.callbacks.remove(note)

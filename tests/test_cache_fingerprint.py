@@ -17,7 +17,7 @@ import pytest
 from helpers import python
 
 from quarantune.cache import Fingerprint, fingerprint
-from quarantune.cache.described import code_text
+from quarantune.cache.fingerprint import code_text
 
 BASE = """
 import functools

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.cache import CacheWarning, CacheWriteError, Journal, content, remember_trouble, troublesome
+from quarantune.cache import CacheWarning, CacheWriteError, Journal, remember_trouble, troublesome
 from quarantune.cache import journal as journal_module
-from quarantune.cache.keys import problem_hash
+from quarantune.cache.store import problem_hash
 
 
 @pytest.fixture
@@ -137,8 +137,8 @@ def test_concurrent_appends_lose_no_acknowledged_record(tmp_path: Path, largest:
 import sys
 import warnings
 from pathlib import Path
-from quarantune.cache import Journal, content
-content.LARGEST_JOURNAL_BYTES = int(sys.argv[4])
+from quarantune.cache import Journal, journal
+journal.LARGEST_JOURNAL_BYTES = int(sys.argv[4])
 journal = Journal(Path(sys.argv[1]), "f", "cpu", "key")
 for number in range(int(sys.argv[3])):
     journal.append({"writer": sys.argv[2], "number": number, "filling": "x" * (number % 50) * 100})
@@ -184,8 +184,8 @@ def test_hosts_append_to_files_of_their_own_and_all_are_read(journal: Journal, m
 def test_a_journal_that_becomes_large_goes_on_in_another_file(
     tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content, "LARGEST_JOURNAL_BYTES", 2000)
-    monkeypatch.setattr(content, "LARGEST_READ_JOURNAL_BYTES", 2000)
+    monkeypatch.setattr(journal_module, "LARGEST_JOURNAL_BYTES", 2000)
+    monkeypatch.setattr(journal_module, "LARGEST_READ_JOURNAL_BYTES", 2000)
     records = [{"n": n, "filling": "x" * (n * 37 % 400)} for n in range(100)]
     for record in records:
         journal.append(record)

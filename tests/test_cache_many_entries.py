@@ -14,7 +14,8 @@ import pytest
 from helpers import ends, run_python
 
 import quarantune
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, tuning_cache
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, tuning_cache
+from quarantune.cache import journal as journal_module
 from quarantune.cache import store as store_module
 from quarantune.cache.store import EntryFile, encode
 from quarantune.host import shared_files
@@ -254,8 +255,9 @@ def test_one_file_of_a_newer_schema_is_left_alone_and_the_others_are_used(store:
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[int]:
     """Lets no writer make a file of entries larger than 20,000 bytes; twice that is read."""
-    monkeypatch.setattr(content, "LARGEST_ENTRIES_BYTES", 20_000)
-    monkeypatch.setattr(content, "LARGEST_READ_ENTRIES_BYTES", 40_000)
+    monkeypatch.setattr(store_module, "LARGEST_ENTRIES_BYTES", 20_000)
+    monkeypatch.setattr(tuning_cache, "LARGEST_ENTRIES_BYTES", 20_000)
+    monkeypatch.setattr(store_module, "LARGEST_READ_ENTRIES_BYTES", 40_000)
     return 20_000
 
 
@@ -366,8 +368,8 @@ def test_a_sweep_goes_on_from_a_very_large_journal(
     cache_dir: Path, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     if not large:
-        monkeypatch.setattr(content, "LARGEST_JOURNAL_BYTES", 1000)
-        monkeypatch.setattr(content, "LARGEST_READ_JOURNAL_BYTES", 4000)
+        monkeypatch.setattr(journal_module, "LARGEST_JOURNAL_BYTES", 1000)
+        monkeypatch.setattr(journal_module, "LARGEST_READ_JOURNAL_BYTES", 4000)
 
     def kernel(x: float, *, n: int) -> float:
         return x

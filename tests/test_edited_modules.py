@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quarantune.cache import reach
+from quarantune.cache.fingerprint import is_library
 from quarantune.host import process
 from quarantune.transport import importable
 
@@ -86,9 +86,9 @@ def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -
     (about / "RECORD").write_text("their_kernels.py,sha256=x,1\ntheir_package/deep/inside.py,,\n")
     process._recorded.cache_clear()
     process.is_installed.cache_clear()
-    found = [reach.is_library("their_kernels"), process.is_installed(str(place / "their_package" / "other.py"))]
+    found = [is_library("their_kernels"), process.is_installed(str(place / "their_package" / "other.py"))]
     assert found == [True, True]
-    assert not reach.is_library("own_kernels"), "a file of one's own beside installed packages"
+    assert not is_library("own_kernels"), "a file of one's own beside installed packages"
 
 
 def test_code_of_no_file_is_nobodys_package_also_where_the_working_directory_is_gone(

@@ -3,41 +3,40 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache.described import plain_function as plain_function
-from quarantune.cache.errors import CacheWarning as CacheWarning
-from quarantune.cache.errors import CacheWriteError as CacheWriteError
-from quarantune.cache.errors import report_once as report_once
 from quarantune.cache.fingerprint import Fingerprint as Fingerprint
 from quarantune.cache.fingerprint import fingerprint as fingerprint
-from quarantune.cache.keys import canonical_json as canonical_json
-from quarantune.cache.keys import plain as plain
-from quarantune.cache.keys import safe_name as safe_name
-from quarantune.cache.keys import short_hash as short_hash
+from quarantune.cache.fingerprint import plain_function as plain_function
 from quarantune.cache.store import SCHEMA as SCHEMA
+from quarantune.cache.store import CacheWarning as CacheWarning
+from quarantune.cache.store import CacheWriteError as CacheWriteError
 from quarantune.cache.store import Contents as Contents
 from quarantune.cache.store import Entry as Entry
 from quarantune.cache.store import Store as Store
+from quarantune.cache.store import canonical_json as canonical_json
+from quarantune.cache.store import plain as plain
+from quarantune.cache.store import report_once as report_once
+from quarantune.cache.store import safe_name as safe_name
+from quarantune.cache.store import short_hash as short_hash
 
 if TYPE_CHECKING:
     from quarantune.cache.claims import Claim as Claim
     from quarantune.cache.claims import Holder as Holder
     from quarantune.cache.claims import wait as wait
-    from quarantune.cache.exchange import CacheDiff as CacheDiff
-    from quarantune.cache.exchange import CacheKey as CacheKey
-    from quarantune.cache.exchange import EntryPair as EntryPair
-    from quarantune.cache.exchange import MergeReport as MergeReport
     from quarantune.cache.journal import Journal as Journal
     from quarantune.cache.journal import conclusions as conclusions
     from quarantune.cache.journal import remember_trouble as remember_trouble
     from quarantune.cache.journal import troublesome as troublesome
+    from quarantune.cache.tuning_cache import CacheDiff as CacheDiff
+    from quarantune.cache.tuning_cache import CacheKey as CacheKey
     from quarantune.cache.tuning_cache import CacheRecord as CacheRecord
+    from quarantune.cache.tuning_cache import EntryPair as EntryPair
+    from quarantune.cache.tuning_cache import MergeReport as MergeReport
     from quarantune.cache.tuning_cache import TuningCache as TuningCache
 
 _LATER = {
     "claims": ("Claim", "Holder", "wait"),
-    "exchange": ("CacheDiff", "CacheKey", "EntryPair", "MergeReport"),
     "journal": ("Journal", "conclusions", "remember_trouble", "troublesome"),
-    "tuning_cache": ("CacheRecord", "TuningCache"),
+    "tuning_cache": ("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport", "TuningCache"),
 }
 _MODULES = {name: module for module, names in _LATER.items() for name in names}
 """The modules of the names that a cached call does not need, imported with their first use."""

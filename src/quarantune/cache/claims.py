@@ -13,11 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from quarantune.cache import content
-from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.file_lease import Owner, boot_id, unchanged_s
 from quarantune.cache.journal import trials_folder
-from quarantune.cache.keys import problem_hash
+from quarantune.cache.store import CacheWriteError, decode_json, problem_hash, report_once, short_text
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, SideLock
 from quarantune.values.codec import JsonObject, Record, within
@@ -26,7 +24,9 @@ T = TypeVar("T")
 
 _LONGEST_WORST_CASE_S = 24 * 3600.0
 """The longest silence that a claim's holder may announce, in seconds."""
-_Text: TypeAlias = Annotated[str, content.short_text]
+_LARGEST_CLAIM_BYTES = 1 << 16
+_LARGEST_FAILURE_BYTES = 1 << 26
+_Text: TypeAlias = Annotated[str, short_text]
 _GRACE_S = 2.0
 """Added to every worst case: the coarsest clock of a filesystem ticks once in two seconds."""
 
@@ -176,7 +176,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         """Returns the record that the last holder without an answer left; None if there is none."""
         try:
             return _Failure.from_json(
-                content.decode(self._content(self._failure_name, largest_bytes=content.LARGEST_FAILURE_BYTES))
+                decode_json(self._content(self._failure_name, largest_bytes=_LARGEST_FAILURE_BYTES))
             )
         except (OSError, ValueError):
             return None
@@ -195,19 +195,19 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
 
     def _read_holder(self, name: str) -> Holder | None:
         try:
-            return Holder.from_json(content.decode(self._content(name)))
+            return Holder.from_json(decode_json(self._content(name)))
         except (OSError, ValueError):
             return None
 
     def _is_unfinished(self, name: str) -> bool:
         """Returns whether a claim's holder died while writing it."""
         try:
-            content.decode(self._content(name))
+            decode_json(self._content(name))
         except (OSError, ValueError) as error:
             return isinstance(error, ValueError)
         return False
 
-    def _content(self, name: str, *, largest_bytes: int = content.LARGEST_CLAIM_BYTES) -> bytes:
+    def _content(self, name: str, *, largest_bytes: int = _LARGEST_CLAIM_BYTES) -> bytes:
         return shared_files.read(self._path.with_name(name), below=self._where[0], largest_bytes=largest_bytes)
 
     def _is_stale(self, *, lock_is_free: bool) -> bool:

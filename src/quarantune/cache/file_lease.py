@@ -21,9 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
-from quarantune.cache import content
-from quarantune.cache.errors import CacheWriteError, LeaseLostError
-from quarantune.cache.keys import short_hash
+from quarantune.cache.store import CacheWriteError, LeaseLostError, short_hash, short_text
 from quarantune.host import machine, shared_files
 from quarantune.host.shared_files import Directory, Draft, SideLock
 from quarantune.values.codec import Record, within
@@ -151,7 +149,7 @@ class Owner(Record):
         started: its start time, in the kernel's ticks; 0 where that is not known.
     """
 
-    host: Annotated[str, content.short_text]
+    host: Annotated[str, short_text]
     pid: Annotated[int, within(1, 2**31)]
     started: Annotated[int, within(0, 2**64)]
 

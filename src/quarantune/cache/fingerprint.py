@@ -1,19 +1,56 @@
-"""Fingerprints: a short hash for each part that a tuned result depends on, such as code, closure, helpers, options."""
+"""Fingerprints: a short hash for each part that a tuned result depends on, such as code, closure, helpers, options.
+
+A description of code or of a value is the same in every process and never raises: an object that shows nothing but its
+address counts by its type. (The key of a call has a stricter describer, `values.describe`.)
+"""
 
 from __future__ import annotations
+import __future__
 
+import ast
+import collections
 import contextlib
 import dataclasses
+import dis
 import enum
 import functools
+import hashlib
 import inspect
+import logging
+import operator
+import re
 import sys
+import textwrap
 import types
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quarantune.cache import described, reach
-from quarantune.cache.keys import canonical_json, short_hash
+from quarantune.cache.store import canonical_json, short_hash
+from quarantune.host.process import is_installed
+from quarantune.values.texts import PROGRAMS, is_runner, module_of
+
+_LARGEST_HASHED_BYTES = 1 << 24
+"""Larger arrays count by shape and dtype alone: hashing model weights would take too long."""
+MOST_LAYERS = 32
+"""A bound on the layers around a function, as an odd object may answer any attribute, endlessly."""
+_DEEPEST_FOLLOWED = 8
+LITERALS = (type(None), bool, int, float, complex, str, bytes, type(...))
+NOTHING = object()
+"""Returned by `attribute` if there is no such attribute."""
+_VERSIONED = frozenset({"jax", "jaxlib", "quarantune"})
+"""Packages whose versions an entry records, wherever they are installed."""
+_HELD_AS = {"triton": "fn"}
+"""The attribute in which kernels hold their function where it is not `__wrapped__`, by the package of their classes."""
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
+_CLASS_MACHINERY = frozenset(
+    {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "__firstlineno__"}
+    | {"__static_attributes__", "__abstractmethods__", "_abc_impl"}
+)
+_FUTURES = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+_texts: weakref.WeakKeyDictionary[types.FunctionType, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,19 +110,19 @@ def reached(fn: Callable[..., Any]) -> Mapping[tuple[str, ...], Any]:
 
 
 def _describe_option(value: Any) -> Any:
-    description = described.describe(value)
+    description = describe(value)
     function = _root_function(value) if callable(value) else None
     if function is None:
         return description
-    if reach.is_library_function(function):  # made by a call, such as `spaces.divides(...)`
-        held = [[name, described.describe(item)] for name, item in described.closure_of(function)]
+    if is_library_function(function):  # made by a call, such as `spaces.divides(...)`
+        held = [[name, describe(item)] for name, item in closure_of(function)]
         return [description, held] if held else description
     return [description, _Walk(value).parts]
 
 
 def _root_function(fn: Any) -> types.FunctionType | None:
     """Returns the Python function that a call of `fn` runs, or None."""
-    return described.plain_function(fn) or described.plain_function(inspect.getattr_static(type(fn), "__call__", None))
+    return plain_function(fn) or plain_function(inspect.getattr_static(type(fn), "__call__", None))
 
 
 class _Walk:
@@ -104,27 +141,27 @@ class _Walk:
         self._module = function.__globals__ if function else {}
         self._visit_rules(fn)
         if function is None:
-            self.parts["code"] = _hash(described.describe(fn))
+            self.parts["code"] = _hash(describe(fn))
             return
-        if (wrapping := described.describe_wrapping(fn)) is not None:
+        if (wrapping := _describe_wrapping(fn)) is not None:
             self.parts["bound"] = _hash(wrapping)
         self._seen.add(id(function))
-        self.parts["code"] = _hash(described.code_text(function, with_decorators=False))
-        self.parts["defaults"] = _hash(described.describe_defaults(function))
+        self.parts["code"] = _hash(code_text(function, with_decorators=False))
+        self.parts["defaults"] = _hash(_describe_defaults(function))
         self._follow_bound(fn)
         self._visit_surroundings("closure", function, owner=_owner(fn))
 
     def _visit(self, kind: str, name: str, value: Any) -> None:
         self._visit_rules(value)
         for cls, registered in _registrations(value):
-            self._visit("closure", f"{name}[{described.type_name(cls)}]", registered)
-        function = described.plain_function(value)
+            self._visit("closure", f"{name}[{type_name(cls)}]", registered)
+        function = plain_function(value)
         if function is not None and function.__globals__ is self._module:
             self._visit_helper(f"helper:{name}", value, function)
         elif isinstance(value, type) and self._is_own(value):
             self._visit_class(value)
         else:
-            self.parts[f"{kind}:{name}"] = _hash(described.describe(value))
+            self.parts[f"{kind}:{name}"] = _hash(describe(value))
             self._follow(value)
 
     def _visit_helper(self, part: str, value: Any, function: types.FunctionType) -> None:
@@ -132,9 +169,9 @@ class _Walk:
             return
         self._seen.add(id(function))
         description = [
-            described.code_text(function),
-            described.describe_defaults(function),
-            described.describe_wrapping(value),
+            code_text(function),
+            _describe_defaults(function),
+            _describe_wrapping(value),
         ]
         self.parts[part] = _hash(description)
         self._follow_bound(value)
@@ -145,17 +182,17 @@ class _Walk:
             return
         self._seen.add(id(cls))
         is_own = self._is_own(cls)
-        label = cls.__qualname__ if is_own else described.type_name(cls)
-        self.parts[f"class:{label}"] = _hash([described.type_name(base) for base in cls.__mro__])
+        label = cls.__qualname__ if is_own else type_name(cls)
+        self.parts[f"class:{label}"] = _hash([type_name(base) for base in cls.__mro__])
         for name, member in list(vars(cls).items()):  # describing one may add another
             if name not in _CLASS_MACHINERY and (is_own or _is_written_out(member)):
                 self.reached[cls.__module__, *cls.__qualname__.split("."), name] = member
                 self._visit("class", f"{label}.{name}", getattr(member, "fget", None) or member)
         if issubclass(cls, enum.Enum) and not is_own:
             values = {name: member.value for name, member in cls.__members__.items()}
-            self.parts[f"class:{label}.values"] = _hash(described.describe(values))
+            self.parts[f"class:{label}.values"] = _hash(describe(values))
         for base in cls.__mro__[1:]:
-            if reach.is_users_class(base):
+            if is_users_class(base):
                 self._visit_class(base)
 
     def _visit_surroundings(self, kind: str, function: types.FunctionType, *, owner: type | None) -> None:
@@ -163,29 +200,29 @@ class _Walk:
         prefix = "" if is_own else f"{function.__module__}."
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._follow(default)
-        free = dict(described.closure_of(function))
+        free = dict(closure_of(function))
         for name, value in free.items():
             if is_own:
                 self._visit(kind, name, value)
             else:  # their values are in the description of the function
                 self._follow(value)
-        chains = reach.chains(function.__code__)
+        chains = _chains_of(function.__code__)
         for name in sorted({chain.root for chain in chains if chain.kind == "global"}):
             if name in function.__globals__:
                 self.reached[function.__globals__.get("__name__", ""), name] = function.__globals__[name]
                 self._visit("global", prefix + name, function.__globals__[name])
-        for name in reach.imports(function.__code__):
+        for name in _imports(function.__code__):
             # No part, as it may or may not be imported by now.
             for module in (sys.modules.get(name), sys.modules.get(f"{function.__globals__.get('__package__')}.{name}")):
-                if module is not None and not reach.is_library(module.__name__):
-                    used = reach.names(function.__code__) & vars(module).keys()
+                if module is not None and not is_library(module.__name__):
+                    used = _names(function.__code__) & vars(module).keys()
                     self.reached |= {(module.__name__, item): vars(module)[item] for item in used}
         for chain in chains:
             if chain.kind == "first":
                 self._visit_chain("class", owner, chain.path[:1], function)
             else:
                 scope = function.__globals__ if chain.kind == "global" else free
-                value = scope.get(chain.root, reach.NOTHING)
+                value = scope.get(chain.root, NOTHING)
                 self._visit_chain("global", value, chain.path, function, prefix + chain.root)
 
     def _visit_chain(
@@ -194,28 +231,28 @@ class _Walk:
         """Visits the objects that a dotted name stands for, if its root is a module, class or object of the user's."""
         for name in path:
             if isinstance(value, types.ModuleType):
-                found = reach.attribute(value, name)
+                found = attribute(value, name)
                 self.reached[value.__name__, name] = found
                 label = f"{value.__name__}.{name}"
-                if reach.is_library(value.__name__):
+                if is_library(value.__name__):
                     if not isinstance(found, types.ModuleType):
                         return
-                elif found is not reach.NOTHING and not isinstance(found, types.ModuleType):
+                elif found is not NOTHING and not isinstance(found, types.ModuleType):
                     self._visit(kind, label, found)
             else:
                 cls = value if isinstance(value, type) else type(value)
                 self._visit_state(label, value, name)
-                if value is reach.NOTHING or not reach.is_users_class(cls):
+                if value is NOTHING or not is_users_class(cls):
                     return
-                found = reach.attribute(value, name)
-                if found is not reach.NOTHING and _is_written_out(reach.attribute(cls, name)):
-                    owner = cls.__qualname__ if self._is_own(cls) else described.type_name(cls)
+                found = attribute(value, name)
+                if found is not NOTHING and _is_written_out(attribute(cls, name)):
+                    owner = cls.__qualname__ if self._is_own(cls) else type_name(cls)
                     self._visit("class", f"{owner}.{name}", getattr(found, "fget", None) or found)
                 label = f"{label}.{name}"
             value = found
-        if isinstance(value, types.ModuleType) and not reach.is_library(value.__name__):
+        if isinstance(value, types.ModuleType) and not is_library(value.__name__):
             # The module has another name or is passed on: any name in the code may be one of its attributes.
-            for name in sorted(reach.names(function.__code__) & vars(value).keys()):
+            for name in sorted(_names(function.__code__) & vars(value).keys()):
                 self._visit_chain(kind, value, (name,), function)
             return
         if not isinstance(value, (type, types.FunctionType)):
@@ -231,23 +268,23 @@ class _Walk:
             return
         if isinstance(value, (type, types.ModuleType)) or not isinstance(fields, dict) or not label:
             return
-        if described.plain_function(value) or described.describe(value) != [described.type_name(type(value)), ""]:
+        if plain_function(value) or describe(value) != [type_name(type(value)), ""]:
             return
         if name in fields:
             self._visit("global", f"{label}.{name}", fields[name])
-        elif reach.is_users_class(type(value)):
-            self.parts[f"global:{label}.fields"] = _hash(described.describe_instance(value))
+        elif is_users_class(type(value)):
+            self.parts[f"global:{label}.fields"] = _hash(_describe_instance(value))
         elif name:
             with contextlib.suppress(Exception):  # a flag that is not parsed yet
-                if isinstance(found := getattr(value, name), described.LITERALS):
-                    self.parts[f"global:{label}.{name}"] = _hash(described.describe(found))
+                if isinstance(found := getattr(value, name), LITERALS):
+                    self.parts[f"global:{label}.{name}"] = _hash(describe(found))
 
     def _visit_rules(self, value: Any) -> None:
         """Visits the user's own rules of a function, such as its derivative, in whatever is wrapped around it."""
         # Not imported above: a program that only reads the cache does not need JAX.
         from quarantune import jax_internals
 
-        for _ in range(described.MOST_LAYERS):
+        for _ in range(MOST_LAYERS):
             rules = {} if id(value) in self._seen else jax_internals.custom_rules(value)
             owner = ""
             if rules:
@@ -257,9 +294,9 @@ class _Walk:
                 if _is_users(rule) or (isinstance(rule, dict) and any(map(_is_users, rules.values()))):
                     part = f"rule:{owner}.{name}"
                     same = sum(other.partition("#")[0] == part for other in self.parts)
-                    self.parts[f"{part}#{same}" if same else part] = _hash(described.describe(rule))
+                    self.parts[f"{part}#{same}" if same else part] = _hash(describe(rule))
                     self._follow(rule)
-            value = described.wrapped_by(value)
+            value = wrapped_by(value)
             if value is None:
                 return
 
@@ -269,38 +306,38 @@ class _Walk:
     def _follow(self, value: Any, depth: int = 0) -> None:
         """Visits the code that a described value reaches in turn, which its description does not show."""
         self._visit_rules(value)
-        function = described.plain_function(value)
+        function = plain_function(value)
         if function is not None:
             self._follow_bound(value)
             if id(function) not in self._followed:
                 self._followed.add(id(function))
-                if reach.is_library_function(function):
-                    held = dict(described.closure_of(function))
+                if is_library_function(function):
+                    held = dict(closure_of(function))
                     self._visit_held(f"{function.__module__}.{function.__qualname__}", held)
                     for item in held.values():
                         self._follow(item, depth)
                 else:
                     self._visit_surroundings(f"{function.__qualname__}:closure", function, owner=_owner(value))
         elif isinstance(value, type):
-            if reach.is_users_class(value):
+            if is_users_class(value):
                 self._visit_class(value)
         elif (isinstance(value, tuple) or type(value) in (list, dict)) and depth < _DEEPEST_FOLLOWED:
             for item in value.values() if isinstance(value, dict) else value:
-                if not isinstance(item, described.LITERALS):
+                if not isinstance(item, LITERALS):
                     self._follow(item, depth + 1)
-        elif not (isinstance(value, types.ModuleType) or _is_jaxs(type(value)) or reach.is_users_class(type(value))):
+        elif not (isinstance(value, types.ModuleType) or _is_jaxs(type(value)) or is_users_class(type(value))):
             # What JAX's own objects hold are the rules above; one of the user's may keep what it has compiled.
             fields = getattr(value, "__dict__", None)
             if isinstance(fields, dict):
-                self._visit_held(described.type_name(type(value)), {str(name): item for name, item in fields.items()})
+                self._visit_held(type_name(type(value)), {str(name): item for name, item in fields.items()})
 
     def _visit_held(self, holder: str, held: Mapping[str, Any]) -> None:
         """Visits the user's own functions that a library's function or object was given: `haiku.transform(f)`."""
         for name, value in sorted(held.items()):
             items = value if isinstance(value, (list, tuple)) else [value]
             for position, item in enumerate(items):
-                function = described.plain_function(item)
-                if function is not None and not reach.is_library_function(function):
+                function = plain_function(item)
+                if function is not None and not is_library_function(function):
                     place = f"[{position}]" if items is value else ""
                     self._visit("closure", f"{holder}.{name}{place}", item)
 
@@ -310,9 +347,6 @@ class _Walk:
             for item in (*value.args, *value.keywords.values()):
                 self._follow(item)
             value = value.func
-
-
-_DEEPEST_FOLLOWED = 8
 
 
 def _is_jaxs(cls: type) -> bool:
@@ -325,27 +359,27 @@ def _owner(fn: Any) -> type | None:
         return fn.__self__ if isinstance(fn.__self__, type) else type(fn.__self__)
     if isinstance(fn, functools.partial):
         return _owner(fn.func)
-    function = described.plain_function(fn)
+    function = plain_function(fn)
     if function is None:
         return type(fn)
-    return reach.defining_class(function)
+    return _defining_class(function)
 
 
 def _is_users(fn: Any) -> bool:
     """Returns whether a callable is the user's own code."""
-    function = described.plain_function(fn)
+    function = plain_function(fn)
     if function is None:
-        return reach.is_users_class(type(fn))
-    return not reach.is_library_function(function)
+        return is_users_class(type(fn))
+    return not is_library_function(function)
 
 
 def _is_written_out(member: Any) -> bool:
     """Returns whether a member of a class was written by its author: a function, class, constant or list of such."""
-    if isinstance(member, (type, property, *described.LITERALS)):
+    if isinstance(member, (type, property, *LITERALS)):
         return True
     if isinstance(member, (list, tuple, dict)):
-        return any(map(described.plain_function, member.values() if isinstance(member, dict) else member))
-    return described.plain_function(member) is not None
+        return any(map(plain_function, member.values() if isinstance(member, dict) else member))
+    return plain_function(member) is not None
 
 
 def _registrations(value: Any) -> list[tuple[type, Any]]:
@@ -357,16 +391,379 @@ def _registrations(value: Any) -> list[tuple[type, Any]]:
 
 def _operators(cls: type) -> list[str]:
     """Returns the special methods that the user has written for a class; nobody calls them by name."""
-    written = {name for base in cls.__mro__ if reach.is_users_class(base) for name in vars(base)}
+    written = {name for base in cls.__mro__ if is_users_class(base) for name in vars(base)}
     special = {name for name in written if name.startswith("__") and name.endswith("__")}
     return sorted(special - vars(object).keys() - _CLASS_MACHINERY)
 
 
-_CLASS_MACHINERY = frozenset(
-    {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "__firstlineno__"}
-    | {"__static_attributes__", "__abstractmethods__", "_abc_impl"}
-)
-
-
 def _hash(description: Any) -> str:
     return short_hash(canonical_json(description))
+
+
+# --- the names in code, and whose code it is ---
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class _Chain:
+    """A dotted name in a function's code: `kernels.body` is the root `kernels` and the path `("body",)`.
+
+    Attributes:
+        kind: `global`, `closure` for a free variable, or `first` for the function's first parameter.
+        root: the variable.
+        path: the attributes that follow; empty if the variable is used by itself.
+    """
+
+    kind: str
+    root: str
+    path: tuple[str, ...]
+
+
+def _nested_code(code: types.CodeType) -> list[types.CodeType]:
+    """Returns the code of the functions defined directly in a function."""
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _chains_of(code: types.CodeType) -> list[_Chain]:
+    """Returns the dotted names in a function's code and in the functions within it, sorted and each once."""
+    first = code.co_varnames[0] if code.co_argcount else None
+    return sorted(set(_chains(code, first)))
+
+
+def _chains(code: types.CodeType, first: str | None, *, nested: bool = False) -> Iterator[_Chain]:
+    open_chain: tuple[str, str] | None = None
+    path: list[str] = []
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name in ("LOAD_ATTR", "LOAD_METHOD") and open_chain:
+            path.append(instruction.argval)
+            continue
+        if open_chain:
+            yield _Chain(*open_chain, tuple(path))
+        open_chain, path = None, []
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            open_chain = ("global", instruction.argval)
+        elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
+            open_chain = ("first" if instruction.argval == first else "closure", instruction.argval)
+        elif name.startswith("LOAD_FAST") and not nested:
+            # Newer versions of Python load two variables at once; an attribute belongs to the second.
+            last = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+            open_chain = ("first", last) if last == first else None
+    if open_chain:
+        yield _Chain(*open_chain, tuple(path))
+    for inner in _nested_code(code):
+        yield from _chains(inner, first, nested=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _imports(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of modules in the import statements of a function's code, including nested functions."""
+    inner = map(_imports, _nested_code(code))
+    own = (item.argval for item in dis.get_instructions(code) if item.opname == "IMPORT_NAME")
+    return frozenset(own).union(*inner)
+
+
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Returns all names of globals and attributes in a function's code, also as texts, including nested functions."""
+    inner = map(_names, _nested_code(code))
+    texts = (constant for constant in code.co_consts if isinstance(constant, str))
+    return frozenset(code.co_names).union(texts, *inner)
+
+
+def attribute(value: Any, name: str) -> Any:
+    """Returns an attribute of a module, a class or an object without running any code, or `NOTHING`."""
+    try:
+        if isinstance(value, types.ModuleType):
+            return value.__dict__.get(name, NOTHING)
+        return inspect.getattr_static(value, name, NOTHING)
+    except Exception:
+        return NOTHING
+
+
+def _defining_class(function: types.FunctionType) -> type | None:
+    """Returns the class in whose body a method was written; None if that is inside a function."""
+    path = function.__qualname__.split(".")[:-1]
+    if not path or "<locals>" in path:
+        return None
+    found: Any = function.__globals__.get(path[0])
+    for name in path[1:]:
+        found = attribute(found, name)
+    return found if isinstance(found, type) else None
+
+
+def is_users_class(cls: type) -> bool:
+    """Returns whether a class is the user's own code."""
+    return not is_library(cls.__module__)
+
+
+def is_library(module: str) -> bool:
+    """Returns whether a module is Python's own or installed, so that its version stands for its code."""
+    root = module.partition(".")[0]
+    if root in _VERSIONED:
+        return True
+    found = sys.modules.get(module)
+    if module in PROGRAMS and is_runner(vars(found or object)):
+        return False
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
+    if isinstance(file, str):
+        return is_installed(file)
+    return root in sys.stdlib_module_names
+
+
+def is_library_function(function: types.FunctionType) -> bool:
+    """Returns whether a function is from a module that `is_library` names."""
+    return is_installed(function.__code__.co_filename)
+
+
+# --- descriptions ---
+
+
+def describe(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Describes a value: equal values alike in every process, different values differently.
+
+    Args:
+        value: the value.
+        inside: the identities of the values that hold it.
+    """
+    if id(value) in inside:
+        return ["cycle", len(inside) - inside.index(id(value))]
+    try:
+        return _describe_parts(value, (*inside, id(value)))
+    except Exception:
+        return ["object", type_name(type(value))]
+
+
+def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
+    kind = type_name(type(value))
+    if isinstance(value, enum.Enum):
+        return [kind, value.name]
+    if isinstance(value, LITERALS):
+        return [kind, repr(value)]
+    if isinstance(value, types.CodeType):
+        return [kind, describe_code(value)]
+    if isinstance(value, (list, tuple)):
+        return [kind, [describe(item, inside) for item in value]]
+    if isinstance(value, (set, frozenset)):
+        return [kind, sorted(canonical_json(describe(item, inside)) for item in value)]
+    if isinstance(value, Mapping):
+        pairs = [[describe(key, inside), describe(item, inside)] for key, item in value.items()]
+        return [kind, sorted(pairs, key=canonical_json)]
+    if isinstance(value, type):
+        return ["class", type_name(value)]
+    if isinstance(value, types.ModuleType):
+        return ["module", value.__name__]
+    if isinstance(value, logging.Logger):
+        return ["logger", value.name]
+    if all(hasattr(value, name) for name in ("dtype", "shape", "__array__")):
+        return [kind, *describe_array(value)]
+    function = plain_function(value)
+    if function is not None:
+        return ["function", *_describe_function(function, inside), _describe_wrapping(value)]
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return [kind, describe(fields, inside)]
+    if _holds_set(value):  # a repr shows a set in an order that differs from process to process
+        return [kind, describe(_state(value), inside)]
+    return [kind, stable_repr(value)]
+
+
+def stable_repr(value: Any) -> str:
+    """Returns the repr of a value; an empty text if it shows an address."""
+    text = repr(value)
+    return "" if _ADDRESS.search(text) else text
+
+
+def _state(value: Any) -> Any:
+    """Returns the parts that a pickle of an object holds, or None."""
+    try:
+        _, arguments, *state = value.__reduce_ex__(4)
+    except Exception:
+        return None
+    return [arguments, *[list(part) if isinstance(part, Iterator) else part for part in state]]
+
+
+def _holds_set(value: Any, outer: tuple[int, ...] = ()) -> bool:
+    if isinstance(value, (set, frozenset)):
+        return len(value) > 1
+    if id(value) in outer or isinstance(value, (type, types.FunctionType, types.ModuleType, *LITERALS)):
+        return False
+    outer = (*outer, id(value))
+    if isinstance(value, (list, tuple)):
+        return any(_holds_set(item, outer) for item in value)
+    if isinstance(value, Mapping):
+        return any(_holds_set(item, outer) for pair in value.items() for item in pair)
+    if isinstance(value, (types.SimpleNamespace, collections.deque)) or is_users_class(type(value)):
+        return _holds_set(_state(value), outer)
+    return False
+
+
+def describe_array(value: Any, largest_bytes: int = _LARGEST_HASHED_BYTES) -> list[Any]:
+    """Describes an array by shape and dtype, and up to a size by its elements."""
+    description = [str(value.dtype), [int(size) for size in value.shape]]
+    # The elements of a tracer cannot be read, and those of an array of objects are addresses.
+    with contextlib.suppress(Exception):
+        if value.nbytes <= largest_bytes and value.dtype.kind != "O":
+            description.append(hashlib.sha256(value.__array__().tobytes()).hexdigest())
+    return description
+
+
+def _describe_function(function: types.FunctionType, inside: tuple[int, ...]) -> list[Any]:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if is_library_function(function):
+        # A library's version stands for its code; cache entries record versions beside the fingerprint.
+        return [name]
+    closure = [[name, describe(value, inside)] for name, value in closure_of(function)]
+    defaults = [describe(function.__defaults__, inside), describe(function.__kwdefaults__, inside)]
+    return [code_text(function), closure, defaults]
+
+
+def type_name(kind: type) -> str:
+    """Returns the dotted name of a class."""
+    return f"{module_of(kind)}.{kind.__qualname__}"
+
+
+# --- functions and what wraps them ---
+
+
+def plain_function(value: Any) -> types.FunctionType | None:
+    """Returns the Python function inside jit wrappers, decorators, methods and partials, or None."""
+    for _ in range(MOST_LAYERS):
+        inner = wrapped_by(value)
+        if inner is None:
+            return value if isinstance(value, types.FunctionType) else None
+        value = inner
+    return None
+
+
+def wrapped_by(value: Any) -> Any:
+    """Returns the function one layer inside a jit wrapper, decorator, method or partial; None if there is none."""
+    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        return value.__func__
+    if isinstance(value, functools.partial):
+        return value.func
+    if isinstance(value, type):
+        return None
+    attribute = _HELD_AS.get(type(value).__module__.partition(".")[0], "__wrapped__")
+    try:
+        return getattr(value, attribute, None)
+    except Exception:
+        return None
+
+
+def _describe_wrapping(value: Any) -> Any:
+    """Describes the layers around a plain function: bound arguments, the object of a method, decorators."""
+    if isinstance(value, functools.partial):
+        return ["partial", describe(value.args), describe(value.keywords), _describe_wrapping(value.func)]
+    if isinstance(value, types.MethodType):
+        return ["method", _describe_instance(value.__self__)]
+    if isinstance(value, types.FunctionType):
+        is_wrapper = hasattr(value, "__wrapped__") and not is_library_function(value)
+        return ["function", code_text(value)] if is_wrapper else None
+    if isinstance(value, (staticmethod, classmethod)):
+        return _describe_wrapping(value.__func__)
+    # The options of a jit wrapper are in the decorator's text, and JAX's version stands for the wrapper's type.
+    return None if plain_function(value) else ["callable", _describe_instance(value)]
+
+
+def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
+    """Describes the object of a method, or a callable object: by its fields if its repr shows only an address."""
+    described, seen = describe(value), {} if seen is None else seen
+    if described != [type_name(type(value)), ""]:
+        return described
+    if id(value) in seen:  # every object once, as it may be reachable in very many ways
+        return [*described, list(seen).index(id(value))]
+    seen[id(value)] = value
+    try:
+        state = value.__getstate__()
+        # A dict, or a pair of them for a class with slots.
+        parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
+        fields = {name: field for part in parts for name, field in without_caches(value, part).items()}
+        return [*described, [[name, _describe_instance(fields[name], seen)] for name in sorted(fields)]]
+    except Exception:
+        return described
+
+
+def without_caches(value: Any, part: Any) -> Any:
+    """Returns the fields of an object without those that hold its cached properties; anything else as it is."""
+    if not isinstance(part, dict):
+        return part
+    kind, cached = type(value), functools.cached_property
+    return {name: item for name, item in part.items() if not isinstance(getattr(kind, str(name), None), cached)}
+
+
+def _describe_defaults(function: types.FunctionType) -> Any:
+    """Describes the default values of a function's parameters."""
+    return describe([function.__defaults__, function.__kwdefaults__])
+
+
+def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values of a function's free variables, as far as they are assigned."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell: the variable is not assigned yet
+            yield name, cell.cell_contents
+
+
+# --- code as text ---
+
+
+def code_text(function: types.FunctionType, *, with_decorators: bool = True) -> str:
+    """Returns the code of a function as text, made once.
+
+    That is the normalised source, the same in all versions of Python, if it compiles to the code that is loaded.
+    Otherwise (the file was edited since, or the lines hold several lambdas) it is the compiled code.
+
+    Args:
+        function: the function.
+        with_decorators: whether its decorators are part of the text.
+    """
+    known = _texts.setdefault(function, {})
+    key = function.__code__, with_decorators
+    if key not in known:
+        known[key] = _code_text(function, with_decorators=with_decorators)
+    return known[key]
+
+
+def _code_text(function: types.FunctionType, *, with_decorators: bool) -> str:
+    with contextlib.suppress(Exception):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(definition, function):
+            if not with_decorators:
+                definition.decorator_list = []
+            return ast.unparse(_WithoutDocstrings().visit(definition))
+    return canonical_json(describe_code(function.__code__))
+
+
+def _is_source_of(definition: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> bool:
+    code = function.__code__
+    # In a shell whose parameters are its free variables, the definition compiles to the code it has in its module.
+    shell = ast.parse(f"def shell({', '.join(code.co_freevars)}): pass")
+    body: list[ast.stmt] = [definition]
+    if definition.name not in code.co_freevars:
+        body.insert(0, ast.Global(names=[definition.name]))
+    shell.body[0].body = body  # type: ignore[attr-defined]
+    compiled = compile(
+        ast.fix_missing_locations(shell), "shell", "exec", flags=code.co_flags & _FUTURES, dont_inherit=True
+    )
+    candidates = [found for found in _nested_code(_nested_code(compiled)[0]) if found.co_name == code.co_name]
+    return describe_code(code) in [describe_code(found) for found in candidates]
+
+
+def describe_code(code: types.CodeType) -> Any:
+    """Describes a code object without its name, its file and its docstring."""
+    constants = list(code.co_consts)
+    if constants and isinstance(constants[0], str) and constants[0] and code.co_flags & inspect.CO_NEWLOCALS:
+        constants[0] = None  # the docstring
+    return [
+        hashlib.sha256(code.co_code).hexdigest(),
+        [describe(constant) for constant in constants],
+        [list(names) for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)],
+        [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount],
+    ]
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+        return node

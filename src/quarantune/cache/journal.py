@@ -12,15 +12,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quarantune.cache import content
-from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.file_lease import this_host
-from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
+from quarantune.cache.store import (
+    CacheWriteError,
+    canonical_json,
+    decode_json,
+    plain,
+    problem_hash,
+    report_once,
+    safe_name,
+)
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
 from quarantune.values.codec import DamageError, JsonObject
 from quarantune.values.trial import Trial
 
+LARGEST_JOURNAL_BYTES = 1 << 28
+"""The size that no writer lets a journal pass."""
+LARGEST_READ_JOURNAL_BYTES = 1 << 30
+"""The size of the largest journal that is read: earlier versions wrote without looking at its size."""
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
 RECORDS = ("jsonl", "final", "uncompiled", "failed")
@@ -210,7 +220,7 @@ def _append_line(place: Directory, name: str, line: bytes) -> bool:
         # A line torn by a full disk lacks its end: one is added, or this record would be lost with it.
         size = os.fstat(fd).st_size
         # The line's own length does not count, so that records stay in order.
-        if size > content.LARGEST_JOURNAL_BYTES // 2:
+        if size > LARGEST_JOURNAL_BYTES // 2:
             return False
         separator = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
         written = os.write(fd, separator + line)
@@ -247,7 +257,7 @@ def _damage_of(path: Path, damaged: int) -> str:
 def _read_lines(path: Path, *, below: Path | None = None) -> Iterator[JsonObject | None]:
     """Yields the records of a file, None for each damaged line; a torn last line is left out."""
     try:
-        data = shared_files.read(path, below=below, largest_bytes=content.LARGEST_READ_JOURNAL_BYTES)
+        data = shared_files.read(path, below=below, largest_bytes=LARGEST_READ_JOURNAL_BYTES)
     except (NotAFileError, TooLargeError) as error:
         report_once(f"the journal {str(path)!r} cannot be used: {error.strerror}; look at it, or delete it")
         return
@@ -263,7 +273,7 @@ def _parse(line: bytes) -> JsonObject | None:
     if match is None or int(match["crc"], 16) != zlib.crc32(match["record"]):
         return None
     try:
-        record = content.decode(match["record"])
+        record = decode_json(match["record"])
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

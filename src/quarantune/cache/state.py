@@ -15,8 +15,23 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quarantune.cache import described, reach
-from quarantune.cache.keys import short_hash
+from quarantune.cache.fingerprint import (
+    LITERALS,
+    MOST_LAYERS,
+    NOTHING,
+    attribute,
+    closure_of,
+    describe,
+    describe_array,
+    describe_code,
+    is_library_function,
+    plain_function,
+    stable_repr,
+    type_name,
+    without_caches,
+    wrapped_by,
+)
+from quarantune.cache.store import short_hash
 
 _LARGEST_HASHED_BYTES = 1 << 20
 """Larger arrays count by shape and dtype, as this is done before every sweep."""
@@ -42,22 +57,22 @@ def cells(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
         value: the function; nothing is yielded for other values.
         path: the steps to it, which the steps to the values continue: see `step`.
     """
-    if len(path) > described.MOST_LAYERS:
+    if len(path) > MOST_LAYERS:
         return
     if not isinstance(value, types.FunctionType):
-        if (inner := described.wrapped_by(value)) is not None:
+        if (inner := wrapped_by(value)) is not None:
             yield from cells(inner, (*path, _INNER))
         return
-    if not reach.is_library_function(value):
+    if not is_library_function(value):
         yield from (((*path, name), held) for name in _DEFAULTS if (held := getattr(value, name)) is not None)
     elif not _is_of_functools(value):
         return
-    for name, item in described.closure_of(value):
-        if described.plain_function(item) is not None:
+    for name, item in closure_of(value):
+        if plain_function(item) is not None:
             yield from cells(item, (*path, _CELL + name))
         elif not (callable(item) or isinstance(item, (types.ModuleType, *_WEAK))):
             yield (*path, _CELL + name), item
-    if (inner := described.wrapped_by(value)) is not None:
+    if (inner := wrapped_by(value)) is not None:
         yield from cells(inner, (*path, _INNER))
 
 
@@ -74,13 +89,13 @@ def step(owner: Any, name: str) -> Any:
     """Returns the value one step away from another: an attribute, a closure's variable, or a wrapped function.
 
     Returns:
-        The value, or `reach.NOTHING`.
+        The value, or `NOTHING`.
     """
     if name == _INNER:
-        return described.wrapped_by(owner) or reach.NOTHING
+        return wrapped_by(owner) or NOTHING
     if name.startswith(_CELL):
-        return dict(described.closure_of(owner)).get(name.removeprefix(_CELL), reach.NOTHING)
-    return getattr(owner, name, reach.NOTHING) if name in _DEFAULTS else reach.attribute(owner, name)
+        return dict(closure_of(owner)).get(name.removeprefix(_CELL), NOTHING)
+    return getattr(owner, name, NOTHING) if name in _DEFAULTS else attribute(owner, name)
 
 
 def put(owner: Any, name: str, value: Any) -> None:
@@ -107,12 +122,12 @@ class _Description:
         try:
             return self._of(value, apart)
         except Exception:
-            return described.type_name(type(value))
+            return type_name(type(value))
 
     def _of(self, value: Any, apart: bool) -> Any:
-        if isinstance(value, (enum.Enum, type, types.ModuleType, types.CodeType, logging.Logger, *described.LITERALS)):
-            return described.describe(value)
-        kind = described.type_name(type(value))
+        if isinstance(value, (enum.Enum, type, types.ModuleType, types.CodeType, logging.Logger, *LITERALS)):
+            return describe(value)
+        kind = type_name(type(value))
         if type(value) is tuple:  # constants, which may be one object here and two elsewhere
             return [kind, *map(self.of, value)]
         if id(value) in self._seen or len(self._seen) > _MOST_PARTS or isinstance(value, _WEAK):
@@ -124,7 +139,7 @@ class _Description:
         if isinstance(value, types.FunctionType):
             yield from self._parts_of_function(value, apart)
         elif all(hasattr(value, name) for name in ("dtype", "shape", "__array__")):
-            yield from described.describe_array(value, min(_LARGEST_HASHED_BYTES, self._bytes_left))
+            yield from describe_array(value, min(_LARGEST_HASHED_BYTES, self._bytes_left))
             self._bytes_left -= value.nbytes if value.nbytes <= _LARGEST_HASHED_BYTES else 0
         elif isinstance(value, (list, tuple)):
             yield from map(self.of, value)
@@ -133,24 +148,24 @@ class _Description:
         elif isinstance(value, Mapping):
             items = {_text(key): item for key, item in value.items()}
             yield [[text, self.of(items[text])] for text in sorted(items)]
-        elif isinstance(value, (functools.partial, types.MethodType)) or not (inner := described.wrapped_by(value)):
+        elif isinstance(value, (functools.partial, types.MethodType)) or not (inner := wrapped_by(value)):
             yield from map(self.of, _fields(value))
         else:
             yield self.of(inner, apart=apart)
 
     def _parts_of_function(self, function: types.FunctionType, apart: bool) -> Iterator[Any]:
-        if not reach.is_library_function(function):
-            yield described.describe_code(function.__code__)
+        if not is_library_function(function):
+            yield describe_code(function.__code__)
         else:
             yield f"{function.__module__}.{function.__qualname__}"
             if "<locals>" not in function.__qualname__ and not _is_of_functools(function):
                 return  # every process has the same one
         for name in () if apart else _DEFAULTS:
             yield self.of(getattr(function, name))
-        for _, item in described.closure_of(function):
-            if not apart or described.plain_function(item) is not None:
+        for _, item in closure_of(function):
+            if not apart or plain_function(item) is not None:
                 yield self.of(item, apart=apart)
-        if (inner := described.wrapped_by(function)) is not None:
+        if (inner := wrapped_by(function)) is not None:
             yield self.of(inner, apart=apart)
 
 
@@ -165,7 +180,7 @@ def _fields(value: Any) -> list[Any]:
         if isinstance(reduced, str):
             return [reduced]
         parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
-        return [described.without_caches(value, part) for part in parts]
+        return [without_caches(value, part) for part in parts]
     if isinstance(fields := getattr(value, "__dict__", None), dict):
         return [fields]
-    return [described.stable_repr(value)]
+    return [stable_repr(value)]

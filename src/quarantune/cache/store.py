@@ -6,24 +6,42 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import gc
+import hashlib
 import json
+import math
 import os
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import NoneType
+from typing import Any, NoReturn, TypeAlias
 
-from quarantune.cache import content
-from quarantune.cache.errors import CacheWriteError, LeaseLostError, report_once
-from quarantune.cache.keys import plain, problem_hash, safe_name
 from quarantune.host import shared_files
+from quarantune.host.process import new_lock, warn
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError, directory_of, paths
 from quarantune.values.codec import JsonObject
+from quarantune.values.trial import is_plausible_ms
 
 SCHEMA = 1
 """The version of an entry's layout; an entry of a later one makes its file untouchable for us."""
-
-_LARGE_BYTES = 1 << 20
+LARGEST_ENTRIES_BYTES = 1 << 28
+"""The size that no writer lets a file of entries pass."""
+LARGEST_READ_ENTRIES_BYTES = 1 << 29
+"""The size of the largest file that is read: earlier versions wrote without looking at its size."""
+_MAIN_BYTES = 1 << 19
+"""The size that a function's main file does not pass; it takes 5 ms to read on a 2-core machine."""
+_SEARCHED_BYTES = 1 << 20
+"""In a larger file, one entry is looked for without decoding the others."""
+_UNCOLLECTED_BYTES = 1 << 18
+"""The garbage collector rests while a larger text is decoded."""
+_DEEPEST_JSON = 100
+_LONGEST_TEXT = 1 << 20
+_SET_ASIDE_TIMEOUT_S = 2.0
+_PLAIN_NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,99}")
+_HASHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}-[0-9a-f]{12}")
 
 Entry: TypeAlias = JsonObject
 Contents: TypeAlias = dict[str, dict[str, Entry]]
@@ -73,7 +91,7 @@ class EntryFile:
         """
         for attempts_left in (2, 1, 0):
             try:
-                return _decode(self._read(), self.path)
+                return _decode_entries(self._read(), self.path)
             except NotAFileError as error:
                 raise DamagedError(f"the cache file {str(self.path)!r} cannot be used: {error.strerror}") from None
             except (FileNotFoundError, NotADirectoryError):
@@ -90,13 +108,13 @@ class EntryFile:
         Of 20,000 entries, decoding and checking all takes 0.25 s on a 2-core machine, and finding one 0.01 s.
         """
         with contextlib.suppress(OSError, ValueError):
-            if self.path.stat().st_size > _LARGE_BYTES:
+            if self.path.stat().st_size > _SEARCHED_BYTES:
                 data = self._read()
                 first = data.index(f"\n{json.dumps(device)}: {{\n".encode())
                 begin = data.index(f"\n  {json.dumps(key)}: {{".encode(), first)
                 line = data[begin : data.index(b"\n", begin + 1)].rstrip(b",")
-                entry: Entry = content.decode(b"{%b}" % line)[key]
-                if data.find(b"\n}", first, begin) < 0 and not [*content.faults(entry)] and entry["schema"] <= SCHEMA:
+                entry: Entry = decode_json(b"{%b}" % line)[key]
+                if data.find(b"\n}", first, begin) < 0 and not [*_entry_faults(entry)] and entry["schema"] <= SCHEMA:
                     return entry
         return None
 
@@ -168,7 +186,7 @@ class EntryFile:
 
     def _read(self) -> bytes:
         below = None if self.is_read_only else self.directory
-        return shared_files.read(self.path, below=below, largest_bytes=content.LARGEST_READ_ENTRIES_BYTES)
+        return shared_files.read(self.path, below=below, largest_bytes=LARGEST_READ_ENTRIES_BYTES)
 
     @contextlib.contextmanager
     def _announced(self) -> Iterator[Callable[[bytes], None]]:
@@ -190,11 +208,11 @@ class EntryFile:
             return place.path / aside
 
 
-def _decode(data: bytes, path: Path) -> Contents:
+def _decode_entries(data: bytes, path: Path) -> Contents:
     if not data.strip():
         raise DamagedError(f"the cache file {str(path)!r} is empty")
     try:
-        contents = content.decode(data)
+        contents = decode_json(data)
     except ValueError as error:
         raise DamagedError(f"the cache file {str(path)!r} is not JSON ({error})") from None
     if not _is_contents(contents):
@@ -209,7 +227,7 @@ def _decode(data: bytes, path: Path) -> Contents:
                     f"the cache file {str(path)!r} has schema {schema}, newer than {SCHEMA}: it is left "
                     "alone and not used; upgrade quarantune, or set QUARANTUNE_CACHE_DIR to another directory"
                 )
-            if found := list(content.faults(entry)):
+            if found := list(_entry_faults(entry)):
                 faults += [f"{str(path)!r}, device {device!r:.80}, key {key!r:.200}: {fault}" for fault in found]
             else:
                 usable.setdefault(device, {})[key] = entry
@@ -242,9 +260,9 @@ def encode(contents: Contents) -> bytes:
         if entries
     )
     encoded = ("{\n" + ",\n".join(devices) + "\n}\n").encode("ascii")
-    if len(encoded) > content.LARGEST_ENTRIES_BYTES:
+    if len(encoded) > LARGEST_ENTRIES_BYTES:
         raise CacheWriteError(
-            f"a file of results would pass {content.LARGEST_ENTRIES_BYTES >> 20} MiB, and was not written: remove old "
+            f"a file of results would pass {LARGEST_ENTRIES_BYTES >> 20} MiB, and was not written: remove old "
             "results with `quarantune cache prune --older-than`, or export fewer devices at a time"
         )
     return encoded
@@ -270,11 +288,6 @@ def _typed_errors(path: Path) -> Iterator[None]:
 def _reason(error: OSError) -> str:
     """Returns a few words on why a file cannot be read or written."""
     return error.strerror or type(error).__name__
-
-
-_SET_ASIDE_TIMEOUT_S = 2.0
-_MAIN_BYTES = 1 << 19
-"""The size that a function's main file does not pass; it takes 5 ms to read on a 2-core machine."""
 
 
 def _offered(device: str, key: str, present: Entry, offered: Entry) -> Entry:
@@ -534,3 +547,214 @@ def _without(is_unwanted: Callable[[str, str, Entry], bool], present: Contents) 
         device: {key: entry for key, entry in entries.items() if not is_unwanted(device, key, entry)}
         for device, entries in present.items()
     }
+
+
+# --- content ---
+
+
+def decode_json(content: bytes) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, holds NaN or infinity, or is nested more deeply than our files are.
+    """
+    with _uncollected() if len(content) > _UNCOLLECTED_BYTES else contextlib.nullcontext():
+        try:
+            value = json.loads(content, parse_constant=_refuse_constant)
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        _check_depth(value)
+    return value
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pauses the garbage collector, which would otherwise traverse all of JAX's objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _check_depth(value: Any) -> None:
+    # One comprehension for each depth: a cache of ten thousand entries holds a hundred thousand dicts.
+    layer: list[Any] = [value] if type(value) in (dict, list) else []
+    for _ in range(_DEEPEST_JSON + 1):
+        layer = [
+            item
+            for outer in layer
+            for item in (outer.values() if type(outer) is dict else outer)
+            if type(item) in (dict, list)
+        ]
+        if not layer:
+            return
+    raise ValueError(f"it is nested more than {_DEEPEST_JSON} deep")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _entry_faults(entry: JsonObject) -> Iterator[str]:
+    """Yields a clause for each fault that makes an entry unusable."""
+    if not isinstance(entry.get("schema"), int):
+        yield f"its schema is {_shown(entry.get('schema'))}, not a number"
+    if not isinstance(entry.get("config"), dict):
+        yield f"its config is {_shown(entry.get('config'))}, not a dict"
+    for name in ("time_ms", "default_time_ms"):
+        if (time_ms := entry.get(name)) is not None and not is_plausible_ms(time_ms):
+            yield f"its {name} is {_shown(time_ms)}, not a time"
+    for name in ("fingerprint", "versions", "trials", "space"):
+        values = entry.get(name)
+        if not isinstance(values, (dict, NoneType)):
+            yield f"its {name} is {_shown(values)}, not a dict"
+        elif values and name in ("fingerprint", "versions") and any(type(text) is not str for text in values.values()):
+            yield f"its {name} holds more than texts"
+    if not isinstance(entry.get("created", ""), str):
+        yield f"its created is {_shown(entry['created'])}, not a time"
+
+
+def _shown(value: Any) -> str:
+    # Python refuses to convert a huge integer to decimal digits.
+    return "a huge number" if isinstance(value, int) and abs(value) >= 10**40 else f"{value!r:.80}"
+
+
+def short_text(value: str) -> str:
+    """Returns a text that a message can show.
+
+    Raises:
+        ValueError: it is long, or has characters that no terminal shows.
+    """
+    if len(value) > _LONGEST_TEXT or not value.isprintable():
+        raise ValueError("it is no short text")
+    return value
+
+
+# --- keys and names ---
+
+
+def canonical_json(value: Any) -> str:
+    """Returns the canonical JSON text for a value: sorted keys, no whitespace, ASCII.
+
+    NumPy scalars count as the Python scalars they hold and tuples as lists; True is not 1, and 1 is not 1.0.
+
+    Args:
+        value: JSON-able data.
+
+    Raises:
+        TypeError: JSON cannot hold a part of the value.
+        ValueError: a part of the value is NaN or infinite.
+    """
+    return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def plain(value: Any, *, finite_only: bool = True) -> Any:
+    """Returns a value in the types that JSON returns: None, bool, int, float, str, list and dict with text keys.
+
+    Args:
+        value: JSON-able data.
+        finite_only: whether to refuse NaN and infinity; else they become None.
+
+    Raises:
+        TypeError: JSON cannot hold a part of the value.
+        ValueError: a part of the value is NaN or infinite.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        if finite_only:
+            raise ValueError(f"{value!r} cannot be kept in the cache: JSON has no NaN or infinity; use None")
+        return None
+    if isinstance(value, (list, tuple)):
+        return [plain(item, finite_only=finite_only) for item in value]
+    if isinstance(value, Mapping):
+        return {_plain_key(key): plain(item, finite_only=finite_only) for key, item in value.items()}
+    if _is_numpy_scalar(value):
+        item = value.item()
+        return plain(float(item) if _is_numpy_scalar(item) else item, finite_only=finite_only)
+    raise TypeError(
+        f"{value!r} of type {type(value).__name__} cannot be kept in the cache: "
+        "use None, bool, int, float, str, or lists, tuples and dicts of them"
+    )
+
+
+def _plain_key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"the dict key {key!r} cannot be kept in the cache: use text, str({key!r})")
+    return str.__str__(key)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    # Where NumPy was never imported, the value cannot be a NumPy scalar, and importing NumPy here would take time.
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def safe_name(name: str) -> str:
+    """Returns a file name stem for a function's name.
+
+    Plain lower-case names are unchanged. All others keep their readable part and end in a hash of the whole name, so
+    that names that differ, if only in case, have different files on every filesystem. The result is itself unchanged by
+    this function.
+
+    Args:
+        name: any text: a qualified name with `<locals>`, a path, a name too long for a file.
+    """
+    if _PLAIN_NAME.fullmatch(name) or _HASHED_NAME.fullmatch(name):
+        return name
+    readable = re.sub(r"[^A-Za-z0-9_.-]+", "_", name)[:100]
+    if not re.match(r"[A-Za-z0-9_]", readable):
+        readable = ("_" + readable)[:100]
+    return f"{readable}-{short_hash(name)}"
+
+
+def short_hash(text: str) -> str:
+    """Returns a hash of a text, in 12 hexadecimal digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def problem_hash(device: str, key: str) -> str:
+    """Returns the file name stem for one problem on one device."""
+    return short_hash(canonical_json([device, key]))
+
+
+# --- problems ---
+
+
+class CacheWarning(UserWarning):
+    """The cache on disk has a problem; the call goes on without it."""
+
+
+class CacheWriteError(RuntimeError):
+    """A result could not be saved; the message names the result, the reason and a remedy."""
+
+
+class LeaseLostError(Exception):
+    """Another writer took this lease for abandoned and withdrew it: nothing was written; acquire another."""
+
+
+_reported: set[str] = set()
+_reported_lock = new_lock()
+
+
+def report_once(message: str, *, topic: str | None = None) -> None:
+    """Warns about a problem, the first time that it occurs in this process.
+
+    Args:
+        message: the problem and its remedy; the same message is the same problem.
+        topic: stands for the message where further messages tell of the same problem.
+    """
+    with _reported_lock:
+        if (topic or message) in _reported:
+            return
+        _reported.add(topic or message)
+    warn(message, CacheWarning)

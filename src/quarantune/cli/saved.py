@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, exchange, safe_name, tuning_cache
+from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, safe_name, tuning_cache
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
@@ -76,7 +76,7 @@ def _print(out: Output, store: Store, blocks: Iterable[tuple[str, Iterable[str]]
 def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
     here, there = _all(_opened()), _all(_another(options.other))
-    found = exchange.compare(here, there)
+    found = tuning_cache.compare(here, there)
     out.line(_printable_lines(str(found)))
     out.json(
         {
@@ -287,14 +287,14 @@ def _all(store: Store) -> Iterator[tuple[CacheKey, Entry]]:
 
 def _entries(contents: Iterable[tuple[str, Contents]]) -> Iterator[tuple[CacheKey, Entry]]:
     for name, entries in contents:
-        yield from exchange.entries_of(name, entries)
+        yield from tuning_cache.entries_of(name, entries)
 
 
 def _chosen(store: Store, options: argparse.Namespace) -> list[tuple[str, Contents]]:
     """Returns the entries that the names and the device of a command choose, function by function."""
     devices = None if options.device is None else [options.device]
     with input_errors(ValueError):
-        return exchange.chosen(store, names=options.names or None, devices=devices)
+        return tuning_cache.chosen(store, names=options.names or None, devices=devices)
 
 
 def _seconds(text: str) -> float:

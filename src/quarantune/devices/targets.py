@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 
-from quarantune.cache.keys import safe_name
+from quarantune.cache.store import safe_name
 from quarantune.devices import discovery
 from quarantune.devices.discovery import Device, cpu_device
 from quarantune.host import shared_files

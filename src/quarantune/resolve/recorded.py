@@ -17,7 +17,7 @@ import numpy as np
 
 from quarantune import cache
 from quarantune.cache import CacheWriteError, Journal, journal
-from quarantune.cache.content import short_text
+from quarantune.cache.store import short_text
 from quarantune.host.process import new_lock
 from quarantune.resolve.call_key import KeyedCall, keyed
 from quarantune.transport import assignment

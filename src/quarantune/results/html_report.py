@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, exchange, safe_name
+from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, safe_name, tuning_cache
 from quarantune.results import report
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.codec import JsonObject
@@ -377,9 +377,9 @@ def cached_results(directory: Path, name: str, *, device: str | None = None) -> 
     """
     store = Store(directory, read_only=True)
     devices = None if device is None else [device]
-    ((_, contents),) = exchange.chosen(store, names=[safe_name(name)], devices=devices)
+    ((_, contents),) = tuning_cache.chosen(store, names=[safe_name(name)], devices=devices)
     # Of one call, the last one of these, which is the newest.
-    found = sorted(exchange.entries_of(name, contents), key=lambda each: str(each[1].get("created", "")))
+    found = sorted(tuning_cache.entries_of(name, contents), key=lambda each: str(each[1].get("created", "")))
     newest = {
         (key.device, canonical_json(entry.get("key_values") or key.problem_size)): (key, entry) for key, entry in found
     }

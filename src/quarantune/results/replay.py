@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quarantune.cache import content, journal
+from quarantune.cache import journal
+from quarantune.cache.store import decode_json
 from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
@@ -288,7 +289,7 @@ def _read_path(path: Path) -> list[Trial]:
     if data[:2] == b"\x1f\x8b":
         data = _unzipped(data, path)
     try:
-        about = content.decode(data)
+        about = decode_json(data)
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from quarantune.cache import content
+from quarantune.cache.store import decode_json
 from quarantune.results import report, saved_files
 from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
@@ -462,7 +462,7 @@ class ResultData:
 def _key_values(key: str) -> Any:
     """Returns the description of the call in a key, which is canonical JSON; the key itself where it is not."""
     try:
-        parts = content.decode(key.encode())
+        parts = decode_json(key.encode())
     except ValueError:
         return key
     return parts.get("call", key) if isinstance(parts, dict) else key

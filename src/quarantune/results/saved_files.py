@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from quarantune.cache import content
+from quarantune.cache.store import decode_json
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory
 from quarantune.values.codec import JsonObject
@@ -105,7 +105,7 @@ def _read_json(path: Path) -> JsonObject:
     """
     found = _read(path, f"{path.parent} holds no saved result: there is no {path.name} in it")
     try:
-        about = content.decode(found)
+        about = decode_json(found)
     except ValueError as error:
         raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
     schema = about.get("schema") if isinstance(about, dict) else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from quarantune import jax_internals
-from quarantune.cache.keys import safe_name
+from quarantune.cache.store import safe_name
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import LOGS_PTXAS, Device, cheap_context
 from quarantune.host.process import Stops, warn

@@ -1,7 +1,7 @@
 """Describes values so that every process gives equal values equal descriptions: the values in the key of a call.
 
 A description is JSON-able. A value that has no such description raises `TypeError`, because a result for it could never
-be found again. The fingerprint of a function has a describer of its own (`cache.described`), which must never raise.
+be found again. The fingerprint of a function has a describer of its own (`cache.fingerprint`), which must never raise.
 """
 
 from __future__ import annotations

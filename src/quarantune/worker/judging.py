@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.cache import described
+from quarantune.cache.fingerprint import describe
 from quarantune.host.machine import file_id
 from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray
@@ -397,12 +397,12 @@ def _read(fd: int) -> ComparedOutput:
 
 
 def _flat(tree: Any) -> Flat:
-    return Flat.of(tree, described.describe)
+    return Flat.of(tree, describe)
 
 
 def structure_of(tree: jax.tree_util.PyTreeDef) -> Any:
     """Returns the containers of a pytree and their static parts as data that is the same in all processes."""
-    return compare.described_structure(tree, described.describe)
+    return compare.described_structure(tree, describe)
 
 
 def _kind_unless_array(leaf: Any) -> Any:

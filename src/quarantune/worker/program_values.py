@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from quarantune.cache import described, reach, state
-from quarantune.cache.fingerprint import reached
+from quarantune.cache import state
+from quarantune.cache.fingerprint import LITERALS, NOTHING, is_library, is_library_function, plain_function, reached
 from quarantune.host.process import is_imported_early
 from quarantune.transport import pickling
 from quarantune.transport.call import ProgramValue
@@ -66,13 +66,13 @@ def collect(functions: Iterable[Callable[..., Any]]) -> tuple[ProgramValue, ...]
 
 def _may_differ(place: Sequence[str], value: Any) -> bool:
     """Returns whether a worker should have the value: not so its own files, and what is the same in every process."""
-    if isinstance(value, (types.ModuleType, io.IOBase)) or value is reach.NOTHING:
+    if isinstance(value, (types.ModuleType, io.IOBase)) or value is NOTHING:
         return False
-    function = described.plain_function(value)
+    function = plain_function(value)
     if function is not None:
-        return not reach.is_library_function(function) or function.__name__ != place[-1]
+        return not is_library_function(function) or function.__name__ != place[-1]
     # The state of Python is that of the process (os.environ), and JAX's options travel by themselves.
-    return not (is_imported_early(place[0]) or (reach.is_library(place[0]) and isinstance(value, type)))
+    return not (is_imported_early(place[0]) or (is_library(place[0]) and isinstance(value, type)))
 
 
 def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:
@@ -89,14 +89,14 @@ def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:
 
 
 def _is_shareable(value: Any) -> bool:
-    return not isinstance(value, (*described.LITERALS, tuple, frozenset, type, types.FunctionType))
+    return not isinstance(value, (*LITERALS, tuple, frozenset, type, types.FunctionType))
 
 
 def _find(place: Sequence[str], modules: Any) -> list[Any]:
     """Returns the objects along a place, up to the value; the last one is `NOTHING` where there is none."""
-    found = [modules.get(place[0], reach.NOTHING)]
+    found = [modules.get(place[0], NOTHING)]
     for name in place[1:]:
-        found.append(reach.NOTHING if found[-1] is reach.NOTHING else state.step(found[-1], name))
+        found.append(NOTHING if found[-1] is NOTHING else state.step(found[-1], name))
     return found
 
 
@@ -116,7 +116,7 @@ def adopt(values: Sequence[ProgramValue]) -> None:
         *_, owner, mine = _find(value.place, sys.modules)
         if value.same_as not in (-1, number):
             theirs = adopted[value.same_as]
-        elif mine is not reach.NOTHING and id(mine) not in taken and state.state_hash(mine) == value.state:
+        elif mine is not NOTHING and id(mine) not in taken and state.state_hash(mine) == value.state:
             theirs = mine
         else:
             if value.blob is None:
@@ -136,7 +136,7 @@ def adopt(values: Sequence[ProgramValue]) -> None:
 
 def _message(value: ProgramValue, mine: Any) -> str:
     name, module, shown = ".".join(value.place), value.place[0], value.shown or "another value"
-    here = "missing" if mine is reach.NOTHING else texts.shown(mine)
+    here = "missing" if mine is NOTHING else texts.shown(mine)
     return (
         f"{name} is {shown} in the calling process, and {here} in a fresh import of {module}, and cannot be sent "
         f"to a worker: {value.reason.rstrip('.')}. Set it where {module} is imported, or pass it to the function as an "
@@ -147,10 +147,10 @@ def _message(value: ProgramValue, mine: Any) -> str:
 def _merged(mine: Any, theirs: Any) -> Any:
     """Returns the caller's value; as this process's own object, if the two are of a kind that can be changed."""
     if theirs is LEFT_OUT or type(mine) is not type(theirs):
-        return mine if theirs is LEFT_OUT and mine is not reach.NOTHING else theirs
+        return mine if theirs is LEFT_OUT and mine is not NOTHING else theirs
     if isinstance(mine, (dict, set)):
         if isinstance(mine, dict):
-            theirs = {key: _merged(mine.get(key, reach.NOTHING), item) for key, item in theirs.items()}
+            theirs = {key: _merged(mine.get(key, NOTHING), item) for key, item in theirs.items()}
         mine.clear()
         mine.update(theirs)
     elif isinstance(mine, list):
