@@ -306,7 +306,6 @@ class ContextualJob(TuningJob):
             shown=self._settings.progress,
             config_of=shown.__getitem__,
             default=shown[0],
-            has_last_line=False,
         )
         configs: Mapping[int, Config] = dict(enumerate(possible))
         source: ConfigSource = NOTHING_MORE

@@ -86,9 +86,7 @@ class Agreement:
     agreed: dict[CallKey, Resolved]
 
     def __post_init__(self) -> None:
-        self._progress = Progress(
-            self.keyed.label, name=self.keyed.call.name, shown=self.settings.progress, has_last_line=False
-        )
+        self._progress = Progress(self.keyed.label, name=self.keyed.call.name, shown=self.settings.progress)
         self._poll_s = _FIRST_POLL_S
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self._own: Known | None = None

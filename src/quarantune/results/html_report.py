@@ -29,19 +29,20 @@ from quarantune.values.texts import call_size, call_text, printable
 from quarantune.values.trial import NO_FIGURES, Findings, Outcome, Trial, frozen, interval_text
 
 _SCRIPTS = (
-    "base.js",
-    "model.js",
-    "summary.js",
-    "finals.js",
-    "pareto.js",
-    "progress.js",
-    "map.js",
-    "effects.js",
-    "parallel.js",
-    "table.js",
-    "shapes.js",
-    "main.js",
+    "base",
+    "model",
+    "summary",
+    "finals",
+    "pareto",
+    "progress",
+    "map",
+    "effects",
+    "parallel",
+    "table",
+    "shapes",
+    "main",
 )
+"""The parts of the page's program, in the order in which they need each other."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
 """The dtypes in the description of a call; the table of devices has one name for those of 8 bits."""
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
@@ -103,7 +104,7 @@ def _in_words(data: JsonObject) -> str:
 
 @functools.cache
 def _script() -> str:
-    parts = "".join(_read(name) for name in _SCRIPTS)
+    parts = "".join(_read(f"{name}.js") for name in _SCRIPTS)
     return f'(() => {{\n"use strict";\n{parts}}})();\n'
 
 

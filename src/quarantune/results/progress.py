@@ -7,6 +7,7 @@ is news at least every second, whatever the thread that tunes is doing.
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
 import contextvars
 import dataclasses
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("quarantune")
 
+_STATES = {Phase.LOAD: "compiling", Phase.COMPILE: "compiling", READY: "ready"}
+"""The states of configs by their phases; any other one is measuring."""
 _VERBS = {Phase.LOAD: "loads", Phase.COMPILE: "compiles", Phase.CHECK: "is checked", Phase.MEASURE: "is measured"}
 _MOST_RUNNING = 8
 _FEWEST_FOR_ESTIMATE = 3
@@ -46,7 +49,6 @@ class Progress:
         name: the name in log records; empty for the label.
         config_of: returns the config at an index.
         default: the config that equals the function's own defaults; None where there is none.
-        has_last_line: whether a line about the end is written.
         may_redraw: whether lines on a terminal may be replaced; not while a debugger may use it.
         stream: the stream to write to; None for stderr.
         clock: seconds.
@@ -59,7 +61,6 @@ class Progress:
     name: str = ""
     config_of: Callable[[int], Config] | None = None
     default: Config | None = None
-    has_last_line: bool = True
     may_redraw: dataclasses.InitVar[bool] = True
     stream: dataclasses.InitVar[TextIO | None] = None
     clock: Callable[[], float] = time.monotonic
@@ -72,9 +73,7 @@ class Progress:
         self._trials: list[Trial] = []
         self._recalled = 0
         self._running: dict[int, tuple[str, float]] = {}
-        self._best: Trial | None = None
         self._default_ms: float | None = None
-        self._default: Trial | None = None
         self._budget_s: float | None = None
         self._is_bound = False
         self._notice = ""
@@ -143,9 +142,9 @@ class Progress:
             told: its time and that of the defaults, as text.
             saved: what became of the result, as `saved`.
         """
-        why = self._why_ended()
-        result = f"{why and f'{why}, '}best {format_config(best)}, {told}"
-        self.end(f"{self._tried()} in {_duration(self._gone_s())}{self._failed()}, {result}; {saved}")
+        why, failed = self._why_ended(), sum(trial.outcome.is_failure for trial in self._trials)
+        tried = f"{self._tried()} in {_duration(self._gone_s())}{f' ({failed:,} failed)' if failed else ''}"
+        self.end(f"{tried}, {why and f'{why}, '}best {format_config(best)}, {told}; {saved}")
 
     def conclude_compiling(self) -> None:
         """Sets the last line to that of configs that were only compiled."""
@@ -172,7 +171,7 @@ class Progress:
 
     def close(self) -> None:
         """Ends the display, and writes the last line."""
-        line = f"{self.label}: {self._last_line}" if self._last_line and self.has_last_line else ""
+        line = f"{self.label}: {self._last_line}" if self._last_line else ""
         if self._screen is not None:
             self._screen.remove(self.view, line)
 
@@ -182,14 +181,11 @@ class Progress:
         """Returns the progress as it is now."""
         with self._lock:
             running, trials, now = dict(self._running), list(self._trials), self.clock()
-        phases = [phase for phase, _ in running.values()]
-        compiling = sum(phase in (Phase.LOAD, Phase.COMPILE) for phase in phases)
-        ready = phases.count(READY)
         begun = sum(index >= 0 for index in running)  # the untuned function is none of the configs
-        waiting = 0 if self._is_bound else max(0, self.total - len(trials) - begun)
-        states = {"waiting": waiting, "compiling": compiling, "ready": ready}
-        states["measuring"] = len(phases) - compiling - ready
-        flow = ", ".join(f"{number:,} {state}" for state, number in states.items() if number)
+        states = collections.Counter(_STATES.get(phase, "measuring") for phase, _ in running.values())
+        states["waiting"] = 0 if self._is_bound else max(0, self.total - len(trials) - begun)
+        shown_states = [state for state in ("waiting", "compiling", "ready", "measuring") if states[state]]
+        flow = ", ".join(f"{states[state]:,} {state}" for state in shown_states)
         if self._is_bound:
             done = f"{len(trials) + begun:,} asked of at most {self.total:,}, {len(trials):,} done"
         else:
@@ -199,8 +195,8 @@ class Progress:
         more = [
             f"{_duration(gone_s)} gone{self._to_go(gone_s, len(trials))}",
             self._notice,
-            flow if phases else self._before_or_after(len(trials)),
-            self._best_text(),
+            flow if running else self._before_or_after(len(trials)),
+            self._best_text(trials),
             self._running_text(running, now),
         ]
         return View(
@@ -216,7 +212,7 @@ class Progress:
             return f"interrupted while {self._notice}"
         done = sum(trial.outcome not in (Outcome.PRUNED, Outcome.NOT_RUN) for trial in self._trials)
         of = f" of {self.total:,}" if self.total else ""
-        best, kept = self._best_text(), self._on_interrupt if done else ""
+        best, kept = self._best_text(self._trials), self._on_interrupt if done else ""
         return (
             f"interrupted after {_duration(self._gone_s())}, with {done:,}{of} configs done"
             f"{f', {best}, which this process uses' if best else ''}; {kept or 'nothing is kept'}"
@@ -253,21 +249,20 @@ class Progress:
             left_s = min(left_s, max(0.0, self._budget_s - gone_s))
         return f"{budget}, about {_duration(left_s)} to go"
 
-    def _best_text(self) -> str:
-        best, default_ms = self._best, self._default_ms
-        if best is None or not best.time_ms:
+    def _best_text(self, trials: Sequence[Trial]) -> str:
+        """Returns the best of the trials so far, and its gain; empty where none was measured."""
+        timed = [trial for trial in trials if trial.outcome is Outcome.OK and trial.time_ms]
+        if not timed:
             return ""
-        found = Findings(best.time_ms, default_ms).with_score(best, self._default)
-        told = found.text(is_default=best.config == self.default)
+        best = min(timed, key=lambda trial: trial.figure or 0.0)
+        default = None if self.default is None else next((it for it in timed if it.config == self.default), None)
+        found = Findings(best.time_ms or 0.0, default.time_ms if default else self._default_ms)
+        told = found.with_score(best, default).text(is_default=best.config == self.default)
         return f"best {format_config(best.config)}, {told}"
 
     def _tried(self) -> str:
         of = f" of {self.total:,}" if self.total > len(self._trials) and not self._is_bound else ""
         return f"{len(self._trials):,}{of} config{'' if len(self._trials) == 1 else 's'}"
-
-    def _failed(self) -> str:
-        failed = sum(trial.outcome.is_failure for trial in self._trials)
-        return f" ({failed:,} failed)" if failed else ""
 
     def _gone_s(self) -> float:
         return self.clock() - self._started_s
@@ -276,12 +271,6 @@ class Progress:
         with self._lock:
             self._notice = ""
             self._trials.append(trial)
-            if trial.outcome is not Outcome.OK or trial.time_ms is None:
-                return
-            if self._best is None or (trial.figure or 0.0) < (self._best.figure or 0.0):
-                self._best = trial
-            if self.default is not None and trial.config == self.default:
-                self._default_ms, self._default = trial.time_ms, trial
 
 
 def _duration(seconds: float) -> str:
@@ -296,7 +285,8 @@ def _duration(seconds: float) -> str:
 
 _MOST_SWEEPS = 4
 _BAR_WIDTH = 60
-_hooks: list[_Hook] = []
+_releases: list[Callable[[], None]] = []
+"""Functions that give streams back their own methods."""
 
 
 class View(NamedTuple):
@@ -333,18 +323,16 @@ class Screen(abc.ABC):
 
     interval_s = 0.25
 
-    def __init__(self, stream: TextIO | None = None, *, on_stream: bool = False) -> None:
+    def __init__(self, stream: TextIO | None = None) -> None:
         """Shows nothing yet.
 
         Args:
             stream: the stream to write to; None for stderr.
-            on_stream: whether lines go there even without a terminal.
         """
         self.sweeps: list[Sweep] = []
         self._stream = stream
-        self.on_stream = on_stream
         self._lock = threading.Lock()
-        self._drawing = threading.RLock()
+        self._writing = threading.RLock()
         self._stop: threading.Event | None = None
 
     def add(self, sweep: Sweep) -> None:
@@ -352,11 +340,11 @@ class Screen(abc.ABC):
         with self._lock:
             self.sweeps.append(sweep)
             if self._stop is None:
-                self.begin()
+                self._begin()
                 self._stop = threading.Event()
                 context = contextvars.copy_context()  # by which a notebook knows the cell
                 threading.Thread(
-                    target=context.run, args=(self._draw, self._stop), name="quarantune-progress", daemon=True
+                    target=context.run, args=(self._keep_drawing, self._stop), name="quarantune-progress", daemon=True
                 ).start()
 
     def remove(self, sweep: Sweep, last_line: str) -> None:
@@ -368,53 +356,63 @@ class Screen(abc.ABC):
             if not self.sweeps and self._stop is not None:
                 self._stop.set()  # the thread draws nothing from now on, and ends by itself
                 self._stop = None
-            with self._drawing, contextlib.suppress(OSError, ValueError):
+            with self._writing, contextlib.suppress(OSError, ValueError):
                 if not self.sweeps:
                     self.end()
                 if last_line:
-                    self.write_line(last_line)
+                    self._write_line(last_line)
 
-    def _draw(self, stop: threading.Event) -> None:
+    def _keep_drawing(self, stop: threading.Event) -> None:
         try:
             while not stop.wait(self.interval_s):
-                with self._drawing:
-                    if not stop.is_set():
-                        self.draw(list(self.sweeps))
+                self.draw(list(self.sweeps), stop)
         except Exception:  # the terminal may be gone, which must not end the sweep
             _logger.debug("progress is not shown any more", exc_info=True)
 
-    # Of these, one thread at a time calls one.
+    def draw(self, sweeps: Sequence[Sweep], stop: threading.Event | None = None) -> None:
+        """Shows the sweeps as they are now, unless an event has been set meanwhile."""
+        views = [sweep() for sweep in sweeps]  # before the lock is held, as they wait for other locks
+        with self._writing:
+            if stop is None or not stop.is_set():
+                self._show(views)
 
-    def begin(self) -> None:  # noqa: B027  most places need no preparation
+    def _begin(self) -> None:  # noqa: B027  most places need no preparation
         """Prepares for the first sweep."""
 
     @abc.abstractmethod
-    def draw(self, sweeps: list[Sweep]) -> None:
-        """Shows the sweeps as they are now."""
+    def _show(self, views: Sequence[View]) -> None:
+        """Replaces what was drawn."""
 
     def end(self) -> None:  # noqa: B027  lines of a log stay
         """Removes what was drawn."""
 
-    def write_line(self, last_line: str) -> None:
+    def _write_line(self, line: str) -> None:
         """Writes a line that stays, above those that are redrawn."""
-        stream = sys.stderr if self._stream is None else self._stream
-        if stream is not None:
-            stream.write(f"{last_line}\n")
+        if (stream := self._target()) is not None:
+            stream.write(f"{line}\n")
             stream.flush()
+
+    def _target(self) -> TextIO:
+        return sys.stderr if self._stream is None else self._stream
 
 
 class _Lines(Screen):
-    """Without a terminal: a line every 10 s, in the log or, where the user asks for progress, on the stream."""
+    """Without a terminal, where somebody reads along: a line on the stream every 10 s."""
 
     interval_s = 10.0
 
-    def draw(self, sweeps: list[Sweep]) -> None:
-        for sweep in sweeps:
-            text = "; ".join(sweep().lines())
-            if self.on_stream:
-                self.write_line(text)
-            else:
-                _logger.info("%s", text)
+    def _show(self, views: Sequence[View]) -> None:
+        for view in views:
+            self._tell("; ".join(view.lines()))
+
+    _tell = Screen._write_line
+
+
+class _Log(_Lines):
+    """Without a terminal: a line in the log every 10 s, and the last line of a sweep on the stream."""
+
+    def _tell(self, line: str) -> None:
+        _logger.info("%s", line)
 
 
 class _Notebook(Screen):
@@ -422,25 +420,23 @@ class _Notebook(Screen):
 
     interval_s = 0.5
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         from IPython.display import display
 
         self._ended: list[str] = []
         show: Any = display  # it has no types
         self._handle = show(self._data(["quarantune"]), raw=True, display_id=True)
 
-    def draw(self, sweeps: list[Sweep]) -> None:
-        self._show([line for sweep in sweeps for line in sweep().lines()])
+    def _show(self, views: Sequence[View]) -> None:
+        lines = [line for view in views for line in view.lines()]
+        self._handle.update(self._data([*self._ended, *lines]), raw=True)
 
     def end(self) -> None:
         self._show([])
 
-    def write_line(self, last_line: str) -> None:
-        self._ended.append(last_line)
+    def _write_line(self, line: str) -> None:
+        self._ended.append(line)
         self._show([])
-
-    def _show(self, lines: list[str]) -> None:
-        self._handle.update(self._data([*self._ended, *lines]), raw=True)
 
     @staticmethod
     def _data(lines: list[str]) -> dict[str, str]:
@@ -454,35 +450,27 @@ class _Notebook(Screen):
 class Terminal(Screen):
     """Draws with rich, which is imported when the first line is drawn."""
 
-    def __init__(self, stream: TextIO, *, on_stream: bool = True) -> None:
-        """Draws nothing yet; the arguments as for `Screen`."""
-        super().__init__(stream, on_stream=on_stream)
-        self._terminal = stream
-        self._live: Live | None = None
-        # The cursor's way up is computed when the lines' number is known and written later: nothing may come between.
-        self._writing = threading.RLock()
+    # The cursor's way up is computed when the lines' number is known and written later: nothing may come between, so
+    # that whatever others write to the terminal waits for the lock of the screen, too.
+    _live: Live | None = None
 
-    def draw(self, sweeps: list[Sweep]) -> None:
-        """Replaces the lines by those of the sweeps now."""
-        views = [sweep() for sweep in sweeps[-_MOST_SWEEPS:]]  # not below, as they wait for other locks
-        with self._writing:
-            live = self._live = self._live or self._open()
-            # As wide as the terminal is now; rich alone would trust `COLUMNS`, and wider lines would wrap.
-            with contextlib.suppress(OSError, ValueError):
-                size = os.get_terminal_size(self._terminal.fileno())
-                if size.columns > 0:
-                    live.console.width, live.console.height = size
-            live.update(_rendered(views, live.console.width), refresh=True)
+    def _show(self, views: Sequence[View]) -> None:
+        live = self._live = self._live or self._open()
+        # As wide as the terminal is now; rich alone would trust `COLUMNS`, and wider lines would wrap.
+        with contextlib.suppress(OSError, ValueError):
+            size = os.get_terminal_size(self._target().fileno())
+            if size.columns > 0:
+                live.console.width, live.console.height = size
+        live.update(_rendered(views[-_MOST_SWEEPS:], live.console.width), refresh=True)
 
     def end(self) -> None:
         """Removes the lines."""
-        with self._writing:
-            live, self._live = self._live, None
-            try:
-                if live is not None:
-                    live.stop()
-            finally:  # the terminal may be gone
-                _release_hooks()
+        live, self._live = self._live, None
+        try:
+            if live is not None:
+                live.stop()
+        finally:  # the terminal may be gone
+            _release_hooks()
 
     def _open(self) -> Live:
         from rich.console import Console
@@ -494,17 +482,17 @@ class Terminal(Screen):
             def show_cursor(self, show: bool = True) -> bool:
                 return False
 
-        console = OpenConsole(file=_Raw(self._terminal), highlight=False)  # type: ignore[arg-type]
+        console = OpenConsole(file=_Raw(self._target()), highlight=False)  # type: ignore[arg-type]
         live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
         live.start()
-        for stream in dict.fromkeys((self._terminal, sys.stderr, sys.stdout)):
+        for stream in dict.fromkeys((self._target(), sys.stderr, sys.stdout)):
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 if stream is not None and stream.isatty():
-                    _hooks.append(_Hook(stream, console, self._writing))
+                    _hook(stream, console, self._writing)
         return live
 
 
-def _rendered(views: list[View], width: int) -> Any:
+def _rendered(views: Sequence[View], width: int) -> Any:
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.text import Text
@@ -537,43 +525,39 @@ class _Raw:
         return getattr(self._stream, name)
 
 
-class _Hook:
+def _hook(stream: TextIO, console: Console, writing: threading.RLock) -> None:
     """Has whole lines that anybody writes to a stream appear above the lines that are redrawn.
 
     The stream object itself is changed and not `sys.stderr`, because handlers of `logging` keep the object.
     """
+    raw, rest = stream.write, ""
 
-    def __init__(self, stream: TextIO, console: Console, writing: threading.RLock) -> None:
-        self._stream = stream
-        self._console = console
-        self._writing = writing
-        self._raw: Callable[[str], int] = stream.write
-        self._rest = ""
-        stream.write = self._write  # type: ignore[method-assign]
-
-    def _write(self, text: str) -> int:
+    def write(text: str) -> int:
         from rich.text import Text
 
-        with self._writing:
-            whole, newline, rest = f"{self._rest}{text}".rpartition("\n")
-            self._rest = rest
+        nonlocal rest
+        with writing:
+            whole, newline, rest = f"{rest}{text}".rpartition("\n")
             if newline:
                 lines = [line.rpartition("\r")[2] for line in whole.split("\n")]
-                self._console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
+                console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
         return len(text)
 
-    def release(self) -> None:
+    def release() -> None:
         """Gives the stream back its own method, and writes the rest of a line."""
         with contextlib.suppress(AttributeError):
-            del self._stream.write
-        if self._rest:
+            del stream.write
+        if rest:
             with contextlib.suppress(OSError, ValueError):
-                self._raw(self._rest)
+                raw(rest)
+
+    stream.write = write  # type: ignore[method-assign]
+    _releases.append(release)
 
 
 def _release_hooks() -> None:
-    while _hooks:
-        _hooks.pop().release()
+    while _releases:
+        _releases.pop()()
 
 
 # A child that was forked meanwhile must not wait for a lock that a thread of this process held.
@@ -595,19 +579,18 @@ def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -
     if shown is False:
         return None
     target = sys.stderr if stream is None else stream
-    made: Screen
+    kind: type[Screen]
     if _is_notebook():
-        made, stream = _Notebook(), None
+        kind, stream = _Notebook, None
     elif may_redraw and target is not None and _is_terminal(target):
-        made, stream = Terminal(target), target
+        kind, stream = Terminal, target
     else:
         is_read = may_redraw and (_is_ci() or (target is not None and _is_terminal(target, of_any_kind=True)))
-        made = _Lines(stream, on_stream=is_read if shown is None else shown)
-    kind = (type(made), stream, made.on_stream)
+        kind = _Lines if (is_read if shown is None else shown) else _Log
     with _making:
-        for other in [other for other in _shared if other != kind and not _shared[other].sweeps]:
+        for other in [other for other in _shared if other != (kind, stream) and not _shared[other].sweeps]:
             del _shared[other]  # its stream may be closed by now
-        return _shared.setdefault(kind, made)
+        return _shared.setdefault((kind, stream), kind(stream))
 
 
 def _is_ci() -> bool:

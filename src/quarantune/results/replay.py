@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import math
 import os
 import statistics
@@ -205,21 +206,19 @@ def _run(
 ) -> Run:
     began = time.process_time()
     made = make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
-    best: list[float] = []
-    found: int | None = None
-    failures = 0
-    while len(best) < max_trials and (asked := made.ask(min(batch, max_trials - len(best)))):
+    told: list[Trial] = []
+    while len(told) < max_trials and (asked := made.ask(min(batch, max_trials - len(told)))):
         for config in asked:
-            trial = by_config[text_of(config)]
-            made.tell(config, trial)
-            failures += trial.outcome.is_failure
-            time_ms = _figure(trial)
-            best.append(min(best[-1], time_ms) if best else time_ms)
-            if found is None and time_ms <= enough_ms:
-                found = len(best)
+            told.append(by_config[text_of(config)])
+            made.tell(config, told[-1])
     spent_ms = 1e3 * (time.process_time() - began)
+    figures = [_figure(trial) for trial in told]
     return Run(
-        seed=seed, best_ms=tuple(best), evaluations=found, failures=failures, cpu_ms=spent_ms / max(len(best), 1)
+        seed=seed,
+        best_ms=tuple(itertools.accumulate(figures, min)),
+        evaluations=next((number for number, figure in enumerate(figures, 1) if figure <= enough_ms), None),
+        failures=sum(trial.outcome.is_failure for trial in told),
+        cpu_ms=spent_ms / max(len(told), 1),
     )
 
 
@@ -284,10 +283,13 @@ def _read_path(path: Path) -> list[Trial]:
             return list(TuningResult.load(path).trials)
         return _read_journals(path)
     if path.suffix == ".jsonl":
-        return _trials_of([path])
+        return _read_journal(path)
     data = shared_files.read(path, largest_bytes=_LARGEST_BYTES)
     if data[:2] == b"\x1f\x8b":
-        data = _unzipped(data, path)
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be decompressed: {error}") from error
     try:
         about = decode_json(data)
     except ValueError as error:
@@ -295,9 +297,12 @@ def _read_path(path: Path) -> list[Trial]:
     try:
         match about:
             case {"results": list(rows)}:
-                return _from_t4(rows, about)
+                unit = str((about.get("metadata") or {}).get("timeunit", ""))
+                # Those that break a constraint were never tried.
+                return [_t4_trial(row, unit) for row in rows if row["invalidity"] != "constraints"]
             case {"Results": list(rows)}:
-                return _from_ktt(rows, about)
+                unit = str((about.get("Metadata") or {}).get("TimeUnit", ""))
+                return [_ktt_trial(row, unit) for row in rows]
             case {"cache": dict(rows), "tune_params_keys": list(names)}:
                 return [_kernel_tuner_trial(row, names, str(about.get("objective", "time"))) for row in rows.values()]
     except (KeyError, TypeError, AttributeError) as error:
@@ -306,58 +311,37 @@ def _read_path(path: Path) -> list[Trial]:
 
 
 def _read_journals(directory: Path) -> list[Trial]:
-    files: dict[str, list[Path]] = {}
+    problems: dict[str, tuple[str, list[Trial]]] = {}
     for file in sorted(directory.glob("*.jsonl")):
-        if _trials_of([file]):
-            files.setdefault(file.name.partition(".")[0], []).append(file)
-    if not files:
+        if trials := _read_journal(file):
+            problems.setdefault(file.name.partition(".")[0], (file.name, []))[1].extend(trials)
+    if not problems:
         raise ValueError(f"{directory} holds neither a saved result nor a journal of trials")
-    if len(files) > 1:
-        listed = ", ".join(f"{of[0].name} ({len(_trials_of(of))} trials)" for of in files.values())
-        raise ValueError(f"{directory} holds the journals of {len(files)} problems; give the path of one: {listed}")
-    return _trials_of(next(iter(files.values())))
-
-
-def _trials_of(files: Iterable[Path]) -> list[Trial]:
-    """Returns the trials of journals; other records, such as those of configs that hung, are left out."""
-    records = [record["trial"] for file in files for record in journal.read(file) if "trial" in record]
-    try:
-        return [Trial.from_json(record) for record in records]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"a journal among {', '.join(map(str, files))} is damaged: {error}") from error
-
-
-def _unzipped(data: bytes, path: Path) -> bytes:
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be decompressed: {error}") from error
-
-
-def _from_t4(rows: Iterable[JsonObject], about: JsonObject) -> list[Trial]:
-    unit = str((about.get("metadata") or {}).get("timeunit", ""))
-    trials = []
-    for row in rows:
-        if row["invalidity"] == "constraints":
-            continue  # it was never tried
-        objective = (row.get("objectives") or ["time"])[0]
-        measured = {item["name"]: item for item in row.get("measurements") or ()}
-        item = measured.get("time") or measured.get(objective) or {}
-        trials.append(_trial(row["configuration"], row["invalidity"], item.get("value"), item.get("unit") or unit))
+    if len(problems) > 1:
+        listed = ", ".join(f"{name} ({len(trials)} trials)" for name, trials in problems.values())
+        raise ValueError(f"{directory} holds the journals of {len(problems)} problems; give the path of one: {listed}")
+    ((_, trials),) = problems.values()
     return trials
 
 
-def _from_ktt(rows: Iterable[JsonObject], about: JsonObject) -> list[Trial]:
-    unit = str((about.get("Metadata") or {}).get("TimeUnit", ""))
-    return [
-        _trial(
-            {item["Name"]: item["Value"] for item in row["Configuration"]},
-            row["Status"],
-            row.get("TotalDuration"),
-            unit,
-        )
-        for row in rows
-    ]
+def _read_journal(file: Path) -> list[Trial]:
+    """Returns the trials of a journal; other records, such as those of configs that hung, are left out."""
+    try:
+        return [Trial.from_json(record["trial"]) for record in journal.read(file) if "trial" in record]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"the journal {file} is damaged: {error}") from error
+
+
+def _t4_trial(row: JsonObject, unit: str) -> Trial:
+    objective = (row.get("objectives") or ["time"])[0]
+    measured = {item["name"]: item for item in row.get("measurements") or ()}
+    item = measured.get("time") or measured.get(objective) or {}
+    return _trial(row["configuration"], row["invalidity"], item.get("value"), item.get("unit") or unit)
+
+
+def _ktt_trial(row: JsonObject, unit: str) -> Trial:
+    config = {item["Name"]: item["Value"] for item in row["Configuration"]}
+    return _trial(config, row["Status"], row.get("TotalDuration"), unit)
 
 
 def _kernel_tuner_trial(row: JsonObject, names: list[str], objective: str) -> Trial:

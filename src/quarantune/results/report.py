@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import io
 import itertools
-import json
 import os
 import re
 import shutil
@@ -152,25 +149,12 @@ def shown_ms(trial: Trial) -> float | None:
     return trial.merit if trial.outcome is Outcome.SLOW else trial.time_ms
 
 
-def time_text(trial: Trial) -> str:
-    """Returns the time of a trial as a table shows it, as `> 23.8` for one that was stopped early."""
-    time_ms = shown_ms(trial)
-    return "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}"
-
-
-def speedup_text(trial: Trial, standing: Standing) -> str:
-    """Returns the speed-up of a trial as a table shows it."""
-    speedup = standing.speedup(trial)
-    return "defaults" if standing.is_default(trial) else "" if speedup is None else ratio_text(speedup)
-
-
 def _figures(trials: Sequence[Trial], standing: Standing, flops: float | None, moved_bytes: float | None) -> Figures:
     """Returns the table's columns of numbers, by their headings; device memory has one where it differs."""
-    figures = {"ms": [time_text(trial) for trial in trials]}
-    for name in scored_by(trials):
-        figures[_SCORED[name]] = [_number(getattr(trial, name)) for trial in trials]
+    figures = {"ms": [_time_text(trial) for trial in trials]}
+    figures |= {_SCORED[name]: [_number(getattr(trial, name)) for trial in trials] for name in scored_by(trials)}
     if standing.default_ms is not None or standing.default is not None:
-        figures["speed-up"] = [speedup_text(trial, standing) for trial in trials]
+        figures["speed-up"] = [_speedup_text(trial, standing) for trial in trials]
     if any(trial.compile_s is not None for trial in trials):
         figures[_COMPILE_HEADING] = [_number(trial.compile_s, form=".2f") for trial in trials]
     if len({trial.device_memory_bytes for trial in trials} - {None}) > 1:
@@ -180,6 +164,17 @@ def _figures(trials: Sequence[Trial], standing: Standing, flops: float | None, m
             times = [trial.time_ms if trial.outcome is Outcome.OK else None for trial in trials]
             figures[heading] = [_number(amount / (1e-3 * time_ms) if time_ms else None) for time_ms in times]
     return figures
+
+
+def _time_text(trial: Trial) -> str:
+    """Returns the time of a trial, as `> 23.8` for one that was stopped early."""
+    time_ms = shown_ms(trial)
+    return "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}"
+
+
+def _speedup_text(trial: Trial, standing: Standing) -> str:
+    speedup = standing.speedup(trial)
+    return "defaults" if standing.is_default(trial) else "" if speedup is None else ratio_text(speedup)
 
 
 def _number(value: float | None, unit: float = 1, form: str = ".4g") -> str:
@@ -201,7 +196,7 @@ def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
     """Returns trials with a reason, by that; messages that differ in nothing but numbers are one reason."""
     groups: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
-        if (message := reason(trial)) and trial.outcome is not Outcome.SLOW:
+        if (message := _reason(trial)) and trial.outcome is not Outcome.SLOW:
             groups.setdefault((trial.outcome, trial.phase, _NUMBER.sub("#", message)), []).append(trial)
     return list(groups.values())
 
@@ -209,12 +204,15 @@ def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
 def _note(number: int, alike: Sequence[Trial]) -> str:
     """Returns the note on trials of one reason."""
     one = alike[0]
-    where = f" ({one.phase.value})" if one.phase is not None else ""
-    messages = list(dict.fromkeys(map(reason, alike)))
     how_many = f", {len(alike)} configs" if len(alike) > 1 else ""
-    first = f", for {format_config(one.config)}" if len(messages) > 1 else ""
-    text = _cut(messages[0], _MOST_REASON_CHARS)
-    return f"[{number}] {one.outcome.value}{where}{how_many}{first}: {text}{_place(one)}"
+    first = f", for {format_config(one.config)}" if len(set(map(_reason, alike))) > 1 else ""
+    text = _cut(_reason(one), _MOST_REASON_CHARS)
+    return f"[{number}] {_ending(one)}{how_many}{first}: {text}{_place(one)}"
+
+
+def _ending(trial: Trial) -> str:
+    """Returns how a trial ended, and in which phase."""
+    return f"{trial.outcome.value}{f' ({trial.phase.value})' if trial.phase is not None else ''}"
 
 
 def _grid(
@@ -297,9 +295,8 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
     lines = [f"All {len(trials)} configs failed for {name}:"]
     alike = _alike(trials)
     for first, *others in alike[:_REASON_ROWS]:
-        phase = f" ({first.phase.value})" if first.phase is not None else ""
         more = f" and {len(others)} more" if others else ""
-        text = f"{first.outcome.value}{phase} {_cut(reason(first), 400)}".rstrip()
+        text = f"{_ending(first)} {_cut(_reason(first), 400)}".rstrip()
         lines.append(f"  {format_config(first.config)}{more}: {text}{_place(first)}")
     if len(alike) > _REASON_ROWS:
         lines.append(f"  ... and {len(alike) - _REASON_ROWS} other reasons")
@@ -308,12 +305,7 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def counted(counts: Mapping[str, int]) -> str:
-    """Returns numbers of outcomes as text, as `40 ok, 3 error`."""
-    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-
-
-def reason(trial: Trial) -> str:
+def _reason(trial: Trial) -> str:
     """Returns the message of a trial on one line that any terminal can show."""
     return printable(" ".join(trial.message.split()))
 
@@ -449,32 +441,6 @@ def _fields(trial: Trial, standing: Standing) -> Row:
         "route": None if trial.route is None else trial.route.value,
         **own("ended_s", "message", "log_tail"),
     }
-
-
-def to_csv(rows: Sequence[Row]) -> bytes:
-    """Returns rows as CSV in UTF-8, with a header; a value that is no scalar is JSON, None is empty."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["outcome"])
-    writer.writeheader()
-    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    return text.getvalue().encode("utf-8", "backslashreplace")
-
-
-def _cell(value: object) -> object:
-    return json.dumps(value) if isinstance(value, (Mapping, list, tuple, bool)) else value
-
-
-def to_dataframe(rows: Sequence[Row]) -> Any:
-    """Returns rows as a `pandas.DataFrame`.
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
-    try:
-        import pandas
-    except ImportError as error:
-        raise ImportError("to_dataframe needs pandas: pip install pandas, or use to_dicts() or to_csv(path)") from error
-    return pandas.DataFrame(rows)
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

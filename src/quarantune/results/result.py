@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
+import json
 import math
 import os
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
@@ -281,7 +283,12 @@ class TuningResult(Record):
         Raises:
             OSError: the file cannot be written.
         """
-        Path(path).write_bytes(report.to_csv(self.to_dicts()))
+        rows = self.to_dicts()
+        with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({name: _cell(value) for name, value in row.items()})
 
     def to_dataframe(self) -> Any:
         """Returns the rows of `to_dicts` as a `pandas.DataFrame`.
@@ -289,7 +296,13 @@ class TuningResult(Record):
         Raises:
             ImportError: pandas is not installed.
         """
-        return report.to_dataframe(self.to_dicts())
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError(
+                "to_dataframe needs pandas: pip install pandas, or use to_dicts() or to_csv(path)"
+            ) from error
+        return pandas.DataFrame(self.to_dicts())
 
     def metrics(
         self, *, flops: float | None = None, bytes: float | None = None, dtype: str | None = None
@@ -360,7 +373,8 @@ class TuningResult(Record):
                 "is from, or load it with trusted=True and save that"
             )
         plain = binding.function_of(self.fn)
-        parts = {FUNCTION: pickling.dumps((plain, self.call, originals(self._configs())))}
+        configs = [self.best_config, self.default_config or {}, *self.tie, *(trial.config for trial in self.trials)]
+        parts = {FUNCTION: pickling.dumps((plain, self.call, originals(configs)))}
         if self.executable is not None:
             parts[WINNER] = self.executable
         saved_files.save(folder, self.to_json(), parts)
@@ -374,7 +388,7 @@ class TuningResult(Record):
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
-        """Reads a result that `save` wrote.
+        """Reads a result that `save` wrote; that of a contextual result describes the whole function and no kernel.
 
         Args:
             directory: the directory.
@@ -393,14 +407,10 @@ class TuningResult(Record):
         about, contents = saved_files.load(folder)
         try:
             known = {name: value for name, value in about.items() if name != "time_ms" or value is not None}
-            loaded = dataclasses.replace(cls.from_json(known), fn=functools.partial(_refuse, folder))
+            loaded = dataclasses.replace(TuningResult.from_json(known), fn=functools.partial(_refuse, folder))
         except DamageError as error:
             raise SavedResultError(f"{folder / JSON} is damaged: {error!r}; save the result again") from error
         return loaded._with_function(contents) if trusted else loaded
-
-    def _configs(self) -> list[Config]:
-        defaults = [] if self.default_config is None else [self.default_config]
-        return [self.best_config, *self.tie, *defaults, *(trial.config for trial in self.trials)]
 
     def _with_function(self, contents: dict[str, bytes]) -> TuningResult:
         from quarantune.devices import discovery
@@ -440,6 +450,10 @@ class TuningResult(Record):
             executable=executable,
             call=call,
         )
+
+
+def _cell(value: object) -> object:
+    return json.dumps(value) if isinstance(value, (Mapping, list, tuple, bool)) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -487,7 +501,8 @@ def _sweep(result: TuningResult) -> str:
     if result.counts:
         total = sum(result.counts.values())
         of = f" of {result.space_size:,}" if result.space_size is not None and result.space_size > total else ""
-        parts.append(f"{total:,}{of} configs: {report.counted(result.counts)}")
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in result.counts.items())
+        parts.append(f"{total:,}{of} configs: {counts}")
     elif result.seen is not None:
         parts.append(f"{result.seen:,} configs")
     if result.tie:
@@ -548,23 +563,21 @@ class ContextualResult(TuningResult):
             flops: floating-point operations of one call of the whole function, for a column of TFLOP/s.
             bytes: bytes that one such call must move, for a column of GB/s.
         """
-        parts = [
-            f"{name}\n{self._part(choice, width, flops, bytes)}"
-            if choice.trials
-            else f"{name}: {format_config(choice.config)}"
-            for name, choice in zip(self.labels, self.kernels, strict=True)
-        ]
+        parts = []
+        for name, choice in zip(self.labels, self.kernels, strict=True):
+            if choice.trials:
+                standing = Standing(
+                    best=choice.config,
+                    tie=choice.tie,
+                    default_ms=self.baseline_ms,
+                    default_label="the whole function with every kernel's first config",
+                )
+                table = report.table(choice.trials, standing=standing, width=width, flops=flops, moved_bytes=bytes)
+                parts.append(f"{name}\n{table}")
+            else:
+                parts.append(f"{name}: {format_config(choice.config)}")
         was = "" if self.baseline_ms is None else f", {self.baseline_ms:.4g} ms with every kernel's first config"
         return "\n\n".join([*parts, f"the whole function: {self.time_ms:.4g} ms{was}"])
-
-    def _part(self, choice: KernelChoice, width: int | None, flops: float | None, moved_bytes: float | None) -> str:
-        standing = Standing(
-            best=choice.config,
-            tie=choice.tie,
-            default_ms=self.baseline_ms,
-            default_label="the whole function with every kernel's first config",
-        )
-        return report.table(choice.trials, standing=standing, width=width, flops=flops, moved_bytes=moved_bytes)
 
     @property
     def config_text(self) -> str:
@@ -589,11 +602,6 @@ class ContextualResult(TuningResult):
     def labels(self) -> list[str]:
         """A short and unique name for each of `kernels`."""
         return labels([choice.name for choice in self.kernels])
-
-    @classmethod
-    def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
-        """Reads a result that `save` wrote, which describes the whole function and not each kernel."""
-        return TuningResult.load(directory, trusted=trusted)
 
 
 def labels(names: list[str]) -> list[str]:
