@@ -136,33 +136,72 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
     assert min(write_s for _, write_s in times) < 2 * 0.300
 
 
+FIRST_CALL = """
+import functools, json, os, sys, threading
+import jax, jax.numpy as jnp, quarantune
+
+HOME = os.path.dirname(quarantune.__file__)
+ran = set()
+
+def note(frame, event, arg):
+    code = frame.f_code
+    if event == "call" and code.co_filename.startswith(HOME) and code.co_flags & 2:  # no module and no class body
+        ran.add(os.path.relpath(code.co_filename, HOME))
+
+@quarantune.autotune([{"n": 1}, {"n": 2}], warmup=0, rep=1)
+@functools.partial(jax.jit, static_argnames=["n"])
+def add(x, n: int = 1):
+    return x + n
+
+if __name__ == "__main__":
+    x = jnp.ones(8).block_until_ready()
+    threading.setprofile(note)
+    sys.setprofile(note)
+    add(x)
+    sys.setprofile(None)
+    threading.setprofile(None)
+    imported = [name.removeprefix("quarantune.") for name in sys.modules if name.startswith("quarantune.")]
+    print(json.dumps({"imported": imported, "ran": sorted(ran)}))
+"""
+
+
+class FirstCall:
+    """The first call of a process: our modules that are imported after it, and our files whose functions it ran."""
+
+    def __init__(self, program: Path, **environ: str) -> None:
+        about = json.loads(python(program, **environ).splitlines()[-1])
+        self.imported = set(about["imported"])
+        self.ran = about["ran"]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("first call") / "program.py"
+    file.write_text(FIRST_CALL)
+    return file
+
+
+@pytest.fixture(scope="module")
+def miss_and_hit(program: Path) -> tuple[FirstCall, FirstCall]:
+    """The first call of a process that tunes, and that of the next process."""
+    where = {"QUARANTUNE_CACHE_DIR": str(program.with_name("cache")), "QUARANTUNE_PROGRESS": "0"}
+    return FirstCall(program, **where), FirstCall(program, **where)
+
+
 @pytest.mark.slow
-def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent(
-            """
-            import functools, sys
-            import jax, jax.numpy as jnp, quarantune
+def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, FirstCall]) -> None:
+    miss, hit = miss_and_hit
+    assert len(hit.ran) <= 46, hit.ran
+    assert len(miss.ran) <= 108, miss.ran
 
-            @quarantune.autotune([{"n": 1}, {"n": 2}], warmup=0, rep=1, ref_fn=None)
-            @functools.partial(jax.jit, static_argnames=["n"])
-            def add(x, n: int = 1):
-                return x + n
 
-            if __name__ == "__main__":
-                add(jnp.ones(8))
-                ours = sorted(name.removeprefix("quarantune.") for name in sys.modules if "quarantune." in name)
-                print(*ours)
-            """
-        )
-    )
-
-    def imported(**environ: str) -> set[str]:
-        return set(python(program, **environ).splitlines()[-1].split())
-
-    assert "scheduler.loop" in imported(), "the first call tunes"
-    ours = imported()
+@pytest.mark.slow
+def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(
+    miss_and_hit: tuple[FirstCall, FirstCall], program: Path, tmp_path: Path
+) -> None:
+    miss, hit = miss_and_hit
+    assert "scheduler.loop" in miss.imported, "the first call tunes"
+    ours = hit.imported
     optional = {"cli", "doctor", "engine", "measure", "scheduler", "search", "worker"}
     assert {name for name in ours if name.partition(".")[0] in optional} == set()
     assert not ours & {
@@ -173,11 +212,13 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp
     assert len(ours) <= 75
     recording = {"resolve.recorded", "cache.journal"}
     assert not recording & ours
-    assert not recording & imported(QUARANTUNE_RECORD=str(tmp_path / "recorded")), "the call has a result"
+    cached = {"QUARANTUNE_CACHE_DIR": str(program.with_name("cache"))}
+    record = {"QUARANTUNE_RECORD": str(tmp_path / "recorded")}
+    assert not recording & FirstCall(program, **cached, **record).imported, "the call has a result"
     assert not (tmp_path / "recorded").exists()
-    unsaved = {"QUARANTUNE_CACHE_DIR": str(tmp_path / "empty"), "QUARANTUNE_ON_MISS": "default"}
-    assert not recording & imported(**unsaved), "nothing is recorded"
-    assert recording & imported(**unsaved, QUARANTUNE_RECORD=str(tmp_path / "recorded"))
+    unsaved = {"QUARANTUNE_ON_MISS": "default"}
+    assert not recording & FirstCall(program, **unsaved).imported, "nothing is recorded"
+    assert recording & FirstCall(program, **unsaved, **record).imported
 
 
 @pytest.mark.slow
