@@ -77,9 +77,10 @@ class Strategy(abc.ABC):
         """Returns up to `n` configs that were never returned nor told before."""
         asked: list[int] = []
         while self._starts and len(asked) < n:
-            asked += self._take([self._starts.popleft()])
-        if len(asked) < n:
-            asked += self._take(self.pick(n - len(asked)))
+            if (start := self._starts.popleft()) not in self._taken:
+                asked.append(self._take(start))
+        if left := n - len(asked):
+            asked += map(self._take, itertools.islice(self.pick(left), left))
         return [self.space[position] for position in asked]
 
     def tell(self, config: Config, trial: Trial) -> None:
@@ -97,18 +98,17 @@ class Strategy(abc.ABC):
         """Takes note of the trial of a config of the space, which `trials` holds from now on."""
 
     @abc.abstractmethod
-    def pick(self, n: int) -> list[int]:
-        """Returns the positions of up to `n` configs for which `is_free` holds, each once."""
+    def pick(self, n: int) -> Iterable[int]:
+        """Yields the positions of configs for which `is_free` holds then; `n` of them are wanted."""
 
     def is_free(self, position: int) -> bool:
         """Whether a config is kept and was neither asked nor told."""
         return position not in self._taken and self.space.keeps(position)
 
-    def _take(self, positions: list[int]) -> list[int]:
-        free = [position for position in positions if position not in self._taken]
-        self._taken.update(free)
-        self.pending.update(free)
-        return free
+    def _take(self, position: int) -> int:
+        self._taken.add(position)
+        self.pending.add(position)
+        return position
 
 
 class Ordered(Strategy):
@@ -125,9 +125,9 @@ class Ordered(Strategy):
         super().__init__(space, starts)
         self._order = order
 
-    def pick(self, n: int) -> list[int]:
-        """Returns the next configs."""
-        return list(itertools.islice(filter(self.is_free, self._order), n))
+    def pick(self, n: int) -> Iterable[int]:
+        """Yields the next configs."""
+        return filter(self.is_free, self._order)
 
 
 def shuffled(space: Space, rng: np.random.Generator) -> Iterator[int]:
@@ -165,28 +165,27 @@ class UsersSearch(Strategy):
         super().__init__(space, starts)
         self._search = search
 
-    def pick(self, n: int) -> list[int]:
-        """Returns configs that the object asks; a repeated one is answered with the trial that is known."""
-        picked: list[int] = []
+    def pick(self, n: int) -> Iterable[int]:
+        """Yields configs that the object asks; a repeated one is answered with the trial that is known."""
         repeats = 0
-        while len(picked) < n and repeats < _MOST_REPEATS:
-            asked = self._search.ask(n - len(picked))
-            if not isinstance(asked, (list, tuple)) or len(asked) > n - len(picked):
+        while n and repeats < _MOST_REPEATS:
+            asked = self._search.ask(n)
+            if not isinstance(asked, (list, tuple)) or len(asked) > n:
                 raise TypeError(
-                    f"{type(self._search).__name__}.ask({n - len(picked)}) returned {shown(asked)}; "
-                    f"return a list of at most {n - len(picked)} configs."
+                    f"{type(self._search).__name__}.ask({n}) returned {shown(asked)}; "
+                    f"return a list of at most {n} configs."
                 )
             if not asked:
                 break
             for config in asked:
                 position = self._position(config)
-                if position not in picked and self.is_free(position):
-                    picked.append(position)
+                if self.is_free(position):
+                    n -= 1
+                    yield position
                     continue
                 repeats += 1
                 if position in self.trials:
                     self._search.tell(config, self.trials[position])
-        return picked
 
     def tell(self, config: Config, trial: Trial) -> None:
         """Takes note of a trial, and passes it on."""
@@ -220,11 +219,11 @@ class Reading(UsersSearch):
         super().__init__(Ordered(space, (), space.positions()), space, starts)
         self._make: Callable[[], Search] | None = make
 
-    def pick(self, n: int) -> list[int]:
+    def pick(self, n: int) -> Iterable[int]:
         """Returns one config at first, none while it is tried, and then those of the search."""
         if self._make is not None:
             if self.pending:
-                return []
+                return ()
             if not self.trials:
                 return super().pick(1)
             self.space.whole()

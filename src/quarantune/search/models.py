@@ -83,7 +83,7 @@ class Models:
             ordered = slice(self._features.ordered)
             rank = np.zeros(len(candidates))
             if not works.all():
-                succeeds = SuccessModel(points[:, ordered], works).probability(there[: len(candidates), ordered])
+                succeeds = _success(points[:, ordered], works, there[: len(candidates), ordered])
                 rank = 2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0)
             densities = self._densities.logs(known, _best(logs), candidates)
             return Forecast(prediction, scale, math.sqrt(self._process.variance), rank, densities, self._rng)
@@ -138,21 +138,22 @@ class Forecast:
         if np.isfinite(log):
             self.prediction.tell(index, float(np.interp(log, *self.scale)))
 
-    def choose(self, n: int, turn: int) -> list[int]:
-        """Returns the indices of the candidates that promise most, each as if those before it were measured.
+    def choose(self, turn: int) -> int | None:
+        """Returns the index of the candidate that promises most, as if those chosen before were measured.
 
         Args:
-            n: how many to choose.
             turn: how many configs the search has chosen before.
+
+        Returns:
+            The index; None where every candidate was chosen.
         """
+        if not np.isfinite(self.rank).any():
+            return None
         with _one_thread():
-            chosen: list[int] = []
-            for number in range(turn, turn + min(n, int(np.isfinite(self.rank).sum()))):
-                index = self._densest() if number % _BY_DENSITIES == 0 else self._most_improving(_CAUTION[number % 2])
-                self.prediction.observe(index)
-                self.rank[index] = -np.inf
-                chosen.append(index)
-            return chosen
+            index = self._densest() if turn % _BY_DENSITIES == 0 else self._most_improving(_CAUTION[turn % 2])
+            self.prediction.observe(index)
+        self.rank[index] = -np.inf
+        return index
 
     def _most_improving(self, caution: float) -> int:
         """Returns the index of the candidate with the greatest expected improvement."""
@@ -344,32 +345,26 @@ _MOST_FOR_PRODUCTS = 16
 """With more coordinates than this, their products are left out: they would take too long."""
 
 
-class SuccessModel:
-    """Predicts which configs fail, by logistic regression fitted by Newton's method with a ridge penalty.
+def _success(known: Floats, works: NDArray[np.bool_], asked: Floats) -> Floats:
+    """Returns the probability that configs work, by logistic regression fitted by Newton's method with a ridge penalty.
 
     Shared memory and registers are products of a config's values, and so sums of their logarithms: a quadratic form of
     the coordinates follows such a limit, where a Gaussian process needs many points along it.
+
+    Args:
+        known: the coordinates of the configs that were tried, one row for each.
+        works: whether each of them could be measured.
+        asked: the coordinates of the configs in question.
     """
-
-    def __init__(self, points: Floats, works: NDArray[np.bool_]) -> None:
-        """Learns from the configs that were tried.
-
-        Args:
-            points: their coordinates, one row for each.
-            works: whether each of them could be measured.
-        """
-        terms = _terms(points)
-        penalty = np.full(terms.shape[1], _PENALTY)
-        self._weights = np.zeros(terms.shape[1])
-        for _ in range(_STEPS):
-            expected = special.expit(terms @ self._weights)
-            slope = terms.T @ (expected - works) + penalty * self._weights
-            curvature = (terms * (expected * (1 - expected))[:, None]).T @ terms + np.diag(penalty)
-            self._weights = self._weights - np.linalg.solve(curvature, slope)
-
-    def probability(self, points: Floats) -> Floats:
-        """Returns with which probability configs work."""
-        return np.asarray(special.expit(_terms(points) @ self._weights))
+    terms = _terms(known)
+    penalty = np.full(terms.shape[1], _PENALTY)
+    weights = np.zeros(terms.shape[1])
+    for _ in range(_STEPS):
+        expected = special.expit(terms @ weights)
+        slope = terms.T @ (expected - works) + penalty * weights
+        curvature = (terms * (expected * (1 - expected))[:, None]).T @ terms + np.diag(penalty)
+        weights = weights - np.linalg.solve(curvature, slope)
+    return np.asarray(special.expit(_terms(asked) @ weights))
 
 
 def _terms(points: Floats) -> Floats:

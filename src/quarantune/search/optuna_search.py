@@ -66,27 +66,21 @@ class OptunaSearch(Strategy):
         self._asked: dict[int, Any] = {}
         self._others = shuffled(space, np.random.default_rng(seed))
 
-    def pick(self, n: int) -> list[int]:
-        """Returns the sampler's next configs that can be tried; random ones where it only repeats itself."""
-        picked: list[int] = []
+    def pick(self, n: int) -> Iterable[int]:
+        """Yields the sampler's next configs that can be tried; random ones where it only repeats itself."""
         repeats = 0
-        while len(picked) < n and repeats < _MOST_REPEATS:
+        while repeats < _MOST_REPEATS:
             proposal = self._study.ask(self._distributions)
             position = self._position(proposal.params)
-            if position is not None and position not in picked and self.is_free(position):
+            if position is not None and self.is_free(position):
                 self._asked[position] = proposal
-                picked.append(position)
+                yield position
                 repeats = 0
                 continue
             repeats += 1
             value = None if position is None else self._value(self.trials.get(position))
             self._finish(proposal, value)
-        for position in self._others if len(picked) < n else ():
-            if position not in picked and self.is_free(position):
-                picked.append(position)
-            if len(picked) == n:
-                break
-        return picked
+        yield from filter(self.is_free, self._others)
 
     def tell(self, config: Config, trial: Trial) -> None:
         """Takes note of a trial, whoever asked for it."""

@@ -67,7 +67,6 @@ class Surrogate(Strategy):
         self._models: Models | None = None
         self._forecast: Forecast | None = None
         self._positions: list[int] = []
-        self._indices: dict[int, int] = {}
         self._renewal = 0
         self._best = math.inf
         self._logs: dict[int, float] = {}
@@ -82,36 +81,34 @@ class Surrogate(Strategy):
         self._logs[position] = log
         if log < self._best:
             self._forecast = None
-        elif self._forecast is not None and position in self._indices:
-            self._forecast.tell(self._indices[position], log)
+        elif self._forecast is not None and position in self._positions:
+            self._forecast.tell(self._positions.index(position), log)
 
-    def pick(self, n: int) -> list[int]:
-        """Returns the configs that promise most, given all trials so far."""
+    def pick(self, n: int) -> Iterable[int]:
+        """Yields the configs that promise most, given all trials so far."""
         told, works = list(self._logs), np.isfinite(list(self._logs.values()))
-        picked: list[int] = []
-        while len(picked) < n and (len(told) + len(self.pending) + len(picked) < _STARTS or works.sum() < 2):
-            start = self._start(told, works, [*self.pending, *picked])
+        while len(told) + len(self.pending) < _STARTS or works.sum() < 2:
+            start = self._start(told, works)
             if start is None:
-                return picked
-            picked.append(start)
-        while len(picked) < n:
+                return
+            yield start
+        while True:
             if self._forecast is None or len(self.trials) >= self._renewal:
-                self._renew(picked)
+                self._forecast = self._renewed()
             if self._forecast is None:
-                break
-            chosen = self._forecast.choose(n - len(picked), turn=len(self.trials) + len(self.pending) + len(picked))
-            promising = [self._positions[index] for index in chosen]
-            picked += [position for position in promising if self.is_free(position) and position not in picked]
-            if not chosen:
+                return
+            chosen = self._forecast.choose(turn=len(self.trials) + len(self.pending))
+            if chosen is None:
                 self._forecast = None
-        return picked
+            elif self.is_free(self._positions[chosen]):
+                yield self._positions[chosen]
 
-    def _start(self, told: Sequence[int], works: NDArray[np.bool_], pending: Sequence[int]) -> int | None:
+    def _start(self, told: Sequence[int], works: NDArray[np.bool_]) -> int | None:
         """Returns one of a few random configs: far from all others, and rather near those that work."""
-        drawn = [position for position in self._drawing.draw(_SPREAD_OVER).tolist() if position not in pending]
+        drawn = self._drawing.draw(_SPREAD_OVER).tolist()
         if not drawn:
             return None
-        known = [*told, *pending]
+        known = [*told, *self.pending]
         if not known:
             return int(drawn[0])
         squares = ((self._points(drawn)[:, None] - self._points(known)[None]) ** 2).sum(-1)
@@ -119,24 +116,23 @@ class Surrogate(Strategy):
         works_there = (near @ works + 0.5) / (near.sum(1) + 1)
         return int(drawn[int(np.argmax(np.sqrt(squares.min(1)) * works_there**2))])
 
-    def _renew(self, picked: Sequence[int]) -> None:
+    def _renewed(self) -> Forecast | None:
         """Has the models look at new candidates, if any are left."""
         if self._models is None:
             self._models = _import_models()(self._fields, self._features, self._rng)
         told, logs = list(self._logs), np.array(list(self._logs.values()), np.float64)
         best_first = np.argsort(logs, kind="stable")  # failures are the last
         parents = [told[index] for index in best_first[: min(_PARENTS, int(np.isfinite(logs).sum()))]]
-        candidates, pending = self._candidates(parents, picked), [*sorted(self.pending), *picked]
-        self._forecast = None
-        if candidates:
-            known, near, under_way = map(self._fields.codes, (told, candidates, pending))
-            self._forecast = self._models.forecast(known, logs, near, under_way)
+        candidates, pending = self._candidates(parents), sorted(self.pending)
         self._positions = [*candidates, *pending]
-        self._indices = {position: index for index, position in enumerate(self._positions)}
         self._best = float(np.nanmin(logs))
         self._renewal = len(self.trials) + _SERVES
+        if not candidates:
+            return None
+        codes = self._fields.codes
+        return self._models.forecast(codes(told), logs, codes(candidates), codes(pending))
 
-    def _candidates(self, parents: Sequence[int], picked: Sequence[int]) -> list[int]:
+    def _candidates(self, parents: Sequence[int]) -> list[int]:
         """Returns free configs: neighbours and crossovers of the parents, and random ones."""
         codes = self._fields.codes(parents)
         rows = [codes[:0]]
@@ -149,11 +145,11 @@ class Surrogate(Strategy):
         crossed = np.where(self._rng.random(shape) < 0.5, codes[first], codes[second])
         mutated = self._rng.random(shape) < _MUTATIONS / len(self._sizes)
         rows.append(np.where(mutated, self._rng.integers(self._sizes, size=shape), crossed))
-        found = set(self._fields.positions_of(np.concatenate(rows))).difference(picked)
-        near = np.array([position for position in sorted(found) if self.is_free(position)], np.int64)
+        found = sorted(set(self._fields.positions_of(np.concatenate(rows))))
+        near = np.array(list(filter(self.is_free, found)), np.int64)
         if len(near) > _CANDIDATES // 2:
             near = self._rng.choice(near, _CANDIDATES // 2, replace=False)
-        return sorted({*near.tolist(), *self._drawing.draw(_CANDIDATES - len(near)).tolist()}.difference(picked))
+        return sorted({*near.tolist(), *self._drawing.draw(_CANDIDATES - len(near)).tolist()})
 
     def _points(self, positions: Sequence[int]) -> Floats:
         """Returns configs as points in which only sizes and words count."""
