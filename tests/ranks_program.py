@@ -25,8 +25,8 @@ import numpy as np
 
 import quarantune
 from quarantune.devices import discovery
-from quarantune.resolve.call_key import keyed
-from quarantune.resolve.layers import open_store, space_of
+from quarantune.resolve.call_key import keyed, space_of
+from quarantune.resolve.known_results import open_store
 from quarantune.values import settings as environment
 from quarantune.values.describe import versions
 

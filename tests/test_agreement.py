@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from quarantune.resolve import agreement
-from quarantune.resolve.agreement import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
+from quarantune.resolve import ranks
+from quarantune.resolve.ranks import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
 
 TOPIC = "topic"
 DEADLINE_S = 20.0
@@ -181,7 +181,7 @@ def replaced(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "GRACE_S", 7.0)
+    monkeypatch.setattr(ranks, "GRACE_S", 7.0)
 
 
 def test_two_ranks_agree_in_every_order_of_their_steps() -> None:

@@ -16,9 +16,9 @@ from helpers import python
 
 import quarantune
 from quarantune.cache import CacheWarning, TuningCache
-from quarantune.resolve import compile_failures
+from quarantune.resolve import sweep_records
 from quarantune.resolve.call_key import CallKey
-from quarantune.resolve.compile_failures import CompileFailures
+from quarantune.resolve.sweep_records import CompileFailures
 from quarantune.results.report import CompileReport
 from quarantune.sandbox import is_inside
 from quarantune.sweep.limits import SweepLimits
@@ -96,7 +96,7 @@ def test_failures_count_only_for_the_same_device_call_and_compilers(
         patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
         assert not failures(tmp_path).known()
     changed = compilers("cuda") | {"jaxlib": "99.0"}
-    monkeypatch.setattr(compile_failures, "compilers", lambda platform: changed)
+    monkeypatch.setattr(sweep_records, "compilers", lambda platform: changed)
     assert not failures(tmp_path).known()
 
 

@@ -17,8 +17,8 @@ from helpers import isolated
 
 import quarantune
 from quarantune import AutoTuner, Outcome, Phase, Trial, TuningResult
-from quarantune.resolve.compile_failures import _Failure
-from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.resolve.call_key import TunedFunction
+from quarantune.resolve.sweep_records import _Failure
 from quarantune.values.settings import Options
 from quarantune.values.trial import CompilerFigures, CycleEstimate
 

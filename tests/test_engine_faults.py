@@ -130,7 +130,7 @@ def test_calls_that_are_none_are_refused_by_tune_many() -> None:
 def test_a_function_may_have_a_parameter_named_executor_or_resume() -> None:
     import inspect
 
-    from quarantune.api.on_engine import on_engine
+    from quarantune.api.autotune import on_engine
 
     def function(x: Any, executor: int, resume: str, n: int) -> None: ...
 

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 import quarantune
+from quarantune.api import compile_check
 from quarantune.cache import Store, TuningCache
 from quarantune.cli import main
 from quarantune.devices import targets
-from quarantune.resolve import compiling, similar, tuning_job
+from quarantune.resolve import similar, tuning_job
 from quarantune.resolve.call_key import keyed, keyed_to_tune
-from quarantune.resolve.compile_failures import CompileFailures, note_check
-from quarantune.resolve.layers import more_thorough
-from quarantune.resolve.sweep_records import SweepRecords
+from quarantune.resolve.known_results import more_thorough
+from quarantune.resolve.sweep_records import CompileFailures, SweepRecords, note_check
 from quarantune.results.report import CompileReport
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import settings as environment
@@ -220,7 +220,7 @@ def test_the_best_estimate_is_saved_and_marked(
         asked.append(target.estimates)
         return checked(kernel(), target)
 
-    monkeypatch.setattr(compiling, "check_all", check_all)
+    monkeypatch.setattr(compile_check, "_check_all", check_all)
     command = ["tune", "kernels.py:scale", "--args", "f32[8]", "--estimate-for"]
     assert main([*command, "TPU v6e"]) == 0
     assert "\nn=2, estimated, never measured\n" in capsys.readouterr().out
@@ -255,7 +255,7 @@ def test_verify_measures_what_was_estimated_for_this_device_and_a_measured_resul
     here = keyed(kernel()._resolver.bind((X,), {})).key.device
     target = dataclasses.replace(targets.find("TPU v6e"), device_kind=here)
     monkeypatch.setattr(targets, "usable", lambda name: target)
-    monkeypatch.setattr(compiling, "check_all", lambda *_, **__: checked(kernel(), target))
+    monkeypatch.setattr(compile_check, "_check_all", lambda *_, **__: checked(kernel(), target))
 
     def entry() -> dict[str, Any]:
         return next(iter(Store(cache_dir).read("scale")[here].values()))

@@ -179,7 +179,7 @@ import functools, resource, sys, time
 import jax, jax.numpy as jnp
 import quarantune
 from quarantune.resolve.resolver import Resolver
-from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.resolve.call_key import TunedFunction
 
 def million(x):
     for i in range(1_000_000):

@@ -42,7 +42,7 @@ def described(fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 def store_winner(directory: Path, fn: Any, n: int, *args: Any, key: str | None = None, **fields: Any) -> None:
     """Puts an entry into a directory, as tuning for this call would."""
-    from quarantune.resolve.layers import space_of
+    from quarantune.resolve.call_key import space_of
 
     call = described(fn, *args)
     entry = {

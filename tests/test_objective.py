@@ -19,7 +19,7 @@ from helpers import isolated
 import quarantune
 from quarantune import AutoTuner, Outcome, Trial, TuningFailedError, TuningResult
 from quarantune.measure import clocks, finals
-from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.resolve.call_key import TunedFunction
 from quarantune.search import log_time
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.sweep.searching import Searching

@@ -20,10 +20,9 @@ import quarantune
 from quarantune import jax_internals
 from quarantune.cache.journal import read
 from quarantune.jax_internals import coordination
-from quarantune.resolve import agreement, ranks
-from quarantune.resolve.call_key import keyed
-from quarantune.resolve.call_result import call_result
-from quarantune.resolve.layers import open_store, space_of
+from quarantune.resolve import ranks
+from quarantune.resolve.call_key import keyed, space_of
+from quarantune.resolve.known_results import call_result, open_store
 from quarantune.values import settings as environment
 from quarantune.values.trial import Findings
 
@@ -211,7 +210,7 @@ def set_out(client: Client) -> bool:
 def test_without_a_config_or_a_tuner_the_ranks_share_a_near_config(
     one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
-    monkeypatch.setattr(agreement, "GRACE_S", 0.0)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.0)
     autotuner = tuner()
     described = keyed(autotuner._resolver.bind((np.zeros(8),), {}))
     space = space_of(described.call.configs)

@@ -27,8 +27,7 @@ import quarantune
 from quarantune import cli
 from quarantune.cache import CacheWarning, Journal
 from quarantune.resolve import recorded
-from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.call_key import keyed
+from quarantune.resolve.call_key import BoundCall, keyed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*recorded, to be tuned later", "ignore:.*ON_MISS=nearest")
 

@@ -31,7 +31,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import quarantune
 from quarantune import Outcome, Trial, jax_internals
 from quarantune.measure import finals
-from quarantune.resolve.compilation_seeds import CompilationSeeds
+from quarantune.resolve.tuning_job import CompilationSeeds
 from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.sweep import sweep, sweep_inputs

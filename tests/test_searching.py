@@ -13,7 +13,8 @@ import pytest
 from scripted import GB, SLOTS, TARGET, Clock, FakeSandbox, compiles, for_config, measures, plan_for
 
 from quarantune import settings
-from quarantune.resolve import layers
+from quarantune.resolve.call_key import space_of
+from quarantune.resolve.known_results import more_thorough
 from quarantune.resolve.similar import difference
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
@@ -390,7 +391,7 @@ def test_a_grid_is_a_list_that_is_not_kept() -> None:
         assert [space.find({"a": 1, "b": 1, "c": 1.5}), space.find({"a": "x"}), space.find(3)] == [None] * 3
         with pytest.raises(IndexError):
             space[len(listed)]
-    assert layers.space_of(computed) == layers.space_of(listed)
+    assert space_of(computed) == space_of(listed)
 
 
 def test_large_grids_are_not_listed() -> None:
@@ -400,8 +401,8 @@ def test_large_grids_are_not_listed() -> None:
     assert len(large.examples()) == 3000
     assert large.find(large[4321]) == 4321
     assert Space.of(pickle.loads(pickle.dumps(large)), fn_name="f", parameters=None)[4321] == large[4321]
-    assert layers.space_of(large) == layers.space_of(Space({name: axes[name][::-1] for name in "cba"}))
-    assert layers.space_of(large) != layers.space_of(Space(axes | {"c": list(range(1, 1001))}))
+    assert space_of(large) == space_of(Space({name: axes[name][::-1] for name in "cba"}))
+    assert space_of(large) != space_of(Space(axes | {"c": list(range(1, 1001))}))
     with pytest.raises(ValueError, match=r"1,000,000,000 configs, of which at most 1,000,000 are all tried"):
         large.listed()
 
@@ -436,16 +437,16 @@ def entry(time_ms: float, stopped: str, seen: int) -> dict[str, Any]:
 
 def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
     thorough, quick, better = entry(1.0, "max_trials", 80), entry(1.1, "max_trials", 20), entry(0.9, "patience", 30)
-    assert layers.more_thorough("gpu", "key", thorough, quick) is thorough
-    assert layers.more_thorough("gpu", "key", quick, thorough) is thorough
-    assert layers.more_thorough("gpu", "key", thorough, better) is better
+    assert more_thorough("gpu", "key", thorough, quick) is thorough
+    assert more_thorough("gpu", "key", quick, thorough) is thorough
+    assert more_thorough("gpu", "key", thorough, better) is better
     everything = entry(1.2, "exhausted", 100)
-    assert layers.more_thorough("gpu", "key", thorough, everything) is everything
-    assert layers.more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
+    assert more_thorough("gpu", "key", thorough, everything) is everything
+    assert more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
     nothing_spent = thorough | {"score": 0.0}  # which is less than 0.5
-    assert layers.more_thorough("gpu", "key", nothing_spent, quick | {"score": 0.5}) is nothing_spent
+    assert more_thorough("gpu", "key", nothing_spent, quick | {"score": 0.5}) is nothing_spent
     of_another_space = quick | {"space": {"configs": 7}}
-    assert layers.more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
+    assert more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
 
 
 @pytest.mark.parametrize("record", [None, 3, {"stopped": 5, "seen": -1, "budget": "x"}, {"seen": True}])

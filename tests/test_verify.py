@@ -17,9 +17,8 @@ import quarantune
 from quarantune import Outcome, Trial, TuningFailedError, TuningResult
 from quarantune.cli import main
 from quarantune.resolve import verification
-from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.call_key import keyed
-from quarantune.resolve.rebuilding import CannotRebuildError, rebuilt
+from quarantune.resolve.call_key import BoundCall, keyed
+from quarantune.resolve.recorded import CannotRebuildError, rebuilt
 from quarantune.values import settings as environment
 
 X = np.arange(12, dtype=np.float32)

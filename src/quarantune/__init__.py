@@ -7,14 +7,14 @@ from quarantune._version import __version__
 
 if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned as Autotuned
+    from quarantune.api.autotune import AutoTuner as AutoTuner
     from quarantune.api.autotune import autotune as autotune
+    from quarantune.api.autotune import jit as jit
     from quarantune.api.compile_check import compile_check as compile_check
     from quarantune.api.compile_check import compile_configs as compile_configs
     from quarantune.api.contextual import Contextual as Contextual
     from quarantune.api.contextual import contextual_autotune as contextual_autotune
-    from quarantune.api.jit import jit as jit
     from quarantune.api.tune_many import tune_many as tune_many
-    from quarantune.api.tuner import AutoTuner as AutoTuner
     from quarantune.api.tuning_cache import TuningCache as TuningCache
     from quarantune.cache import CacheWarning as CacheWarning
     from quarantune.cache import CacheWriteError as CacheWriteError
@@ -51,11 +51,9 @@ if TYPE_CHECKING:
     from quarantune.values.trial import TuningFailedError as TuningFailedError
 
 _NAMES = {
-    "api.autotune": ("Autotuned", "autotune"),
+    "api.autotune": ("AutoTuner", "Autotuned", "autotune", "jit"),
     "api.compile_check": ("compile_check", "compile_configs"),
     "api.contextual": ("Contextual", "contextual_autotune"),
-    "api.jit": ("jit",),
-    "api.tuner": ("AutoTuner",),
     "api.tuning_cache": ("TuningCache",),
     "api.tune_many": ("tune_many",),
     "cache": ("CacheWarning", "CacheWriteError"),

@@ -28,7 +28,7 @@ import psutil
 
 import quarantune
 from quarantune import jax_internals, sandbox
-from quarantune.api.tuner import AutoTuner
+from quarantune.api.autotune import AutoTuner
 from quarantune.cache.tuning_cache import TuningCache
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device

@@ -10,14 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
-from quarantune.api.autotune import Autotuned
+from quarantune.api.autotune import Autotuned, AutoTuner
 from quarantune.api.contextual import Contextual
-from quarantune.api.tuner import AutoTuner
-from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.call_key import keyed_to_tune
+from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.resolve.resolver import Resolver, keyed_for_engine
-from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep
 from quarantune.sweep.isolation import Isolation

@@ -1,4 +1,4 @@
-"""The decorator that most people use: `@autotune` over a jitted function."""
+"""The decorator that most people use, `@autotune` over a jitted function, and `AutoTuner` for any callable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import gc
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -16,38 +16,46 @@ from typing import (
     Generic,
     Literal,
     ParamSpec,
+    Protocol,
     Self,
     TypeAlias,
     TypeVar,
     Unpack,
+    cast,
     overload,
 )
 
+import jax
+import numpy as np
+
 from quarantune import jax_internals
-from quarantune.api.call_memo import Memo, MemoKeys, read_context
-from quarantune.api.on_engine import on_engine
 from quarantune.host.process import hide_own_frames, lazy, own_frames_hidden
-from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding
 from quarantune.transport.problem import Arguments
 from quarantune.values.configs import Config, MadeConfigs, as_given
-from quarantune.values.settings import OptionKeywords, Options, checked_options, register_keeper
+from quarantune.values.settings import OptionKeywords, Options, checked_options, register_keeper, settings
 from quarantune.values.space import Space
 from quarantune.values.texts import module_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from quarantune.resolve.bound_call import BoundCall
+    from quarantune.resolve.call_key import BoundCall, TunedFunction
     from quarantune.resolve.resolver import Resolver
     from quarantune.results.result import TuningResult
-
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _I = TypeVar("_I")
 _Q = ParamSpec("_Q")
+_T = TypeVar("_T")
+
+Memo: TypeAlias = dict[Any, dict[Hashable, _T]]
+"""Choices by the key of the call, for each state of JAX's settings."""
+
+read_context = jax_internals.trace_context
+"""Returns the state of JAX's settings, under which a choice is remembered."""
 
 _Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., _R]]]
 _NOTHING: tuple[Any, tuple[Any, ...], list[Any], Callable[..., Any], _Known[Any]] = (None, (), [], print, {})
@@ -92,6 +100,22 @@ def autotune(
     if jax_internals.is_jitted(configs):
         raise TypeError("autotune needs the configs first: write @autotune([...]) above @jax.jit(...)")
     return decorate
+
+
+class _Jit(Protocol):
+    """The two ways to call `jax.jit`: with the function, or with options alone, as a decorator."""
+
+    @overload
+    def __call__(self, fun: Callable[_P, _R], /, **options: Any) -> Callable[_P, _R]: ...
+
+    @overload
+    def __call__(
+        self, *, static_argnames: str | Iterable[str] | None = ..., **options: Any
+    ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]: ...
+
+
+jit = cast("_Jit", jax.jit)
+"""`jax.jit` itself. Under this name, type checkers and editors see the function's own signature."""
 
 
 class AsMethod(Generic[_P, _R]):
@@ -140,10 +164,10 @@ class Autotuned(AsMethod[_P, _R]):
         self._signature = inspect.signature(plain)
         listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=self._signature)
         self.name = options.name or f"{module_name(fn)}.{label}"
-        suitable.check_jit_options(fn, self.name)
+        binding.check_jit_options(fn, self.name)
         if isinstance(listed, Space):
             examples, signature = listed.examples(), self._signature
-            suitable.check_configs(fn, examples, name=self.name, signature=signature, need_defaults=True)
+            binding.check_configs(fn, examples, name=self.name, signature=signature, need_defaults=True)
         self._configs = listed
         self._options = options
         self._array_type = jax_internals.array_type
@@ -159,13 +183,8 @@ class Autotuned(AsMethod[_P, _R]):
         return self._resolver_of(self._configs, self._options)
 
     def _resolver_of(self, configs: Any, options: Options) -> Resolver:
-        # Imported with the first call, because importing all that tuning needs takes a good part of JAX's own time.
-        # What imports create stays; searching it, and all that JAX has, for garbage takes longer than the imports.
-        with _without_collections():
-            from quarantune.resolve.resolver import Resolver
-            from quarantune.resolve.tuned_function import TunedFunction
-
-        function = TunedFunction(
+        function_type, resolver_type = _resolving()
+        function = function_type(
             self.__wrapped__,
             configs,
             name=self.name,
@@ -174,7 +193,7 @@ class Autotuned(AsMethod[_P, _R]):
             options=options,
             need_defaults=True,
         )
-        return Resolver(function)
+        return resolver_type(function)
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
         """Binds a call, and returns its resolver: that of the other tunables where `partial` lets the call set some."""
@@ -279,7 +298,7 @@ class Autotuned(AsMethod[_P, _R]):
             TypeError: a call is none, or sets a tunable by hand.
             ValueError: the calls do not share a key, or an argument is not valid.
         """
-        from quarantune.resolve.tuning_for import tune_for  # cached calls do not need it
+        from quarantune.api.tune_many import tune_for  # cached calls do not need it
 
         try:
             with own_frames_hidden():
@@ -416,27 +435,151 @@ class BoundMethod(Generic[_P, _R]):
         return functools.partial(getattr(self.__wrapped__, name), self._instance)
 
 
+class AutoTuner:
+    """Tunes any callable that takes a config as keyword arguments.
+
+    Args:
+        fn: a jitted function, or any other callable: numpy code, a C extension, something that starts a program.
+        configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
+        on_progress: called in this process with the index of a config and the phase that it enters: `load` where its
+            worker loads the function itself, `compile`, `check`, `measure`, and `end` once its trial is over.
+        **options: the options of the author, as `Options` documents them.
+
+    Raises:
+        TypeError: `fn` is not callable, an option is unknown, or the configs are of no usable type.
+        ValueError: the configs are empty or without end, or the function cannot take them.
+
+    Example:
+        >>> result = AutoTuner(sort_rows, {"block": [64, 256]}).run(rows)  # doctest: +SKIP
+        >>> result.best_config  # doctest: +SKIP
+        {'block': 256}
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        configs: MadeConfigs,
+        *,
+        on_progress: Callable[[int, str], None] | None = None,
+        **options: Unpack[OptionKeywords],
+    ) -> None:
+        function_type, resolver_type = _resolving()
+        function = function_type.of(fn, configs, checked_options("AutoTuner", options))
+        self._resolver = resolver_type(function, on_phase=on_progress)
+
+    def run(self, *args: Any, **kwargs: Any) -> TuningResult:
+        """Returns the result for these arguments, from the cache or by tuning now.
+
+        Args:
+            *args: the call's positional arguments.
+            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call, and with
+                `resume=True` an interrupted sweep goes on, in place of the best config that it had found.
+
+        Raises:
+            TuningFailedError: every config failed.
+            EngineError: the executor could not run the sweep.
+            CacheMissError: nothing is cached and `ON_MISS` is `error`.
+        """
+        with own_frames_hidden(), on_engine(self._resolver.function.signature, kwargs) as (kwargs, resume):
+            call = self._resolver.bind(args, kwargs)
+            return self._resolver.tune(call, resume=True) if resume else self._resolver.result(call)
+
+    def result(self, call: Arguments) -> TuningResult:
+        """Returns the result for a call, as `run` does; for `tune_many`."""
+        return self._resolver.result(self._resolver.bind(*call))
+
+
+class MemoKeys:
+    """Makes keys that are equal for the calls of one function that JAX, and the function, do not tell apart."""
+
+    def __init__(self, jit: jax_internals.JitOptions | None) -> None:
+        """Prepares keys for a function.
+
+        Args:
+            jit: the options that the function was jitted with; None for a plain function, which sees the values of
+                Python's numbers and strings.
+        """
+        self._jit = jit
+        self._array_type = jax_internals.array_type
+
+    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
+        """Returns the key of a call; None where an argument needs a closer look each time, as a tracer does."""
+        jit, count = self._jit, len(args)
+        try:
+            parts: list[Any] = [
+                self._token(arg, is_static=jit is not None and jit.is_static_position(index, count))
+                for index, arg in enumerate(args)
+            ]
+            for name, arg in kwargs.items():
+                parts += [name, self._token(arg, is_static=jit is not None and name in jit.static_argnames)]
+            key = tuple(parts)
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _token(self, arg: Any, *, is_static: bool = False) -> Hashable:
+        if type(arg) is self._array_type:
+            return (arg.aval, arg.sharding)
+        # A plain function sees the values of its arguments, and jit those of static ones.
+        if is_static or (self._jit is None and type(arg) in (bool, int, str)):
+            return (type(arg), arg)
+        if self._jit is not None:
+            # The dtype that JAX gives to a Python number or NumPy's float64 depends on x64.
+            if isinstance(arg, (bool, int, float, complex)):
+                return (type(arg), _is_x64())
+            if isinstance(arg, (np.ndarray, np.generic)):
+                return (np.ndarray, arg.shape, arg.dtype, _is_x64())
+        leaves, structure = jax.tree_util.tree_flatten(arg)
+        if len(leaves) == 1 and leaves[0] is arg:
+            raise TypeError(f"a {type(arg).__name__} has no token")
+        return (structure, *map(self._token, leaves))
+
+
+def _is_x64() -> bool:
+    config: Any = jax.config  # its options are typed in some versions
+    return bool(config.jax_enable_x64)
+
+
+@contextlib.contextmanager
+def on_engine(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yields a call's keyword arguments without `executor=`, which holds as a `settings` block, and `resume=`, and it.
+
+    Args:
+        signature: of the tuned function; where it has a parameter of such a name, the argument is for it.
+        kwargs: the keyword arguments.
+    """
+    own = {name: kwargs[name] for name in kwargs.keys() & {"executor", "resume"} - signature.parameters.keys()}
+    with settings(executor=own["executor"]) if "executor" in own else contextlib.nullcontext():
+        yield {name: value for name, value in kwargs.items() if name not in own}, bool(own.get("resume"))
+
+
+def _resolving() -> tuple[type[TunedFunction], type[Resolver]]:
+    """Imports the classes that find the config for a call.
+
+    They are imported with the first call, because importing all that tuning needs takes a good part of JAX's own time.
+    What imports create stays; searching it, and all that JAX has, for garbage takes longer than the imports.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        from quarantune.resolve.call_key import TunedFunction
+        from quarantune.resolve.resolver import Resolver
+    finally:
+        if was_enabled:
+            gc.enable()
+    return TunedFunction, Resolver
+
+
 def _rebuild(
     plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options, file: str = ""
 ) -> Any:
-    from quarantune.transport import pickling  # calls do not need it
-
     if isinstance(plain, types.FunctionType):
+        from quarantune.transport import pickling  # calls do not need it
+
         plain.__code__ = pickling.in_file(plain.__code__, file)
     return Autotuned(jit.rebuild(plain), configs, options)
 
 
 def _name_of(fn: object) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
-
-
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Keeps Python from searching for garbage."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

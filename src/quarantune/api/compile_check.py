@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,11 +13,17 @@ from typing import Any
 from quarantune.api.autotune import Autotuned
 from quarantune.devices import targets
 from quarantune.devices.targets import Target
-from quarantune.resolve import compiling
-from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.resolve import engines
+from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
+from quarantune.resolve.known_results import entry_for, findings_now, more_thorough, open_store
+from quarantune.resolve.sweep_records import CompileFailures, note_check
+from quarantune.resolve.tuning_job import check_outside
 from quarantune.results.compiled_winner import Winner
+from quarantune.results.progress import Progress
 from quarantune.results.report import CompileReport
+from quarantune.sweep import sweep
+from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport import binding
 from quarantune.transport.executable import from_data
 from quarantune.transport.problem import as_structs, describe_function
@@ -33,6 +40,7 @@ from quarantune.values.configs import (
 from quarantune.values.settings import Options
 from quarantune.values.space import expand
 from quarantune.values.texts import cache_name
+from quarantune.values.trial import ESTIMATED, Searched, Trial, pruned_trial
 
 
 def compile_check(
@@ -95,7 +103,7 @@ def compile_check(
         raise ValueError(f"estimate=True asks the compiler for TPUs, and {found.name} is none: leave it out")
     found = dataclasses.replace(found, estimates=estimate)
     call = BoundCall(TunedFunction.of(fn, configs, options, compiled_by="compile_check"), args, kwargs)
-    return compiling.check_all(call, found, num_workers=num_workers, again=again)
+    return _check_all(call, found, num_workers=num_workers, again=again)
 
 
 def compile_configs(
@@ -141,7 +149,7 @@ def compile_configs(
     function = TunedFunction.of(fn, expanded, Options(), compiled_by="compile_configs")
     call = BoundCall(function, args, kwargs)
     found = None if target is None else targets.usable(target)
-    compiled = compiling.compile_all(call, found, num_workers=num_workers)
+    compiled = _compile_all(call, found, num_workers=num_workers)
     functions: dict[str, Callable[..., Any] | None] = {}
     for index, (config, trial) in enumerate(zip(expanded, compiled.trials, strict=True)):
         executable = compiled.executables.get(index)
@@ -151,6 +159,104 @@ def compile_configs(
             warnings.warn(f"{label}: {ended}", stacklevel=2)
             functions[text_of(config)] = None
     return [functions[text_of(config)] for config in listed]
+
+
+def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
+    """Saves the config with the best estimate of a check as the result of a call, until one is measured.
+
+    Args:
+        call: the call.
+        report: the check.
+
+    Returns:
+        The config; None where none has an estimate.
+    """
+    best = report.ranked[0]
+    if best.figures is None or best.figures.estimate is None:
+        return None
+    described, settings = keyed_to_tune(call, report.target), environment.current()
+    searched = Searched(ESTIMATED, len(report.compiled), call.configs.size)
+    findings = findings_now(call, math.nan, report.trials, searched)
+    entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
+    entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
+    open_store(settings).merge(call.name, {described.key.device: {described.key.text: entry}}, prefer=more_thorough)
+    return best.config
+
+
+def _check_all(call: BoundCall, target: Target, *, num_workers: int | None, again: bool) -> CompileReport:
+    """Returns the report on compiling the configs of a call for a device; the arguments are those of `_compile_all`."""
+    compiled = _compile_all(call, target, num_workers=num_workers, again=again)
+    return CompileReport(name=call.name, target=target, trials=compiled.trials, key=compiled.key, known=compiled.known)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """The configs of a call, compiled and not run.
+
+    Attributes:
+        trials: their trials, in order.
+        executables: those that can leave their workers, by the indices of their configs; none for a target.
+        key: the key of the call.
+        known: on how many of them an earlier job had the verdict.
+    """
+
+    trials: tuple[Trial, ...]
+    executables: Mapping[int, bytes]
+    key: str
+    known: int
+
+
+def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | None, again: bool = False) -> _Compiled:
+    """Compiles the configs of a call in workers; runs none, and remembers those that fail.
+
+    Args:
+        call: the call.
+        target: the device, which need not be here; None for the one that the call would run on.
+        num_workers: how many configs compile at a time; None follows the settings.
+        again: whether configs are compiled for a target although an earlier job has the verdict on them.
+    """
+    check_outside(call)
+    described, settings = keyed_to_tune(call, target), environment.current()
+    limits = SweepLimits.of(call.function.options, settings, num_workers=num_workers)
+    failures = CompileFailures(described, settings.cache_dir, limits, also=settings.cache_path)
+    trials = {index: pruned_trial(call.configs[index]) for index in call.pruned}
+    left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
+    known: dict[int, Trial] = {}
+    if target is not None and not (again or settings.disable_cache):
+        verdicts = failures.known(with_compiled=True)
+        found = ((index, verdicts.get(text_of(config))) for index, config in left.items())
+        known = {index: trial for index, trial in found if trial is not None and _is_answer(trial, target)}
+    trials |= {index: dataclasses.replace(trial, config=left.pop(index)) for index, trial in known.items()}
+    label = described.label if target is None else f"{described.label} for {target.name}"
+    config_of = call.configs.__getitem__
+    with Progress(label, len(left), shown=settings.progress, config_of=config_of) as progress:
+
+        def on_trial(index: int, trial: Trial) -> None:
+            trials[index] = trial
+            if not settings.disable_cache:
+                note_check(failures, trial)
+            progress.step(trial)
+
+        request = SweepRequest(
+            problem=described.problem(),
+            options=call.function.options,
+            settings=settings,
+            limits=limits,
+            events=SweepEvents(on_trial=on_trial, on_phase=progress.enter),
+            target=target,
+            compile_only=target is None,
+        )
+        run = sweep.run if target is None else engines.run
+        swept = run(request, left) if left else Swept()
+        progress.conclude_compiling()
+    ordered = tuple(trials[index] for index in range(len(call.configs)))
+    return _Compiled(ordered, swept.executables, described.key.text, len(known))
+
+
+def _is_answer(trial: Trial, target: Target) -> bool:
+    """Returns whether a known trial has all that a check for a target asks."""
+    figures = trial.figures
+    return not target.estimates or figures is None or bool(figures.estimate or figures.no_estimate)
 
 
 def _callable_of(

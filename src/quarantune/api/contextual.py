@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from quarantune import jax_internals
-from quarantune.api.autotune import AsMethod, Autotuned
-from quarantune.api.call_memo import Memo, MemoKeys, read_context
-from quarantune.api.on_engine import on_engine
+from quarantune.api.autotune import AsMethod, Autotuned, Memo, MemoKeys, on_engine, read_context
 from quarantune.host.process import lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment

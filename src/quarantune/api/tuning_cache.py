@@ -11,9 +11,8 @@ from quarantune.cache import CacheKey
 from quarantune.values import settings
 
 if TYPE_CHECKING:
-    from quarantune.api.autotune import Autotuned
-    from quarantune.api.tuner import AutoTuner
-    from quarantune.resolve.tuned_function import TunedFunction
+    from quarantune.api.autotune import Autotuned, AutoTuner
+    from quarantune.resolve.call_key import TunedFunction
     from quarantune.resolve.verification import VerifyReport
     from quarantune.transport.problem import Arguments
 
@@ -70,8 +69,7 @@ class TuningCache(cache.TuningCache):
 
 
 def _tuned(function: Any) -> TunedFunction:
-    from quarantune.api.autotune import Autotuned
-    from quarantune.api.tuner import AutoTuner
+    from quarantune.api.autotune import Autotuned, AutoTuner
 
     found = _imported(function) if isinstance(function, str) else function
     if not isinstance(found, (Autotuned, AutoTuner)):

@@ -22,7 +22,7 @@ from quarantune.api.contextual import Contextual
 from quarantune.cli.call_texts import ArrayText, GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
 from quarantune.host.process import environment_variables, is_installed
-from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.resolve.call_key import TunedFunction
 from quarantune.sandbox import MARK
 from quarantune.transport.problem import as_structs, is_array
 from quarantune.values.describe import canonical_dtype, describe_array

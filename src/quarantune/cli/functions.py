@@ -25,7 +25,7 @@ from quarantune import cache
 from quarantune.api import ahead
 from quarantune.api.ahead import Alone
 from quarantune.api.autotune import Autotuned
-from quarantune.api.compile_check import compile_check
+from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
 from quarantune.cli import calls
@@ -43,10 +43,9 @@ from quarantune.cli.output import (
 )
 from quarantune.devices import discovery, targets
 from quarantune.host.shared_files import Directory
-from quarantune.resolve import compiling, engines, recorded
-from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.rebuilding import described_arguments, described_settings
-from quarantune.resolve.recorded import RecordedCall
+from quarantune.resolve import engines, recorded
+from quarantune.resolve.call_key import BoundCall
+from quarantune.resolve.recorded import RecordedCall, described_arguments, described_settings
 from quarantune.results import result
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
@@ -375,7 +374,7 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
         if report.known:
             out.line("--again compiles all of them")
         if saves:
-            best = compiling.save_estimated(BoundCall(function, call.args, call.kwargs), report)
+            best = save_estimated(BoundCall(function, call.args, call.kwargs), report)
             told = "no config has an estimate" if best is None else f"{format_config(best)}, estimated, never measured"
             out.line(told)
             ended_well &= best is not None

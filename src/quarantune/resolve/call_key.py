@@ -1,24 +1,52 @@
-"""The key under which the result of a call is remembered, and how it is found."""
+"""From a call to its key: the function with its configs, the call with its arguments, and their description."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
-from typing import TYPE_CHECKING
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from quarantune import cache
+from quarantune.cache import Fingerprint
 from quarantune.devices import discovery
 from quarantune.host.process import lazy
 from quarantune.jax_internals import state as jax_state
-from quarantune.resolve import suitable
-from quarantune.resolve.bound_call import BoundCall
 from quarantune.transport import assignment as assignments
-from quarantune.transport.problem import CallDescription, Problem, describe_call, is_array, key_part, named
+from quarantune.transport import binding
+from quarantune.transport.problem import (
+    Arguments,
+    CallDescription,
+    Problem,
+    as_structs,
+    describe_call,
+    describe_function,
+    fitted,
+    is_array,
+    key_part,
+    named,
+)
 from quarantune.values.codec import JsonObject
+from quarantune.values.configs import (
+    COMPILER_OPTIONS,
+    NO_OPTIONS,
+    Config,
+    checked_config,
+    configs_made_by,
+    freeze,
+    has_tag,
+    text_of,
+)
 from quarantune.values.describe import describe_context_mesh, describe_static
-from quarantune.values.texts import array_text, as_formerly, printable
+from quarantune.values.settings import Options
+from quarantune.values.space import Space
+from quarantune.values.texts import array_text, as_formerly, cache_name, is_former, printable
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
@@ -27,6 +55,346 @@ if TYPE_CHECKING:
 _MOST_KINDS = 3
 _STATE = "jax settings"
 """The name of JAX's settings in an entry, among those of the parameters."""
+
+
+class TunedFunction:
+    """A function with its configs and its author's options.
+
+    Attributes:
+        fn: the function, jitted or not; configs reach it as keyword arguments.
+        configs: the space of configs, or a callable that makes them for a call.
+        name: the function's name in the cache.
+        signature: its signature.
+        static_names: its static parameters; None where it is not jitted.
+        options: its author's options.
+        tunables: the names that its configs set; empty for a callable that makes configs and has not been called.
+        most_configs: how many configs a sweep may try; None for those of its config space.
+    """
+
+    most_configs: int | None = None
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        configs: Sequence[Config] | Callable[..., Any],
+        *,
+        name: str,
+        signature: inspect.Signature,
+        static_names: frozenset[str] | None,
+        options: Options,
+        need_defaults: bool = False,
+    ) -> None:
+        """Describes a function; nothing is read or started.
+
+        Args:
+            fn: the function.
+            configs: the configs, or a callable that makes them for a call.
+            name: the function's name in the cache.
+            signature: its signature.
+            static_names: its static parameters; None for a function that is not jitted, where every argument without
+                an array counts by value.
+            options: its author's options.
+            need_defaults: whether every tunable must have a default, because the function is also called without it.
+
+        Raises:
+            TypeError: an option needs a jitted function, and it is none.
+        """
+        for option, does in (("time_grad", "differentiates"), ("max_device_memory", "bounds the compiled program of")):
+            if getattr(options, option) and static_names is None:
+                raise TypeError(
+                    f"{name}: {option} {does} the function, which jax.jit must have wrapped for that: put jax.jit on "
+                    f"it, or leave {option} out"
+                )
+        self.fn = fn
+        self.configs: Space | Callable[..., Any] = (
+            configs if callable(configs) else Space.of(configs, fn_name=name, parameters=signature)
+        )
+        self.name = name
+        self.signature = signature
+        self.static_names = static_names
+        self.options = options
+        self.tunables: frozenset[str] = frozenset() if callable(self.configs) else frozenset(self.configs.names)
+        self._need_defaults = need_defaults
+        self._fingerprints: dict[bool, Fingerprint] = {}
+
+    @classmethod
+    def of(cls, fn: Any, configs: Any, options: Options, *, compiled_by: str = "") -> TunedFunction:
+        """Returns a function as its author gives it, checked as far as that is possible without a call.
+
+        Args:
+            fn: the function, autotuned or not.
+            configs: its configs in any form.
+            options: its author's options.
+            compiled_by: the function of ours that only compiles configs, for which `fn` must be jitted.
+
+        Raises:
+            TypeError: it cannot be called or jitted as it is, or the configs are of no usable type.
+            ValueError: the configs are empty or without end, or the function cannot take them.
+        """
+        fn, signature, static_names = describe_function(fn)
+        label = cache_name(fn)
+        if compiled_by and static_names is None:
+            raise TypeError(
+                f"{compiled_by} compiles what jax.jit has wrapped, and {label!r} is not jitted: "
+                "wrap it, with the tunables among its static_argnames"
+            )
+        if static_names is not None:
+            binding.check_jit_options(fn, label)
+        listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
+        name = options.name or label
+        function = cls(fn, listed, name=name, signature=signature, static_names=static_names, options=options)
+        if isinstance(listed, Space):
+            function.check(listed.examples())
+        return function
+
+    def with_options(self, options: Options, configs: Sequence[Config] | None = None) -> TunedFunction:
+        """Returns the function with other options, and other configs if they are given."""
+        return TunedFunction(
+            self.fn,
+            self.configs if configs is None else configs,
+            name=self.name,
+            signature=self.signature,
+            static_names=self.static_names,
+            options=options,
+        )
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The function's parameters by name."""
+        return self.signature.parameters
+
+    @property
+    def is_jitted(self) -> bool:
+        """Whether `jax.jit` has wrapped the function."""
+        return self.static_names is not None
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the function's code and of the options that affect which config wins."""
+        kept, version = self._fingerprints, is_former()
+        if version not in kept:
+            kept[version] = cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
+        return kept[version]
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Distinguishes the function from others of the same name in this process."""
+        return f"{self.fingerprint.digest} {self.listed_space.get('hash', '')}"
+
+    @lazy
+    def listed_space(self) -> JsonObject:
+        """Values that distinguish its config space from others; none for a callable that makes configs."""
+        return {} if callable(self.configs) else space_of(self.configs)
+
+    @lazy
+    def maker(self) -> JsonObject:
+        """Values that distinguish the callable that makes its configs, with the code and the values that it reaches."""
+        assert callable(self.configs)
+        return {"made_by": cache.fingerprint(self.configs).digest}
+
+    def check(self, configs: Sequence[Config]) -> None:
+        """Raises where the function cannot take the keys of a config."""
+        signature, need_defaults = self.signature, self._need_defaults
+        binding.check_configs(self.fn, configs, name=self.name, signature=signature, need_defaults=need_defaults)
+
+
+def space_of(configs: Space) -> JsonObject:
+    """Returns values that distinguish one config space from another, whatever the order of the configs."""
+    return {"configs": len(configs), "hash": cache.short_hash("\n".join(sorted(configs.texts())))}
+
+
+class BoundCall:
+    """One call of a tuned function.
+
+    The author's functions are called when their answers are first needed, and at most once per call: the callable that
+    makes configs, and `prune_fn` for each config.
+
+    Attributes:
+        function: the function.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+    """
+
+    def __init__(self, function: TunedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = dict(kwargs)
+
+    @property
+    def name(self) -> str:
+        """The function's name in the cache."""
+        return self.function.name
+
+    @lazy
+    def is_symbolic(self) -> bool:
+        """Whether the shape of an argument is symbolic, as in `jax.export`: no data has such a shape."""
+        leaves = jax.tree.leaves((self.args, self.kwargs))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))]
+        return any(not isinstance(size, (int, np.integer)) for array in arrays for size in array.shape)
+
+    @property
+    def has_no_key(self) -> bool:
+        """Whether nothing can be remembered for the call, because its shapes are symbolic."""
+        return self.function.options.key_fn is None and self.is_symbolic
+
+    @lazy
+    def statics(self) -> frozenset[str]:
+        """The parameters that count by value."""
+        if self.function.static_names is not None:
+            return self.function.static_names
+        # The tunables are left out of the call, and need not have a default.
+        bound = self.function.signature.bind_partial(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return frozenset(name for name, value in named(bound) if not any(map(is_array, jax.tree.leaves(value))))
+
+    @lazy
+    def optional(self) -> frozenset[str]:
+        """The static arguments that `key_fn` leaves out, which count only where they can be described."""
+        key_fn = self.function.options.key_fn
+        if key_fn is None or self.fitted(key_fn, self.args, self.kwargs) == (self.args, self.kwargs):
+            return frozenset()
+        return self.statics - inspect.signature(key_fn).parameters.keys()
+
+    @lazy
+    def configs(self) -> Space:
+        """The configs to try, with those that `prune_fn` drops; those of a callable are read as far as needed."""
+        function = self.function
+        space = function.configs
+        if callable(space):
+            struct_args, struct_kwargs = self.fitted(space, *as_structs(self.args, self.kwargs))
+            made = configs_made_by(space, struct_args, struct_kwargs, fn_name=function.name)
+            space = Space(made, fn_name=function.name, parameters=function.signature, reads_all=False)
+            function.check(space.examples())
+        return space.where(None if function.options.prune_fn is None else self.keeps)
+
+    @property
+    def has_unread_configs(self) -> bool:
+        """Whether a callable makes the configs, and the key of the call alone decides which.
+
+        Results of such a call are found without the configs: the code of the callable stands for them.
+        """
+        options = self.function.options
+        return callable(self.function.configs) and options.key_fn is None and not options.partial
+
+    @lazy
+    def space(self) -> JsonObject:
+        """Values that distinguish the config space of the call from others."""
+        if self.has_unread_configs:
+            return self.function.maker
+        return self.function.listed_space or space_of(self.configs)
+
+    def find(self, raw: Any) -> Config | None:
+        """Returns the config that is equal to an encoded one: of the configs, or the function's own defaults.
+
+        One that lacks options for XLA is equal to one that has none. Where the configs are not read, a config that the
+        function can take is taken for one of them.
+        """
+        if not isinstance(raw, Mapping):
+            return None
+        if not self.has_unread_configs or any(map(has_tag, raw.values())):
+            if COMPILER_OPTIONS in self.configs.names:
+                raw = {COMPILER_OPTIONS: NO_OPTIONS, **raw}
+            self.configs.whole()
+            index = self.configs.find(raw)
+            if index is not None:
+                return self.configs[index]
+            return self.defaults if self.untuned is not None and text_of(raw) == text_of(self.defaults) else None
+        with contextlib.suppress(TypeError, ValueError):  # a file may hold anything
+            found = checked_config(raw, fn_name=self.name)
+            self.function.check([found])
+            return found or None
+        return None
+
+    @lazy
+    def pruned(self) -> frozenset[int]:
+        """The indices of the configs that `prune_fn` drops, which is called for all of them."""
+        return frozenset(index for index in self.configs.listed() if not self.configs.keeps(index))
+
+    def keeps(self, config: Config) -> bool:
+        """Returns whether `prune_fn` accepts a config, or there is no `prune_fn`."""
+        return self.function.options.prune_fn is None or self._prune_fn(config)
+
+    @lazy
+    def _prune_fn(self) -> Callable[[Config], bool]:
+        prune_fn = self.function.options.prune_fn
+        assert prune_fn is not None
+        args, kwargs = self.fitted(functools.partial(prune_fn, {}), *as_structs(self.args, self.kwargs))
+        return lambda config: bool(prune_fn(config, *args, **kwargs))
+
+    @property
+    def tunables(self) -> frozenset[str]:
+        """The names that the configs set."""
+        if not self.function.tunables:  # a callable makes the configs, and this is its first call
+            self.function.tunables = frozenset(self.configs.names)
+        return self.function.tunables
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The tunable parameters that the caller sets by hand.
+
+        Raises:
+            TypeError: the function does not take such arguments.
+        """
+        if callable(self.function.configs) and self.has_no_key:
+            return frozenset()  # it runs with its defaults anyway, and configs for symbolic shapes could not be made
+        given = self.function.signature.bind(*self.args, **self.kwargs).arguments
+        may_be = [name for name in given if self.function.parameters[name].default is not inspect.Parameter.empty]
+        return self.tunables.intersection(may_be) if may_be else frozenset()
+
+    def other_configs(self) -> list[Config]:
+        """Returns configs without the tunables that the caller sets: those that agree with it, or all if none does."""
+        arguments = self.function.signature.bind(*self.args, **self.kwargs).arguments
+        given = {name: freeze(arguments[name]) for name in self.given}
+        listed = [self.configs[index] for index in self.configs.listed()]
+        agreeing = [config for config in listed if config == {**config, **given}] or listed
+        kept = [config for config in agreeing if self.keeps({**config, **given})]
+        return [{name: value for name, value in config.items() if name not in given} for config in kept]
+
+    @lazy
+    def defaults(self) -> Config:
+        """The function's own defaults as a config; an empty one, which sets nothing, where JSON cannot hold them."""
+        parameters = self.function.parameters
+        defaults = {name: parameters[name].default for name in self.configs.names if name in parameters}
+        try:
+            return checked_config(defaults, fn_name=self.name)
+        except (TypeError, ValueError):
+            return {}
+
+    @property
+    def own_defaults(self) -> Config | None:
+        """The config of the function's own defaults, be it in the list or not; None where it cannot run with them."""
+        if self.default_index is not None:
+            return self.configs[self.default_index]
+        return None if self.untuned is None else self.defaults
+
+    @lazy
+    def default_index(self) -> int | None:
+        """The index of the config that equals the function's own defaults; None where none that is read by now does."""
+        parameters, names = self.function.parameters, self.configs.names
+        defaults = {name: freeze(parameters[name].default) for name in names if name in parameters}
+        if COMPILER_OPTIONS in names:
+            defaults.setdefault(COMPILER_OPTIONS, NO_OPTIONS)
+        index = self.configs.find(defaults)
+        return index if index is not None and _same(self.configs[index], defaults) else None
+
+    @property
+    def untuned(self) -> Config | None:
+        """The config that sets nothing, so that the function runs with its own defaults; None where it cannot."""
+        keywords, _ = binding.split(self.function.fn, self.configs[0])
+        tunables = [self.function.parameters.get(name) for name in keywords]
+        if any(tunable is None or tunable.default is inspect.Parameter.empty for tunable in tunables):
+            return None
+        default = self.default_index
+        return {} if default is None or self.configs.keeps(default) else None
+
+    def fitted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """Returns the call as one of the author's functions takes it, which may leave static parameters out."""
+        return fitted(function, self.function.signature, self.statics, args, kwargs)
+
+
+def _same(config: Config, other: Mapping[str, Any]) -> bool:
+    """Returns whether two configs are equal; 1 and True differ."""
+    return config == other and [*map(type, config.values())] == [type(other[name]) for name in config]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,9 +497,9 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     """
     function = call.function
     bound = dict(named(function.signature.bind_partial(*call.args, **call.kwargs)))
-    suitable.check_no_references(bound, call.name)
+    _check_no_references(bound, call.name)
     if function.is_jitted:
-        suitable.check_arguments({name: value for name, value in bound.items() if name not in call.statics}, call.name)
+        _check_arguments({name: value for name, value in bound.items() if name not in call.statics}, call.name)
     description = _description(call)
     if target is None:
         platform, kind = discovery.platform_and_kind(description.platform)
@@ -212,3 +580,66 @@ def _key_values(call: BoundCall, description: CallDescription) -> JsonObject:
         raise TypeError(f"{call.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
     static = {name: value for name, value in description.key_values.items() if name in call.statics}
     return {**static, "key_fn": bucket}
+
+
+def _check_no_references(arguments: Mapping[str, Any], name: str) -> None:
+    """Raises where an argument is a mutable array: every config would write to it, and each in another process.
+
+    Args:
+        arguments: the arguments by parameter.
+        name: the function's name in messages.
+
+    Raises:
+        TypeError: an argument is, or contains, a `jax.Ref`.
+    """
+    for parameter, value in arguments.items():
+        if any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function that "
+                f"takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or give the "
+                f"tunables by hand"
+            )
+
+
+def _check_arguments(arguments: Mapping[str, Any], name: str) -> None:
+    """Raises where `jax.jit` would refuse an argument.
+
+    Args:
+        arguments: the arguments that are not static, by parameter.
+        name: the function's name in messages.
+
+    Raises:
+        TypeError: an argument is, or contains, something that is neither array nor number.
+    """
+    for parameter, value in arguments.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+            if (reason := _why_not_dynamic(leaf)) is not None:
+                where = f"argument {parameter!r}" if not path else f"{parameter}{jax.tree_util.keystr(path)}"
+                raise TypeError(
+                    f"{name}: {where} is {reprlib.repr(leaf)}, which jax.jit does not take as a dynamic argument "
+                    f"({reason}): {_remedy(parameter, leaf, is_inside=bool(path))}"
+                )
+
+
+def _why_not_dynamic(leaf: Any) -> str | None:
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)):
+        return None
+    try:
+        jax.typeof(leaf)
+    except (TypeError, ValueError):
+        return f"dtype {leaf.dtype}" if isinstance(leaf, (np.ndarray, np.generic)) else type(leaf).__name__
+    return None
+
+
+def _remedy(parameter: str, leaf: Any, *, is_inside: bool) -> str:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return "give an array of numbers"
+    static = (
+        f"pass it as a static argument of its own, or make it a static field of the pytree that {parameter!r} is"
+        if is_inside
+        else f"make it static with static_argnames=[{parameter!r}] in jax.jit"
+    )
+    kind = type(leaf)
+    if kind.__module__ == "builtins":
+        return static
+    return f"{static}, or register {kind.__qualname__} as a pytree (jax.tree_util.register_dataclass)"

@@ -15,12 +15,9 @@ from typing import Any
 from quarantune import cache
 from quarantune.cache import Entry
 from quarantune.measure import finals
-from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.call_result import call_result, findings_now
-from quarantune.resolve.known_results import Known, KnownResults
-from quarantune.resolve.layers import space_of
+from quarantune.resolve.call_key import BoundCall, TunedFunction, space_of
+from quarantune.resolve.known_results import Known, KnownResults, call_result, findings_now
 from quarantune.resolve.resolver import Resolver
-from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.resolve.tuning_job import TuningJob
 from quarantune.results import report
 from quarantune.results.progress import Progress

@@ -1,13 +1,16 @@
-"""Calls to be tuned later: listed for a block of code or a traced program, or written down in a shared directory."""
+"""Calls to be tuned later: listed for a block of code or a program, or written down and made again from that."""
 
 from __future__ import annotations
 
+import ast
 import atexit
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -15,21 +18,105 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import jax
 import numpy as np
 
-from quarantune import cache
+from quarantune import cache, jax_internals
 from quarantune.cache import CacheWriteError, Journal, journal
 from quarantune.cache.store import short_text
 from quarantune.host.process import new_lock
-from quarantune.resolve.call_key import KeyedCall, keyed
-from quarantune.transport import assignment
+from quarantune.jax_internals import state
+from quarantune.resolve.call_key import KeyedCall, TunedFunction, keyed
+from quarantune.transport import arrays, assignment
+from quarantune.transport.arrays import dtype_from_name
 from quarantune.transport.problem import Arguments, is_array, with_leaves
 from quarantune.values import settings as environment
-from quarantune.values.codec import IN_MEMORY, DamageError, Record, within
-from quarantune.values.describe import abstract_sharding, canonical_dtype, sharding_of
+from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record, within
+from quarantune.values.describe import (
+    MeshSpec,
+    ShardingSpec,
+    abstract_mesh,
+    abstract_sharding,
+    canonical_dtype,
+    sharding_of,
+)
 from quarantune.values.texts import cache_name, call_text, module_name
 
 if TYPE_CHECKING:
     from quarantune.resolve.resolver import Resolver
     from quarantune.results.result import TuningResult
+
+_numbers = itertools.count()
+_SEED = 0
+_NUMBERS: Mapping[str, Any] = {"bool": True, "int": 1, "float": 1.0, "complex": 1j}
+_PLAIN_TREE = re.compile(r"PyTreeDef\((.*)\)", re.DOTALL)
+_LEAF = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\*""")
+"""A quoted key of a dict, or the star that stands for a leaf."""
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[RecordedCall]]:
+    """Lists the calls of a block of code, in this thread, that have no saved result; none of them is tuned.
+
+    They run with the function's defaults, whatever `ON_MISS` says, unless that is `nearest` or `error`. Where
+    `QUARANTUNE_RECORD` is set, they are written down there, too. Programs that JAX has compiled before are not traced
+    again, so that the calls inside are not met.
+
+    Yields:
+        The calls so far, each once, in the order in which they were first met; `tune_many` tunes them.
+
+    Example:
+        >>> with recording() as calls:  # doctest: +SKIP
+        ...     train_step(state, batch)
+        >>> quarantune.tune_many(calls)  # doctest: +SKIP
+    """
+    calls, add = _list_of_calls()
+    outer = environment.current().record
+
+    def note_both(described: KeyedCall, resolver: Resolver) -> None:
+        add(described, resolver)
+        note(described, resolver, outer)
+
+    with environment.settings(record=note_both):
+        yield calls
+
+
+def calls_in(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[RecordedCall]:
+    """Lists the calls of tuned functions inside a program, which is traced and neither compiled nor run.
+
+    Tuned or not, each call is listed once, as `recording` would do it, with the number of times that the program's
+    trace meets it. Where `QUARANTUNE_RECORD` is set, those without a saved result are written down there, too.
+
+    Args:
+        fn: the program: what `jax.jit` returned, or a function that it could take.
+        *args: its positional arguments; arrays may be `jax.ShapeDtypeStruct`.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The calls, in the order in which they are first met; `tune_many` tunes them.
+
+    Example:
+        >>> quarantune.tune_many(quarantune.calls_in(jax.jit(train_step), state, batch))  # doctest: +SKIP
+    """
+    # JAX keeps traces. This one, with the defaults, serves no other call, as no other has the number.
+    data = {"others": assignment.DEFAULT, "chosen": {}, "number": next(_numbers)}
+    listing = assignment.Assignment(json.dumps(data))
+    calls, listing.note = _list_of_calls()
+    trace = getattr(fn, "trace", None) or getattr(fn, "lower", None) or jax.jit(fn).trace
+    with listing.in_force():
+        trace(*args, **kwargs)
+    return calls
+
+
+def _list_of_calls() -> tuple[list[RecordedCall], Callable[[KeyedCall, Resolver], None]]:
+    """Returns a list of calls, and a function that adds a call to it, or counts it once more."""
+    calls: list[RecordedCall] = []
+    met: dict[Any, RecordedCall] = {}
+
+    def add(described: KeyedCall, resolver: Resolver) -> None:
+        about = call_of(described)
+        known = met.get(about) or dataclasses.replace(RecordedCall.of(described, resolver), count=0)
+        met[about] = dataclasses.replace(known, count=known.count + 1)
+        calls[:] = met.values()
+
+    return calls, add
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,18 +200,38 @@ def _without_values(described: KeyedCall) -> Arguments:
     return with_leaves(call.args, call.kwargs, has_shape, struct)
 
 
-def call_of(described: KeyedCall) -> Any:
-    """Returns a value by which a process tells calls apart, also those that share a key of `key_fn`."""
-    has_bucket = described.call.function.options.key_fn is not None
-    return described.call.name, described.key, cache.canonical_json(described.arguments) if has_bucket else ""
-
-
 def note(described: KeyedCall, resolver: Resolver, record: Path | Callable[..., None] | None) -> None:
     """Notes a call where the setting `record` says: in a directory, or in the list of a block of code."""
     if callable(record):
         record(described, resolver)
     elif record is not None:
         _writers.setdefault((os.getpid(), record), _Writer(record)).add(described)  # a fork has met nothing yet
+
+
+def call_of(described: KeyedCall) -> Any:
+    """Returns a value by which a process tells calls apart, also those that share a key of `key_fn`."""
+    has_bucket = described.call.function.options.key_fn is not None
+    return described.call.name, described.key, cache.canonical_json(described.arguments) if has_bucket else ""
+
+
+def read(directory: Path) -> list[RecordedCall]:
+    """Returns the calls that are written down in a directory, each once, the most frequent first.
+
+    Anybody may have written to it: whatever is no record is left out, and reported once.
+    """
+    found: dict[str, RecordedCall] = {}
+    damaged = 0
+    for data in journal.records_below(directory, ".calls"):
+        try:
+            call = RecordedCall.from_json(data)
+        except DamageError:
+            damaged += 1
+            continue
+        before = found[call.identity].count if call.identity in found else 0
+        found[call.identity] = dataclasses.replace(call, count=before + call.count)
+    if damaged:
+        cache.report_once(f"{damaged} lines below {str(directory)!r} are no records of calls, and are left out")
+    return sorted(found.values(), key=lambda call: -call.count)
 
 
 class _Writer:
@@ -171,92 +278,155 @@ def _flush() -> None:
             writer.flush()
 
 
-def read(directory: Path) -> list[RecordedCall]:
-    """Returns the calls that are written down in a directory, each once, the most frequent first.
+class CannotRebuildError(Exception):
+    """The key does not tell enough about an argument; the message names it."""
 
-    Anybody may have written to it: whatever is no record is left out, and reported once.
+
+def rebuilt(key: str, function: TunedFunction) -> Arguments:
+    """Returns arguments like those of the call that a key describes, without tunables.
+
+    Arrays of a jitted function are given as `jax.ShapeDtypeStruct`, so that the sweep makes their elements by `supply`.
+    Those of any other callable are NumPy arrays with such elements, unless `supply` is a function. A Python number, of
+    which the key holds the type only, is 1.
+
+    Args:
+        key: the key of an entry.
+        function: the function that it is for.
+
+    Raises:
+        CannotRebuildError: the key does not hold a value, but only a description of it.
     """
-    found: dict[str, RecordedCall] = {}
-    damaged = 0
-    for data in journal.records_below(directory, ".calls"):
-        try:
-            call = RecordedCall.from_json(data)
-        except DamageError:
-            damaged += 1
-            continue
-        before = found[call.identity].count if call.identity in found else 0
-        found[call.identity] = dataclasses.replace(call, count=before + call.count)
-    if damaged:
-        cache.report_once(f"{damaged} lines below {str(directory)!r} are no records of calls, and are left out")
-    return sorted(found.values(), key=lambda call: -call.count)
+    try:
+        values = dict(json.loads(key)["call"].items())
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise CannotRebuildError("its key is not one of a tuned function") from None
+    if function.options.key_fn is not None:
+        raise CannotRebuildError("its key holds the result of key_fn and not the shapes")
+    return described_arguments(values, function)
 
 
-_numbers = itertools.count()
+def described_arguments(values: JsonObject, function: TunedFunction) -> Arguments:
+    """Returns arguments of a function that have these descriptions by parameter, as `rebuilt` does.
+
+    Raises:
+        CannotRebuildError: a description does not tell enough about an argument.
+    """
+    maker = _Maker(function)
+    parameters, made = function.parameters, dict[str, Any]()
+    rest = next((name for name, it in parameters.items() if it.kind is inspect.Parameter.VAR_KEYWORD), None)
+    for name, described in values.items():
+        if name in parameters and (name != rest):
+            made[name] = maker.value(name, described)
+        elif rest is not None and name != "communicates over":
+            made.setdefault(rest, {})[name.removeprefix("**")] = maker.value(name, described)
+        else:
+            raise CannotRebuildError(f"{name!r} is no parameter of the function")
+    ordered = {name: made[name] for name in parameters if name in made}
+    bound = inspect.BoundArguments(function.signature, ordered)
+    return bound.args, bound.kwargs
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[RecordedCall]]:
-    """Lists the calls of a block of code, in this thread, that have no saved result; none of them is tuned.
-
-    They run with the function's defaults, whatever `ON_MISS` says, unless that is `nearest` or `error`. Where
-    `QUARANTUNE_RECORD` is set, they are written down there, too. Programs that JAX has compiled before are not traced
-    again, so that the calls inside are not met.
-
-    Yields:
-        The calls so far, each once, in the order in which they were first met; `tune_many` tunes them.
-
-    Example:
-        >>> with recording() as calls:  # doctest: +SKIP
-        ...     train_step(state, batch)
-        >>> quarantune.tune_many(calls)  # doctest: +SKIP
-    """
-    calls, add = _list_of_calls()
-    outer = environment.current().record
-
-    def note_both(described: KeyedCall, resolver: Resolver) -> None:
-        add(described, resolver)
-        note(described, resolver, outer)
-
-    with environment.settings(record=note_both):
-        yield calls
+def described_settings(described: Mapping[str, Any]) -> Iterator[None]:
+    """Puts the settings of JAX's that have a description in a key in force for a block, if JAX accepts them."""
+    with contextlib.ExitStack() as block:
+        for name, value in state.other_options(described).items():
+            block.callback(jax.config.update, name, jax.config.values[name])
+            jax.config.update(name, value)
+        if (mesh := described.get("mesh")) is not None:
+            shape, names, kinds = (tuple(mesh[part]) for part in ("shape", "axes", "types"))
+            spec = MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
+            block.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(spec)))
+        yield
 
 
-def calls_in(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[RecordedCall]:
-    """Lists the calls of tuned functions inside a program, which is traced and neither compiled nor run.
+class _Maker:
+    """Makes the arguments of one call."""
 
-    Tuned or not, each call is listed once, as `recording` would do it, with the number of times that the program's
-    trace meets it. Where `QUARANTUNE_RECORD` is set, those without a saved result are written down there, too.
+    def __init__(self, function: TunedFunction) -> None:
+        self._function = function
+        self._arrays = 0
 
-    Args:
-        fn: the program: what `jax.jit` returned, or a function that it could take.
-        *args: its positional arguments; arrays may be `jax.ShapeDtypeStruct`.
-        **kwargs: its keyword arguments.
+    def value(self, name: str, described: Any) -> Any:
+        """Returns an argument that has a description.
 
-    Returns:
-        The calls, in the order in which they are first met; `tune_many` tunes them.
+        Args:
+            name: the parameter.
+            described: the description.
+        """
+        statics = self._function.static_names
+        if statics is not None and name in statics:
+            return _static(name, described)
+        if isinstance(described, dict) and described.keys() == {"structure", "leaves"}:
+            return self._tree(name, described["structure"], described["leaves"])
+        return self._leaf(name, described)
 
-    Example:
-        >>> quarantune.tune_many(quarantune.calls_in(jax.jit(train_step), state, batch))  # doctest: +SKIP
-    """
-    # JAX keeps traces. This one, with the defaults, serves no other call, as no other has the number.
-    data = {"others": assignment.DEFAULT, "chosen": {}, "number": next(_numbers)}
-    listing = assignment.Assignment(json.dumps(data))
-    calls, listing.note = _list_of_calls()
-    trace = getattr(fn, "trace", None) or getattr(fn, "lower", None) or jax.jit(fn).trace
-    with listing.in_force():
-        trace(*args, **kwargs)
-    return calls
+    def _tree(self, name: str, structure: Any, leaves: JsonObject) -> Any:
+        match = _PLAIN_TREE.fullmatch(structure) if isinstance(structure, str) else None
+        values = iter([self._leaf(name, leaf) for leaf in leaves.values()])
+        try:
+            if match is None:
+                raise ValueError
+            count = iter(range(len(leaves)))
+            text = _LEAF.sub(lambda found: str(next(count)) if found[0] == "*" else found[0], match[1])
+            treedef = jax.tree.structure(ast.literal_eval(text))
+            return jax.tree.unflatten(treedef, values)
+        except (ValueError, SyntaxError, StopIteration, RecursionError, MemoryError):
+            raise CannotRebuildError(f"{name!r} is a container of another type than dict, list and tuple") from None
+
+    def _leaf(self, name: str, described: Any) -> Any:
+        match described:
+            case {"shape": list() as shape, "dtype": str() as dtype, **rest}:
+                return self._array(name, tuple(shape), dtype, rest)
+            case {"scalar": str() as kind} if kind in _NUMBERS:
+                return _NUMBERS[kind]
+        return _static(name, described)
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: str, about: Mapping[Any, Any]) -> Any:
+        function = self._function
+        self._arrays += 1
+        try:
+            sharding = _sharding(about["sharding"]) if "sharding" in about else None
+            if (implementation := _key_implementation(dtype)) is not None:
+                return jax.ShapeDtypeStruct(shape, jax_internals.key_dtype(implementation), sharding=sharding)
+            if function.is_jitted or callable(function.options.supply):
+                is_weak = bool(about.get("weak_type"))
+                return jax.ShapeDtypeStruct(shape, dtype_from_name(dtype), weak_type=is_weak, sharding=sharding)
+            return arrays.elements(
+                shape, dtype_from_name(dtype), kind=function.options.supply, seed=_SEED, index=self._arrays
+            )
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise CannotRebuildError(f"{name!r} is an array of {dtype} that cannot be made here") from None
 
 
-def _list_of_calls() -> tuple[list[RecordedCall], Callable[[KeyedCall, Resolver], None]]:
-    """Returns a list of calls, and a function that adds a call to it, or counts it once more."""
-    calls: list[RecordedCall] = []
-    met: dict[Any, RecordedCall] = {}
+def _sharding(described: Any) -> jax.sharding.NamedSharding:
+    """Returns the sharding that a description in a key is of, over a mesh without devices."""
+    mesh, explicit = described["mesh"], described.get("explicit", ())
+    kinds = tuple("Explicit" if axis in explicit else "Auto" for axis in mesh)
+    spec = MeshSpec(shape=tuple(mesh.values()), axis_names=tuple(mesh), axis_types=kinds)
+    partitions = tuple(tuple(axis) if isinstance(axis, list) else axis for axis in described["spec"])
+    return abstract_sharding(ShardingSpec(mesh=spec, partitions=partitions))
 
-    def add(described: KeyedCall, resolver: Resolver) -> None:
-        about = call_of(described)
-        known = met.get(about) or dataclasses.replace(RecordedCall.of(described, resolver), count=0)
-        met[about] = dataclasses.replace(known, count=known.count + 1)
-        calls[:] = met.values()
 
-    return calls, add
+def _key_implementation(dtype: str) -> str | None:
+    """Returns the implementation of PRNG keys that a dtype names, as in `key<fry>`; None for numbers."""
+    tags = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+    return tags.get(dtype[4:-1]) if dtype.startswith("key<") else None
+
+
+def _static(name: str, described: Any) -> Any:
+    """Returns a value that its description holds; lists become tuples, which jit can hash."""
+    builders: dict[str, Callable[[str], Any]] = {"float": float, "complex": complex, "dtype": dtype_from_name}
+    match described:
+        case None | bool() | int() | float() | str():
+            return described
+        case list():
+            return tuple(_static(name, item) for item in described)
+        case dict() if len(described) == 1:
+            ((kind, text),) = described.items()
+            if kind in builders and isinstance(text, str):
+                try:
+                    return np.dtype(dtype_from_name(text)) if kind == "dtype" else builders[kind](text)
+                except (TypeError, ValueError):
+                    pass
+    raise CannotRebuildError(f"the value of {name!r} is not in its key, only a description of it")

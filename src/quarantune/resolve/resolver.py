@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from quarantune import cache, jax_internals, sandbox
 from quarantune.cache import Entry
 from quarantune.host.process import lazy
-from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.call_key import CallKey, KeyedCall, keyed, keyed_to_tune
+from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
 from quarantune.resolve.known_results import Known, KnownResults, Resolved
-from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
 from quarantune.values.configs import Config
@@ -23,9 +21,8 @@ from quarantune.values.settings import Settings
 from quarantune.values.trial import CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:
-    from quarantune.resolve.compilation_seeds import CompilationSeeds
     from quarantune.resolve.ranks import Agreement, Ranks
-    from quarantune.resolve.tuning_job import TuningJob
+    from quarantune.resolve.tuning_job import CompilationSeeds, TuningJob
     from quarantune.results.result import FromCache, TuningResult
 
 
@@ -70,7 +67,7 @@ class Resolver:
 
     @lazy
     def _seeds(self) -> CompilationSeeds:
-        from quarantune.resolve.compilation_seeds import CompilationSeeds  # the same
+        from quarantune.resolve.tuning_job import CompilationSeeds  # the same
 
         return CompilationSeeds()
 
@@ -82,7 +79,10 @@ class Resolver:
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Returns a call of the function, bound to be resolved."""
-        return BoundCall(self.function, args, kwargs)
+        call = BoundCall(self.function, args, kwargs)
+        if not self.function.tunables and not call.is_symbolic:
+            self.function.tunables = self._known.tunables(call, environment.current())
+        return call
 
     def config(self, call: BoundCall) -> Config | None:
         """Returns the config to use for a call as `choice` does; None to run with the defaults."""
@@ -134,7 +134,7 @@ class Resolver:
         if found.tuned is not None:
             return found.tuned
 
-        from quarantune.resolve.call_result import call_result
+        from quarantune.resolve.known_results import call_result
 
         if (known := found.known) is not None:
             origin: FromCache = "nearest" if found.is_nearest else True

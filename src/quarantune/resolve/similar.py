@@ -10,8 +10,7 @@ from typing import Any
 from quarantune import cache
 from quarantune.cache import Entry, Journal
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.known_results import Known, KnownResults
-from quarantune.resolve.layers import Found, changed_versions, dict_or_empty
+from quarantune.resolve.known_results import Found, Known, KnownResults, changed_versions, dict_or_empty
 from quarantune.values.configs import Config, distinct, text_of
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Findings, Outcome

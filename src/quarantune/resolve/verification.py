@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from quarantune.cache import CacheKey, CacheRecord, Entry, safe_name
-from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.call_key import keyed
-from quarantune.resolve.layers import changed_versions, dict_or_empty
-from quarantune.resolve.rebuilding import CannotRebuildError, rebuilt
+from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed
+from quarantune.resolve.known_results import changed_versions, dict_or_empty
+from quarantune.resolve.recorded import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver
-from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult, times_text
 from quarantune.transport.problem import Arguments
 from quarantune.values.codec import JsonObject

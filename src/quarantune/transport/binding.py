@@ -1,4 +1,7 @@
-"""Binds a config to its function: values as keyword arguments, compiler options as options of the jit."""
+"""Binds a config to its function, and tells whether the function can take it.
+
+Values are keyword arguments, and compiler options are options of the jit.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from quarantune import jax_internals
 from quarantune.host.process import warn
 from quarantune.values.configs import COMPILER_OPTIONS as KEY
-from quarantune.values.configs import NO_OPTIONS, Config
+from quarantune.values.configs import NO_OPTIONS, Config, check_parameters
 from quarantune.values.texts import shown
 
 
@@ -59,6 +62,56 @@ def function_of(bound: Callable[..., Any]) -> Any:
     if isinstance(bound, (functools.partial, _WithOptions)):
         return bound.func
     return getattr(bound, "__wrapped__", bound)
+
+
+def check_jit_options(fn: Callable[..., Any], name: str) -> None:
+    """Raises where a jitted function has options with which it cannot be tuned.
+
+    Args:
+        fn: the jitted function.
+        name: its name in messages.
+
+    Raises:
+        TypeError: the function accepts no config, or cannot be rebuilt in a worker.
+    """
+    options = jax_internals.jit_options(fn)
+    if options.takes_no_keywords:
+        raise TypeError(
+            f"{name}: jax.jit accepts no keyword arguments with in_shardings, and that is how the tunables are passed: "
+            "leave in_shardings out and lay out the arguments (jax.device_put(x, sharding)), or call "
+            "jax.lax.with_sharding_constraint inside the function"
+        )
+    if options.cannot_travel:
+        from quarantune.transport import importable  # few functions need it
+
+        if not importable.may_travel_by_name(fn):
+            options.check_can_travel(name)
+
+
+def check_configs(
+    fn: Callable[..., Any], configs: Sequence[Config], *, name: str, signature: inspect.Signature, need_defaults: bool
+) -> None:
+    """Raises where a function cannot take the keys of its configs.
+
+    Args:
+        fn: the function.
+        configs: its configs, or a few in which every value occurs.
+        name: its name in messages.
+        signature: its signature.
+        need_defaults: whether every tunable must have a default, because the function is also called without it.
+
+    Raises:
+        TypeError: a key is no parameter that can be passed by keyword, or has no default.
+        ValueError: a key is not static.
+    """
+    is_jitted = jax_internals.is_jitted(fn)
+    # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
+    static_names = frozenset(jax_internals.jit_options(fn).static_argnames) if is_jitted else None
+    check_parameters(
+        configs, parameters=signature, static_names=static_names, fn_name=name, need_defaults=need_defaults
+    )
+    if is_jitted:
+        check(fn, configs, name=name)
 
 
 def check(fn: Callable[..., Any], configs: Sequence[Config], *, name: str) -> None:
