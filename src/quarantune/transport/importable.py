@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from quarantune.host import machine
@@ -63,10 +63,32 @@ def may_travel_by_name(obj: Any) -> bool:
 
 def travels_by_name(obj: Any) -> bool:
     """Returns whether another process finds this very object by its module and qualified name."""
+    found = found_by_name(obj, can_import)
+    return found is not None and found[2] == 0
+
+
+def found_by_name(obj: Any, can_import: Callable[[str], bool]) -> tuple[str, str, int] | None:
+    """Returns where another process finds this very object, if it does.
+
+    Args:
+        obj: the object.
+        can_import: `can_import`, or one that remembers its answers.
+
+    Returns:
+        A module, a qualified name in it, and the number of wrappers around the object there; None where there is none.
+    """
+    module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+    if not (isinstance(module, str) and isinstance(qualname, str) and can_import(module)):
+        return None
     try:
-        return can_import(obj.__module__) and operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
+        found, depth = operator.attrgetter(qualname)(sys.modules[module]), 0
     except AttributeError:
-        return False
+        return None
+    while found is not obj:
+        found, depth = getattr(found, "__wrapped__", None), depth + 1
+        if found is None:
+            return None
+    return module, qualname, depth
 
 
 def home_in(module: types.ModuleType, obj: Any) -> tuple[str, str] | None:

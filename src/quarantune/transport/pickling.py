@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import importlib
 import io
 import operator
-import os
 import pickle
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import cloudpickle
 import jax
@@ -77,49 +74,24 @@ def loads(blob: bytes | memoryview, apart: Sequence[memoryview] = ()) -> Any:
     return pickle.loads(blob, buffers=apart)
 
 
-# cloudpickle's list of modules to pickle by value is global; the lock keeps our additions private to one dump.
-_dump_lock = new_lock()
-
-
-def _clean_up_in_fork() -> None:
-    """Undoes, in a fork, the unfinished dump of another thread: our additions, and the lock of cloudpickle."""
-    if not _dump_lock._is_owned():  # type: ignore[attr-defined]
-        for module in _taken_by_value:
-            _untake(module)
-        _taken_by_value.clear()
-        with contextlib.suppress(AttributeError):
-            cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
-
-
-_taken_by_value: list[types.ModuleType] = []
-os.register_at_fork(after_in_child=_clean_up_in_fork)
-
-
-def _untake(module: types.ModuleType) -> None:
-    with contextlib.suppress(ValueError):  # not registered
-        cloudpickle.unregister_pickle_by_value(module)
+# cloudpickle's own lock would stay held in a fork that is made while another thread pickles a class.
+cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = new_lock()
 
 
 def _dump(obj: object, apart: list[memoryview] | None = None) -> bytes:
-    return dump_with(functools.partial(Pickler, apart=apart), obj, io.BytesIO())
-
-
-def dump_with(make: Callable[[io.BytesIO, contextlib.ExitStack], Pickler], obj: object, file: io.BytesIO) -> bytes:
-    """Pickles an object into an empty file, with a pickler for that one object."""
-    with _dump_lock, contextlib.ExitStack() as cleanup, file:
-        make(file, cleanup).dump(obj)
+    with io.BytesIO() as file:
+        _Pickler(file, apart).dump(obj)
         return file.getvalue()
 
 
-class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, extended to the objects that JAX makes."""
 
-    def __init__(self, file: io.BytesIO, cleanup: contextlib.ExitStack, apart: list[memoryview] | None = None) -> None:
+    def __init__(self, file: io.BytesIO, apart: list[memoryview] | None = None) -> None:
         take = None if apart is None else lambda buffer: apart.append(buffer.raw())
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=take)
         self._takes_apart = apart is not None
-        self._cleanup = cleanup
-        self._importable: dict[str, bool] = {}
+        self._can_import = functools.cache(importable.can_import)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object in our own way, or leaves it to cloudpickle."""
@@ -136,16 +108,23 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = reducer(self, obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
+    def _lives_here_only(self, obj: Any) -> bool:
+        """Returns whether a function, class or type variable is in a module that a worker cannot import."""
+        name = obj.__module__
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        # Of `__main__`, cloudpickle knows that itself.
+        return module is not None and name != "__main__" and not self._can_import(module.__name__)
+
     def _reduce_class(self, cls: type) -> Any:
-        self._note_module(cls.__module__)
-        reduced = super().reducer_override(cls)
+        is_here_only = self._lives_here_only(cls)
+        reduced = cloudpickle.cloudpickle._dynamic_class_reduce(cls) if is_here_only else super().reducer_override(cls)
         if not isinstance(reduced, tuple) or len(reduced) != 6 or isinstance(cls, enum.EnumMeta):
             return reduced
         return classes.reduce_class(cls, reduced, self._can_import)
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
-        self._note_module(function.__module__)
-        reduced = self._reduced(function)
+        is_here_only = self._lives_here_only(function)
+        reduced = self._dynamic_function_reduce(function) if is_here_only else super().reducer_override(function)
         if reduced is NotImplemented:
             return reduced
         rebuild, (code, namespace, *rest), (attributes, slots), _, _, set_state = reduced
@@ -161,16 +140,20 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         arguments = (rebuild, (code, namespace, *rest), early)
         return _make_function, arguments, (attributes, slots), None, None, set_state
 
-    def _reduced(self, function: types.FunctionType) -> Any:
-        return super().reducer_override(function)
-
     def _reduce_code(self, code: types.CodeType) -> Any:
         make, arguments = self.dispatch_table[types.CodeType](code)
         return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
-        self._note_module(module.__name__)
-        return NotImplemented
+        if module.__name__ not in sys.modules or module.__name__ == "__main__" or self._can_import(module.__name__):
+            return NotImplemented
+        content = {name: value for name, value in vars(module).items() if name != "__builtins__"}
+        return cloudpickle.cloudpickle.dynamic_subimport, (module.__name__, content)
+
+    def _reduce_type_variable(self, variable: Any) -> Any:
+        if not self._lives_here_only(variable):
+            return NotImplemented
+        return cloudpickle.cloudpickle._make_typevar, cloudpickle.cloudpickle._decompose_typevar(variable)
 
     def _reduce_jitted(self, fn: Any) -> Any:
         options = jax_internals.jit_options(fn)
@@ -182,7 +165,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_custom_rule(self, rule: Any) -> Any:
         # An empty object first, because the rules of f refer to f.
-        return object.__new__, (type(rule),), dict(vars(rule)), None, None, set_attributes
+        return object.__new__, (type(rule),), dict(vars(rule)), None, None, _set_attributes
 
     def _reduce_lru_cache(self, cached: Any) -> Any:
         parameters = cached.cache_parameters()
@@ -219,39 +202,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reference_from(modules, primitive)
 
     def _by_name(self, obj: Any) -> Any:
-        """Reduces an object to a reference if `module:qualname`, or a function wrapped by that, is this very object."""
-        module_name, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
-        if not (isinstance(module_name, str) and isinstance(qualname, str) and self._can_import(module_name)):
-            return NotImplemented
-        try:
-            found, depth = operator.attrgetter(qualname)(sys.modules[module_name]), 0
-        except AttributeError:
-            return NotImplemented
-        while found is not obj:
-            found, depth = getattr(found, "__wrapped__", None), depth + 1
-            if found is None:
-                return NotImplemented
-        return load_by_name, (module_name, qualname, depth)
-
-    def _note_module(self, name: str | None) -> None:
-        """Makes cloudpickle pickle by value the contents of a module that a worker cannot import."""
-        module = sys.modules.get(name) if isinstance(name, str) else None
-        if module is None or name == "__main__" or self._can_import(module.__name__):
-            return
-        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
-            # In this order, so that an interruption in between leaves nothing registered.
-            self._cleanup.callback(_untake, module)
-            _taken_by_value.append(module)
-            self._cleanup.callback(_taken_by_value.remove, module)
-            cloudpickle.register_pickle_by_value(module)
-
-    def _can_import(self, name: str) -> bool:
-        if name not in self._importable:
-            self._importable[name] = importable.can_import(name)
-        return self._importable[name]
+        """Reduces an object to a reference where a worker finds this very object by its name."""
+        found = importable.found_by_name(obj, self._can_import)
+        return NotImplemented if found is None else (load_by_name, found)
 
 
-_OF_WRAPPERS = (Pickler._reduce_jitted, Pickler._reduce_custom_rule, Pickler._reduce_lru_cache)
+_OF_WRAPPERS = (_Pickler._reduce_jitted, _Pickler._reduce_custom_rule, _Pickler._reduce_lru_cache)
 """The reducers of objects that travel by name where they can."""
 
 
@@ -272,29 +228,31 @@ def _reference_from(modules: Iterable[types.ModuleType], obj: Any) -> Any:
 
 # One look-up per class, not per object; bounded, so that classes made in a loop can be freed.
 @functools.lru_cache(maxsize=1024)
-def _reducer_for(kind: Any) -> Callable[[Pickler, Any], Any] | None:
+def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
     """Returns the method that reduces objects of a class; None for cloudpickle's own way."""
     if kind is types.FunctionType:
-        return Pickler._reduce_function
+        return _Pickler._reduce_function
     if kind is types.CodeType:
-        return Pickler._reduce_code
+        return _Pickler._reduce_code
     if kind is types.ModuleType:
-        return Pickler._reduce_module
+        return _Pickler._reduce_module
+    if kind is TypeVar:
+        return _Pickler._reduce_type_variable
     if kind is jax_internals.pjit_type:
-        return Pickler._reduce_jitted
+        return _Pickler._reduce_jitted
     if issubclass(kind, jax_internals.custom_rule_types()):
-        return Pickler._reduce_custom_rule
+        return _Pickler._reduce_custom_rule
     if kind is functools._lru_cache_wrapper:
-        return Pickler._reduce_lru_cache
+        return _Pickler._reduce_lru_cache
     if any(issubclass(kind, kinds) for kinds, _ in _forbidden()):
-        return Pickler._reduce_forbidden
+        return _Pickler._reduce_forbidden
     if issubclass(kind, jax.Array):
-        return Pickler._reduce_array
+        return _Pickler._reduce_array
     if issubclass(kind, jax_internals.primitive_type):
-        return Pickler._reduce_primitive
+        return _Pickler._reduce_primitive
     if kind.__module__.partition(".")[0] == "jax" and kind.__module__ in sys.modules:
-        return Pickler._reduce_jax_object
-    return Pickler._reduce_plain if kind.__eq__ is object.__eq__ and kind.__module__ != "builtins" else None
+        return _Pickler._reduce_jax_object
+    return _Pickler._reduce_plain if kind.__eq__ is object.__eq__ and kind.__module__ != "builtins" else None
 
 
 @functools.cache
@@ -350,18 +308,15 @@ def dump_state(value: object, place: str) -> tuple[bytes | None, str]:
         Bytes for `pickling.loads`, in which `LEFT_OUT` stands for parts that cannot travel, None where nothing of the
         value can; and the reason for the first part that cannot.
     """
-    reasons: list[str] = []
-
-    def make(file: io.BytesIO, cleanup: contextlib.ExitStack) -> Pickler:
-        return _StatePickler(file, cleanup, place, value, reasons)
-
-    try:
-        blob = dump_with(make, value, _BoundedFile())
-    except Exception as error:
-        if unpicklable.is_interruption(error):
-            raise
-        return None, str(error)
-    return blob, next(iter(reasons), "")
+    with _BoundedFile() as file:
+        pickler = _StatePickler(file, value, place)
+        try:
+            pickler.dump(value)
+        except Exception as error:
+            if unpicklable.is_interruption(error):
+                raise
+            return None, str(error)
+        return file.getvalue(), next(iter(pickler.reasons), "")
 
 
 class _BoundedFile(io.BytesIO):
@@ -379,16 +334,13 @@ def home_of(obj: Any) -> tuple[str, str] | None:
     return importable.home_in(module, obj)
 
 
-class _StatePickler(Pickler):
+class _StatePickler(_Pickler):
     """Pickles objects by their parts, and leaves out the parts that cannot travel."""
 
-    def __init__(
-        self, file: io.BytesIO, cleanup: contextlib.ExitStack, place: str, value: object, reasons: list[str]
-    ) -> None:
-        super().__init__(file, cleanup)
-        self._place = place
-        self._value = value
-        self._reasons = reasons
+    def __init__(self, file: io.BytesIO, value: object, place: str) -> None:
+        super().__init__(file)
+        self._value, self._place = value, place
+        self.reasons: list[str] = []
 
     def reducer_override(self, obj: Any) -> Any:
         try:
@@ -403,11 +355,11 @@ class _StatePickler(Pickler):
             if unpicklable.is_interruption(error) or (obj is self._value and cannot_travel):
                 raise
             if cannot_travel:
-                self._reasons.append(str(error))
+                self.reasons.append(str(error))
                 return load_by_name, (__name__, "LEFT_OUT", 0)
             # An object that refuses to be copied, as the parsed flags of absl do: it is not copied but made alike.
             object.__new__(type(obj))  # raises where the fields are not all
-            return object.__new__, (type(obj),), dict(vars(obj)), None, None, set_attributes
+            return object.__new__, (type(obj),), dict(vars(obj)), None, None, _set_attributes
         return reduced
 
     def _refuses(self, obj: Any) -> bool:
@@ -416,8 +368,8 @@ class _StatePickler(Pickler):
     def _by_name(self, obj: Any) -> Any:
         return NotImplemented if self._has_place(obj) else super()._by_name(obj)
 
-    def _reduced(self, function: types.FunctionType) -> Any:
-        return self._dynamic_function_reduce(function) if self._has_place(function) else super()._reduced(function)
+    def _lives_here_only(self, obj: Any) -> bool:
+        return (isinstance(obj, types.FunctionType) and self._has_place(obj)) or super()._lives_here_only(obj)
 
     def _has_place(self, obj: Any) -> bool:
         return f"{getattr(obj, '__module__', None)}.{getattr(obj, '__qualname__', None)}" == self._place
@@ -456,6 +408,5 @@ def _rebuild_lru_cache(function: Callable[..., Any], maxsize: int | None, typed:
     return functools.lru_cache(maxsize=maxsize, typed=typed)(function)
 
 
-def set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
-    """Sets the fields of an object, past its class."""
+def _set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
     vars(obj).update(attributes)
