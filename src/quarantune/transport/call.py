@@ -9,7 +9,6 @@ from typing import Any, Literal
 import jax
 
 from quarantune import jax_internals
-from quarantune.transport import unpicklable
 from quarantune.values.describe import MeshSpec, ShardingSpec
 from quarantune.values.texts import shown
 
@@ -92,7 +91,7 @@ class ProgramValue:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call(unpicklable.Bundle):
+class Call:
     """A call as it arrives in a worker; pickled as one, so that an object shared by two of its parts stays one object.
 
     Attributes:

@@ -135,9 +135,14 @@ def unpack_call(blob: bytes) -> Call:
     """
     process: _ProcessOptions
     process, root = pickle.loads(blob)
-    unknown = process.adopt_before_imports()
-    call: Call = loads(root)
-    process.adopt_after_imports(unknown)
+    sys.path[:] = process.import_path + [entry for entry in sys.path if entry not in process.import_path]
+    adopt_program_name(process.program)
+    importlib.invalidate_caches()  # the user may have written a module since this process last looked
+    unknown = state.adopt_options(process.jax_options)
+    _provide_cpu_devices(process.devices)
+    call: Call = loads(root)  # imports the user's modules, of which one may register the options that are unknown
+    state.adopt_late_options(unknown)
+    jax_internals.set_contexts(loads(process.contexts))
     return call
 
 
@@ -202,20 +207,10 @@ def _is_spooled(leaf: Any) -> bool:
 
 
 def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> ArraySpec:
-    if isinstance(array, np.ndarray) and with_value:
-        return ArraySpec(
-            index=index,
-            shape=array.shape,
-            dtype=array.dtype.name,
-            weak_type=bool(getattr(array, "weak_type", False)),
-            kind="jax" if type(array) is jax_internals.typed_ndarray else "numpy",
-            offset=offset,
-            nbytes=array.nbytes,
-            is_transposed=array.flags.f_contiguous and not array.flags.c_contiguous,
-        )
     impl = jax_internals.key_impl(array.dtype) if is_key_dtype(array.dtype) else None
     has_value = _has_value(array)
     made = not (has_value and with_value)
+    is_numpy = isinstance(array, np.ndarray) and not made
     spec = ArraySpec(
         index=index,
         shape=tuple(array.shape),
@@ -223,14 +218,15 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
         dtype="uint32" if impl else (jax.dtypes.canonicalize_dtype(array.dtype) if made else array.dtype).name,
         weak_type=bool(getattr(array, "weak_type", False)),
         is_committed=_is_committed(array),
-        kind="key" if impl else "jax",
+        kind="key" if impl else "numpy" if is_numpy and type(array) is not jax_internals.typed_ndarray else "jax",
         key_impl=impl,
         made=made,
         sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
+        is_transposed=is_numpy and array.flags.f_contiguous and not array.flags.c_contiguous,
     )
-    if spec.made:
+    if made:
         return spec
-    nbytes = int(np.prod(spec.data_shape, dtype=np.int64)) * dtype_from_name(spec.dtype).itemsize
+    nbytes = math.prod(spec.data_shape) * dtype_from_name(spec.dtype).itemsize
     return dataclasses.replace(spec, offset=offset, nbytes=nbytes)
 
 
@@ -279,28 +275,6 @@ class _ProcessOptions:
     contexts: bytes
     devices: int
     program: str
-
-    def adopt_before_imports(self) -> Mapping[str, Any]:
-        """Sets the import path and JAX's options in this process, before any of the user's modules is imported.
-
-        Returns:
-            The options that JAX does not know yet, for `adopt_after_imports`: a module of the user's registers them.
-        """
-        sys.path[:] = self.import_path + [entry for entry in sys.path if entry not in self.import_path]
-        adopt_program_name(self.program)
-        importlib.invalidate_caches()  # the user may have written a module since this process last looked
-        unknown = state.adopt_options(self.jax_options)
-        _provide_cpu_devices(self.devices)
-        return unknown
-
-    def adopt_after_imports(self, unknown: Mapping[str, Any]) -> None:
-        """Sets the rest of JAX's options, and its contexts.
-
-        Args:
-            unknown: what `adopt_before_imports` returned.
-        """
-        state.adopt_late_options(unknown)
-        jax_internals.set_contexts(loads(self.contexts))
 
 
 def _provide_cpu_devices(count: int) -> None:

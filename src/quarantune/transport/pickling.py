@@ -22,14 +22,7 @@ from quarantune.host.process import new_lock
 from quarantune.transport import classes, importable, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
-_SIGNATURE_ATTRIBUTES = (
-    "__name__",
-    "__qualname__",
-    "__module__",
-    "__doc__",
-    "__defaults__",
-    "__kwdefaults__",
-)
+_SIGNATURE_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
 _NO_FILE = "<dynamic-code>"
 """cloudpickle writes this in place of a code's file since 3.1.3; errors name the file, and fingerprints read it."""
 

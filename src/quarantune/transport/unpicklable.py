@@ -24,14 +24,6 @@ class CannotTravelError(TypeError):
     """Raised for an object of a kind that must not be pickled; the message is the advice for this kind."""
 
 
-class Bundle:
-    """Base of our own values that name their parts for messages."""
-
-    def labelled_parts(self) -> Iterator[tuple[str, Any]]:
-        """Yields each part after a phrase that names it."""
-        raise NotImplementedError
-
-
 def explain(obj: object, error: Exception, dump: Callable[[object], bytes]) -> str:
     """Returns the message for an object that could not be pickled.
 
@@ -88,7 +80,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield f"the function of the partial of {shown(obj.func)}", obj.func
         yield from ((f"partial argument {index}", value) for index, value in enumerate(obj.args))
         yield from ((f"partial argument {key!r}", value) for key, value in obj.keywords.items())
-    elif isinstance(obj, Bundle):
+    elif hasattr(type(obj), "labelled_parts"):  # a value of our own that names its parts
         yield from obj.labelled_parts()
     elif isinstance(obj, dict):
         yield from ((f"the entry {shown(key)}", value) for key, value in obj.items())
