@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import reprlib
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -170,7 +171,7 @@ def compare_shapes(output: Flat, expected: Flat) -> str | None:
     if isinstance(pairs, str):
         return pairs
     for where, output_leaf, expected_leaf in pairs:
-        if not _is_comparable(output_leaf, expected_leaf) and not _is_number_of(output_leaf, expected_leaf):
+        if not _may_agree(output_leaf, expected_leaf):
             return f"{where} is {_describe(output_leaf)}, expected {_describe(expected_leaf)}"
     return None
 
@@ -197,20 +198,15 @@ def _show_structures(*texts: str) -> str:
 
 
 def _compare_leaf(output: Any, expected: Any, allowance: Allowance, where: str, shortcut: Compare | None) -> str | None:
-    found = shortcut(output, expected, allowance) if shortcut and _is_comparable(output, expected) else None
+    if not _may_agree(output, expected):
+        return f"{where} is {_describe(output)}, expected {_describe(expected)}"
+    found = shortcut(output, expected, allowance) if shortcut else None
     if found is not None:
-        return describe_mismatches(found, output.shape, allowance, where, is_exact=False)
-    if isinstance(output, NoArray) and output == expected:
-        return None
+        return _describe_mismatches(found, output.shape, allowance, where, is_exact=False)
     got, wanted = _on_host(output), _on_host(expected)
     is_python_number = type(output) in _NUMBER_TYPES or type(expected) in _NUMBER_TYPES
     if is_python_number:
         got, wanted = _without_dtype(got), _without_dtype(wanted)
-        comparable = got.shape == wanted.shape and type(got.item()) is type(wanted.item())
-    else:
-        comparable = _is_comparable(output, expected)
-    if not comparable:
-        return f"{where} is {_describe(output)}, expected {_describe(expected)}"
     if is_python_number or has_dtype(got, np.number, np.bool_):
         is_exact = got.dtype == np.bool_ or _is_key(output)
         return compare_numbers(got, wanted, allowance, where, is_exact=is_exact)
@@ -219,16 +215,12 @@ def _compare_leaf(output: Any, expected: Any, allowance: Allowance, where: str, 
     return f"{where} is {reprlib.repr(output)}, expected {reprlib.repr(expected)}"
 
 
-def _is_comparable(output: Any, expected: Any) -> bool:
-    """Returns whether two leaves other than Python numbers have the same shape and kind; floats may differ in width."""
+def _may_agree(output: Any, expected: Any) -> bool:
+    """Returns whether two leaves have the same shape and kind; floats may differ in width, and numbers be Python's."""
     if _describe(output) == _describe(expected):
         return True
-    is_same_kind = any(has_dtype(output, kind) and has_dtype(expected, kind) for kind in _WIDTHS)
-    return is_same_kind and output.shape == expected.shape
-
-
-def _is_number_of(output: Any, expected: Any) -> bool:
-    """Returns whether one of two leaves is a Python number, and the other a single number of its kind."""
+    if any(has_dtype(output, kind) and has_dtype(expected, kind) for kind in _WIDTHS):
+        return bool(output.shape == expected.shape)
     return any(
         type(mine) in _NUMBER_TYPES and getattr(its, "shape", None) == () and has_dtype(its, _NUMBER_TYPES[type(mine)])
         for mine, its in ((output, expected), (expected, output))
@@ -323,7 +315,7 @@ def compare_numbers(got: _Array, wanted: _Array, allowance: Allowance, where: st
     if found.disagree(got.size, allowance):
         index = np.unravel_index(found.worst, got.shape)
         found = dataclasses.replace(found, got=got[index], wanted=wanted[index])
-    return describe_mismatches(found, got.shape, allowance, where, is_exact=is_exact)
+    return _describe_mismatches(found, got.shape, allowance, where, is_exact=is_exact)
 
 
 def _are_same_bytes(got: _Array, wanted: _Array) -> bool:
@@ -337,7 +329,7 @@ def _are_same_bytes(got: _Array, wanted: _Array) -> bool:
     )
 
 
-def describe_mismatches(
+def _describe_mismatches(
     found: Mismatches, shape: tuple[int, ...], allowance: Allowance, where: str, *, is_exact: bool
 ) -> str | None:
     """Returns how two arrays of this shape differ, in one sentence; None where they agree."""
@@ -435,22 +427,16 @@ def is_far(xp: Any, excess: Any, limit: Any, far: Any) -> Any:
     return ((excess > (far - 1) * limit) | xp.isinf(excess)) & (far < NEVER)
 
 
-def _excess_of_whole(got: int, wanted: int, tolerance: Allowance) -> float:
-    """Returns the excess for Python integers, which may be larger than any float."""
-    allowance = Fraction(float(tolerance.atol)) + Fraction(float(tolerance.rtol)) * abs(wanted)
-    excess = abs(got - wanted) - allowance
-    try:
-        return float(excess)
-    except OverflowError:
-        return math.inf if excess > 0 else -math.inf
-
-
 def _excess_of_integers(got: _Array, wanted: _Array, tolerance: Allowance) -> _Array:
-    if got.dtype == object:
+    if got.dtype == object:  # Python integers, which may be larger than any float
+        atol, rtol, most = (
+            Fraction(float(tolerance.atol)),
+            Fraction(float(tolerance.rtol)),
+            Fraction(sys.float_info.max),
+        )
         pairs = zip(got, wanted, strict=True)
-        return np.array([_excess_of_whole(mine, its, tolerance) for mine, its in pairs], np.float64)
-    allowances = tolerance.atol + tolerance.rtol * np.abs(wanted.astype(np.float64))
-    excess: _Array = _distances(got, wanted) - allowances
+        return np.array([float(max(-most, min(most, abs(mine - its) - atol - rtol * abs(its)))) for mine, its in pairs])
+    excess: _Array = _distances(got, wanted) - (tolerance.atol + tolerance.rtol * np.abs(wanted.astype(np.float64)))
     return excess
 
 

@@ -10,7 +10,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,14 +28,6 @@ FIRST, DEFAULT, OWN = "first", "default", "own"
 
 
 _MOST_REPORTED_BYTES = 1 << 24
-
-
-class Kernel(Protocol):
-    """The part of an autotuned function that an assignment uses."""
-
-    name: str
-
-    def __hash__(self) -> int: ...
 
 
 class Slot(NamedTuple):
@@ -79,7 +71,7 @@ class Assignment:
         self.on_seen: Callable[[], None] = lambda: None
         self.note: Callable[..., None] | None = None
         self._codes: dict[str, list[str]] = {}
-        self._memos: weakref.WeakKeyDictionary[Kernel, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._memos: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._lock = new_lock()
 
     def slot(self, name: str, key: str, code: str) -> Slot:
@@ -124,7 +116,7 @@ class Assignment:
             return True, self.seen[slot].configs[0]
         return self.others != OWN, None
 
-    def memo(self, kernel: Kernel) -> dict[Any, Any]:
+    def memo(self, kernel: Any) -> dict[Any, Any]:
         """Returns the memo of a kernel's calls under this assignment."""
         with self._lock:
             return self._memos.setdefault(kernel, {})
@@ -269,11 +261,11 @@ def current() -> Assignment | None:
 
 
 _NUMBER = re.compile(r" #\d+$")
-_kernels: dict[str, weakref.WeakSet[Kernel]] = {}
+_kernels: dict[str, weakref.WeakSet[Any]] = {}
 
 
-def register(kernel: Kernel) -> None:
-    """Registers a kernel under its name."""
+def register(kernel: Any) -> None:
+    """Registers an autotuned function under its name."""
     _kernels.setdefault(kernel.name, weakref.WeakSet()).add(kernel)
 
 

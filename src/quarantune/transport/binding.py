@@ -164,7 +164,7 @@ class _WithOptions:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, compiled with the options; inside a trace without them."""
-        if not _is_tracing():
+        if not jax_internals.is_tracing():
             return self._compiled(*args, **kwargs)
         name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._options)
         _warn_once(
@@ -176,9 +176,6 @@ class _WithOptions:
     def __reduce__(self) -> Any:
         """Pickles the function and the config."""
         return bind, (self.func, {**self.keywords, KEY: self._options})
-
-
-_is_tracing = jax_internals.is_tracing
 
 
 @functools.cache

@@ -70,11 +70,16 @@ def pack_call(
         TypeError: a part of the call cannot be pickled.
         ValueError: an argument was deleted, or donated to an earlier call.
     """
-    packer = _ArrayPacker(with_values=with_values, of_numpy=with_values or not jax_internals.is_jitted(fn))
-    packed_args, packed_kwargs = with_leaves(args, kwargs, _is_spooled, packer.reference)
-    specs = tuple(packer.specs)
-    if manual_mesh is not None:
-        specs = _as_shards(specs, packer.varying, manual_mesh)
+    arrays: list[Any] = []
+
+    def reference(array: Any) -> ArrayRef:
+        arrays.append(array)
+        return ArrayRef(len(arrays) - 1, tuple(array.shape), array.dtype)
+
+    packed_args, packed_kwargs = with_leaves(args, kwargs, _is_spooled, reference)
+    of_numpy = with_values or not jax_internals.is_jitted(fn)
+    found = _specs(arrays, with_values=with_values, of_numpy=of_numpy)
+    specs = found if manual_mesh is None else _as_shards(found, arrays, manual_mesh)
     call = Call(
         fn=fn,
         args=packed_args,
@@ -96,13 +101,18 @@ def pack_call(
     return PackedCall(
         # Two pickles, because the outer one is read before any of the user's modules is imported.
         blob=pickle.dumps((process, dumps(call))),
-        call=dataclasses.replace(call, context_mesh=None, program_values=(), own_shardings=tuple(packer.shardings)),
+        call=dataclasses.replace(
+            call,
+            context_mesh=None,
+            program_values=(),
+            own_shardings=tuple(map(local_sharding, arrays, (spec.sharding for spec in found))),
+        ),
         devices_needed=call.devices_needed,
-        sources=tuple(packer.sources),
+        sources=tuple(None if spec.made else array for array, spec in zip(arrays, found, strict=True)),
     )
 
 
-def _as_shards(specs: Sequence[ArraySpec], varying: Sequence[frozenset[str]], mesh: MeshSpec) -> tuple[ArraySpec, ...]:
+def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: MeshSpec) -> tuple[ArraySpec, ...]:
     """Returns the arrays that are spread over a mesh so that each device has one of the given shards.
 
     A generated array differs from device to device along the axes along which the caller's array may differ. These are
@@ -110,10 +120,13 @@ def _as_shards(specs: Sequence[ArraySpec], varying: Sequence[frozenset[str]], me
     value is the same on all devices.
 
     Args:
-        specs: the shards.
-        varying: for each shard, the axes along which it may differ.
+        specs: describe the shards.
+        shards: the shards.
         mesh: the mesh.
     """
+    varying = [
+        jax_internals.varying_axes(shard) if isinstance(shard, jax.core.Tracer) else frozenset() for shard in shards
+    ]
     sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     is_known = any(varying)
 
@@ -168,42 +181,28 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
             write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
-class _ArrayPacker:
-    """Numbers the arrays of a call and lays them out in the spool; puts a reference in the place of each."""
-
-    def __init__(self, *, with_values: bool, of_numpy: bool) -> None:
-        """Starts without arrays.
-
-        Args:
-            with_values: whether JAX's arrays travel with their values, where they have one.
-            of_numpy: whether those of NumPy do.
-        """
-        self._with_values, self._of_numpy = with_values, of_numpy
-        self.specs: list[ArraySpec] = []
-        self.sources: list[Any] = []
-        self.shardings: list[jax.sharding.NamedSharding | None] = []
-        self.varying: list[frozenset[str]] = []
-        self.spool_bytes = 0
-
-    def reference(self, array: Any) -> ArrayRef:
-        with_value = self._of_numpy if isinstance(array, np.ndarray) else self._with_values
-        spec = _describe(array, index=len(self.specs), offset=next_start(self.spool_bytes), with_value=with_value)
-        self.specs.append(spec)
-        self.sources.append(None if spec.made else array)
-        self.shardings.append(local_sharding(array, spec.sharding))
-        is_tracer = isinstance(array, jax.core.Tracer)
-        self.varying.append(jax_internals.varying_axes(array) if is_tracer else frozenset())
-        if spec.nbytes:
-            self.spool_bytes = spec.offset + spec.nbytes
-        return ArrayRef(spec.index, spec.shape, array.dtype)
-
-
 def _is_spooled(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         # Arrays of objects or strings, in foreign byte order or of subclasses are pickled like any other value.
         plain = type(leaf) in (np.ndarray, np.memmap, jax_internals.typed_ndarray) and leaf.dtype.isnative
         return plain and (leaf.dtype.kind in "biufc" or hasattr(ml_dtypes, leaf.dtype.name))
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
+
+
+def _specs(arrays: Sequence[Any], *, with_values: bool, of_numpy: bool) -> tuple[ArraySpec, ...]:
+    """Describes the arrays of a call, and lays them out in the spool.
+
+    Args:
+        arrays: the arrays.
+        with_values: whether JAX's arrays travel with their values, where they have one.
+        of_numpy: whether those of NumPy do.
+    """
+    specs, end = [], 0
+    for index, array in enumerate(arrays):
+        with_value = of_numpy if isinstance(array, np.ndarray) else with_values
+        specs.append(_describe(array, index=index, offset=next_start(end), with_value=with_value))
+        end = max(end, specs[-1].offset + specs[-1].nbytes)
+    return tuple(specs)
 
 
 def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> ArraySpec:
