@@ -11,7 +11,7 @@ from quarantune import cache
 from quarantune.cache import Entry, Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.known_results import Found, Known, KnownResults, changed_versions, dict_or_empty
-from quarantune.values.configs import Config, distinct, text_of
+from quarantune.values.configs import Config, distinct, is_number, text_of
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Findings, Outcome
 
@@ -195,8 +195,7 @@ def _apart(ours: Any, theirs: Any) -> float:
 
 
 def _is_size(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and (isinstance(value, int) or math.isfinite(value))
+    return is_number(value) and (isinstance(value, int) or math.isfinite(value))
 
 
 def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:

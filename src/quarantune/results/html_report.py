@@ -24,7 +24,7 @@ from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions,
 from quarantune.results import report
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, encode, format_config, format_value, text_of
+from quarantune.values.configs import Config, encode, format_config, format_value, is_number, text_of
 from quarantune.values.texts import call_size, call_text, printable
 from quarantune.values.trial import NO_FIGURES, Findings, Outcome, Trial, frozen, interval_text
 
@@ -235,7 +235,7 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[JsonObject], list[list[int]]
         ordered = sorted(by_text, key=lambda text: _order(by_text[text]))
         positions = {text: index for index, text in enumerate(ordered)}
         shown = _fitted([_shown(by_text[text]) for text in ordered], _VALUE_BYTES // len(names))
-        numeric = all(_is_number(value) for value in by_text.values())
+        numeric = all(map(is_number, by_text.values()))
         json_texts = _fitted(ordered, _VALUE_BYTES // len(names))
         tunables.append({"name": _label(name), "values": shown, "json": json_texts, "numeric": numeric})
         columns.append([positions[text_of(value)] for value in column])
@@ -262,13 +262,9 @@ def _shown(value: Any) -> str:
     return "unset" if value is _UNSET else format_value(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _order(value: Any) -> tuple[int, float, str]:
     """Returns a sort key: numbers by size, then booleans, then all else."""
-    if _is_number(value):
+    if is_number(value):
         return 0, value, ""  # compared without conversion: a huge integer does not fit a float
     return (3 if value is _UNSET else 1 if isinstance(value, bool) else 2), 0.0, text_of(value)
 

@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
@@ -564,7 +565,8 @@ def _release_hooks() -> None:
 os.register_at_fork(after_in_child=_release_hooks)
 
 
-_shared: dict[object, Screen] = {}
+_shared: weakref.WeakValueDictionary[object, Screen] = weakref.WeakValueDictionary()
+"""The screens that some sweep shows itself on, by their kinds and streams."""
 _making = threading.Lock()
 
 
@@ -588,8 +590,6 @@ def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -
         is_read = may_redraw and (_is_ci() or (target is not None and _is_terminal(target, of_any_kind=True)))
         kind = _Lines if (is_read if shown is None else shown) else _Log
     with _making:
-        for other in [other for other in _shared if other != (kind, stream) and not _shared[other].sweeps]:
-            del _shared[other]  # its stream may be closed by now
         return _shared.setdefault((kind, stream), kind(stream))
 
 

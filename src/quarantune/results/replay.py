@@ -20,7 +20,7 @@ from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
 from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, text_of
+from quarantune.values.configs import Config, is_number, text_of
 from quarantune.values.settings import Search, check_search
 from quarantune.values.texts import columns, shown
 from quarantune.values.trial import Outcome, Phase, Trial
@@ -139,7 +139,7 @@ def replay(
             raise ValueError(f"{name} is {shown(value)}: give a whole number of at least 1")
     if odd := [seed for seed in seeds if not _is_whole(seed) or seed < 0]:
         raise ValueError(f"seeds holds {shown(odd[0])}: give whole numbers of at least 0, such as range(20)")
-    if isinstance(within, bool) or not isinstance(within, (int, float)) or not 0 <= within < 1:
+    if not is_number(within) or not 0 <= within < 1:
         raise ValueError(f"within is {shown(within)}: give a share from 0 to 1, such as 0.01")
     trials = read(recorded)
     space = Space([trial.config for trial in trials], fn_name="replay")
@@ -358,7 +358,7 @@ def _trial(config: Config, ended: str, value: Any, unit: str) -> Trial:
         raise TypeError(f"the unit of time is {unit!r}")
     if outcome is not Outcome.OK:
         return Trial(config=config, outcome=outcome, phase=phase)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value < math.inf:
         raise TypeError(f"the time of {shown(config)} is {shown(value)}")
     return Trial(config=config, outcome=outcome, phase=phase, time_ms=value * _MS_PER_UNIT[unit.lower()])
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.values.configs import ConfigValue, field_names
+from quarantune.values.configs import ConfigValue, field_names, is_number
 from quarantune.values.space import Codes, Space, Values
 
 Floats = NDArray[np.float64]
@@ -58,7 +58,7 @@ class Fields:
 
 def by_size(values: Sequence[ConfigValue]) -> list[int] | None:
     """Returns the positions of numbers in the order of their size; None where some value is a word or a flag."""
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+    if not all(map(is_number, values)):
         return None
     return sorted(range(len(values)), key=values.__getitem__)
 

@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeGuard
 
 from quarantune.values.texts import did_you_mean, printable, shown
 
@@ -36,6 +36,11 @@ BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD
 _PLAIN = frozenset({int, str, float, bool, type(None)})
 """Most values by far are of these types, and need no look at their fields."""
 _NO_DEFAULT = object()
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Returns whether a value is a number, which flags are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 # --- how values are held, encoded and restored ---

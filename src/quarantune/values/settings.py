@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypedDict, 
 
 from quarantune.host import shared_files
 from quarantune.host.process import warn
-from quarantune.values.configs import Config
+from quarantune.values.configs import Config, is_number
 from quarantune.values.texts import check_options, did_you_mean, shown
 from quarantune.values.trial import Trial
 
@@ -170,7 +170,7 @@ class Options:
                 raise ValueError(f"{field}={shown(value)} is not valid: give a whole number of at least {least}")
         for field in ("compile_timeout", "timeout", *(["time_budget"] if self.time_budget is not None else [])):
             value = getattr(self, field)
-            if not _is_number(value) or not 0 < value <= LONGEST_S:
+            if not is_number(value) or not 0 < value <= LONGEST_S:
                 raise ValueError(
                     f"{field}={shown(value)} is not valid: give a number of seconds above 0 and at most {LONGEST_S:.0e}"
                 )
@@ -270,10 +270,6 @@ def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
     return Options(**options)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
     """How far an output may be from the expected output.
@@ -298,7 +294,7 @@ class Tolerance:
             ("max_mismatched_ratio", 1.0, "a share of the elements, from 0 to 1, as a number"),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+            if not is_number(value) or not 0 <= value <= most:
                 raise ValueError(f"{name}={shown(value)} is not valid: give {accepts}")
 
 

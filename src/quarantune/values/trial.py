@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeAlias, TypeGuard
 
 from quarantune.values.codec import DamageError, JsonObject, Record, one_of, within
-from quarantune.values.configs import Config, encode, freeze
+from quarantune.values.configs import Config, encode, freeze, is_number
 from quarantune.values.texts import printable
 
 UNTUNED = -1
@@ -324,7 +324,7 @@ def pruned_trial(config: Config) -> Trial:
 def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
     """Returns whether a value can be the time of one call in milliseconds; files may hold anything."""
     # Compared without conversion: a huge integer does not fit a float.
-    return isinstance(time_ms, (int, float)) and not isinstance(time_ms, bool) and _SHORTEST_MS <= time_ms < _LONGEST_MS
+    return is_number(time_ms) and _SHORTEST_MS <= time_ms < _LONGEST_MS
 
 
 def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
