@@ -14,7 +14,7 @@ import pytest
 from helpers import python
 
 from quarantune.cache import CacheWriteError, Claim, wait
-from quarantune.cache.file_lease import Owner
+from quarantune.cache.store import Owner
 
 HOLD = """
 import fcntl, sys
@@ -51,7 +51,7 @@ def age(claim: Claim, seconds: float) -> None:
 
 
 def be_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quarantune.cache.file_lease._host_token", lambda pid: "0123456789ab")
+    monkeypatch.setattr("quarantune.cache.store.this_host", lambda: "0123456789ab")
     monkeypatch.setattr("quarantune.cache.claims.boot_id", lambda: "another kernel")
 
 
@@ -116,7 +116,7 @@ def test_a_dead_holder_in_another_pid_namespace_is_found_by_its_lock(
     tmp_path: Path, make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path), "working"]
-    monkeypatch.setattr("quarantune.cache.file_lease._host_token", lambda pid: "0123456789ab")
+    monkeypatch.setattr("quarantune.cache.store.this_host", lambda: "0123456789ab")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"

@@ -173,7 +173,7 @@ for number in range(int(sys.argv[3])):
 
 def test_hosts_append_to_files_of_their_own_and_all_are_read(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.append({"n": 1})
-    monkeypatch.setattr("quarantune.cache.file_lease._host_token", lambda pid: "0123456789ab")
+    monkeypatch.setattr("quarantune.cache.journal.this_host", lambda: "0123456789ab")
     journal.append({"n": 2})
     assert len(list(journal.directory.glob("*.jsonl"))) == 2
     assert sorted(record["n"] for record in journal.records()) == [1, 2]

@@ -20,7 +20,7 @@ import pytest
 from helpers import python
 
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
-from quarantune.cache.file_lease import Owner
+from quarantune.cache.store import Owner
 
 ENTRY = {"config": {"BM": 32}, "time_ms": 0.5}
 STORED = {"schema": SCHEMA, **ENTRY}
@@ -269,9 +269,7 @@ def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
         if not slept:
             slept.append(True)
             # Meanwhile a writer without working locks withdraws our announcement and writes.
-            monkeypatch.setattr(
-                "quarantune.cache.file_lease.side_lock", lambda place, name, timeout_s: contextlib.nullcontext()
-            )
+            monkeypatch.setattr("quarantune.cache.store.SideLock.take", lambda lock: None)
             (announced,) = store.directory.glob(".f.json.*.tmp")
             age(announced, 3600)
             rival.put("f", "cpu", "rival", ENTRY)
@@ -328,7 +326,7 @@ def test_any_disk_error_is_a_typed_error_and_the_old_file_stays(
     with monkeypatch.context() as patch:
         patch.setattr(os, name, fail)
         if name == "write":
-            patch.setattr("quarantune.cache.file_lease.os.fdopen", fail)
+            patch.setattr("quarantune.cache.store.os.fdopen", fail)
         with pytest.raises(CacheWriteError, match=os.strerror(code)):
             store.put("f", "cpu", "k2", ENTRY)
     assert store.read("f") == {"cpu": {"k": STORED}}

@@ -12,7 +12,7 @@ import pytest
 from helpers import python
 
 import quarantune
-from quarantune.cache.file_lease import Owner, this_host
+from quarantune.cache.store import Owner, this_host
 from quarantune.host import machine
 
 KERNEL = """
@@ -107,7 +107,7 @@ def test_a_process_whose_name_is_no_text_tunes(method: str, tmp_path: Path) -> N
 
 
 def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
-    script = f"{NAMED}\nimport sys\nfrom quarantune.cache.file_lease import Owner\n"
+    script = f"{NAMED}\nimport sys\nfrom quarantune.cache.store import Owner\n"
     script += "me = Owner.this_process()\nprint(me.pid, me.started, flush=True)\nsys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1) as holder:
         assert holder.stdout is not None

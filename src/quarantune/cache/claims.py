@@ -1,4 +1,10 @@
-"""Claims: one job tunes a problem while the others wait for it; one of them takes over when it dies or falls silent."""
+"""Claims: one job tunes a problem while the others wait for it; one of them takes over when it dies or falls silent.
+
+Two mechanisms keep processes apart, here and among the writers of `store`. A lock on a side file, which the kernel
+releases when its holder dies. And, since on some shared filesystems locks have no effect or bind one host only, a file
+that names its owner: it counts until its owner is dead for certain, or until the file has not changed for so long that
+the owner must be.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +19,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from quarantune.cache.file_lease import Owner, boot_id, unchanged_s
 from quarantune.cache.journal import trials_folder
-from quarantune.cache.store import CacheWriteError, decode_json, problem_hash, report_once, short_text
+from quarantune.cache.store import CacheWriteError, Owner, decode_json, problem_hash, report_once, short_text
 from quarantune.host import shared_files
+from quarantune.host.machine import boot_id
 from quarantune.host.shared_files import Directory, SideLock
 from quarantune.values.codec import JsonObject, Record, within
 
 T = TypeVar("T")
+_Kind = TypeVar("_Kind", bound=Record)
 
 _LONGEST_WORST_CASE_S = 24 * 3600.0
 """The longest silence that a claim's holder may announce, in seconds."""
@@ -102,7 +109,8 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         self._worst_case_s = min(worst_case_s, _LONGEST_WORST_CASE_S)
         self._fd: int | None = None
         self._lock: SideLock | None = None
-        self._locked = False
+        self._locked: bool | None = False
+        """Whether the lock is ours; None where locks have no effect."""
         self._gave_way = False
 
     def __exit__(self, *_: object) -> None:
@@ -126,7 +134,8 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         try:
             self._place = Directory(*self._where, make=True)
             try:
-                return self._take(self._place, locked=self._try_lock(self._place))
+                self._try_lock(self._place)
+                return self._take(self._place)
             finally:
                 if not self.held:
                     self._let_go()
@@ -174,43 +183,31 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
 
     def failure(self) -> _Failure | None:
         """Returns the record that the last holder without an answer left; None if there is none."""
-        try:
-            return _Failure.from_json(
-                decode_json(self._content(self._failure_name, largest_bytes=_LARGEST_FAILURE_BYTES))
-            )
-        except (OSError, ValueError):
-            return None
+        return self._read(_Failure, self._failure_name, _LARGEST_FAILURE_BYTES)
 
     def holder(self) -> Holder | None:
         """Returns the holder of the claim, dead or alive, or None."""
-        return self._read_holder(self._name)
+        return self._read(Holder, self._name)
 
     def silent_s(self) -> float | None:
         """Returns the seconds since the claim was last refreshed; None if there is none."""
-        try:
-            with Directory(*self._where) as place:
-                return unchanged_s(place, self._name, clock=self._lock_name)
-        except OSError:
-            return None
+        # Both times are the filesystem's, so that the clocks of different hosts need not agree.
+        with contextlib.suppress(OSError), Directory(*self._where) as place:
+            place.touch(self._lock_name)
+            return place.status(self._lock_name).st_mtime - place.status(self._name).st_mtime
+        return None
 
-    def _read_holder(self, name: str) -> Holder | None:
+    def _read(self, kind: type[_Kind], name: str, largest_bytes: int = _LARGEST_CLAIM_BYTES) -> _Kind | None:
+        """Returns the record in a file; None where there is no such file, or it holds something else."""
         try:
-            return Holder.from_json(decode_json(self._content(name)))
+            return kind.from_json(decode_json(self._content(name, largest_bytes)))
         except (OSError, ValueError):
             return None
 
-    def _is_unfinished(self, name: str) -> bool:
-        """Returns whether a claim's holder died while writing it."""
-        try:
-            decode_json(self._content(name))
-        except (OSError, ValueError) as error:
-            return isinstance(error, ValueError)
-        return False
-
-    def _content(self, name: str, *, largest_bytes: int = _LARGEST_CLAIM_BYTES) -> bytes:
+    def _content(self, name: str, largest_bytes: int = _LARGEST_CLAIM_BYTES) -> bytes:
         return shared_files.read(self._path.with_name(name), below=self._where[0], largest_bytes=largest_bytes)
 
-    def _is_stale(self, *, lock_is_free: bool) -> bool:
+    def _is_stale(self) -> bool:
         """Returns whether the claim's holder is dead or has been silent for too long."""
         silent_s = self.silent_s()
         if silent_s is None:
@@ -218,51 +215,43 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         holder = self.holder()
         if holder is None:
             return abs(silent_s) > _GRACE_S
-        if holder.owner.is_dead() or (lock_is_free and holder.locked and holder.boot == boot_id()):
+        if holder.owner.is_dead() or (self._locked and holder.locked and holder.boot == boot_id()):
             return True
         return abs(silent_s) > holder.worst_case_s + _GRACE_S  # a time in the future was set by hand
 
-    def _take(self, place: Directory, *, locked: bool | None) -> bool:
+    def _take(self, place: Directory) -> bool:
         if not place.is_there(self._name):
             # Another process may have the lock and not yet the claim. At our next look it has both, or it hangs.
-            self._gave_way = locked is False and not self._gave_way
+            self._gave_way = self._locked is False and not self._gave_way
             return not self._gave_way and self._create(place)
         holder = self.holder()
-        return self._is_stale(lock_is_free=bool(locked)) and self._remove(place, holder) and self._create(place)
+        return self._is_stale() and self._remove(place, holder) and self._create(place)
 
     def _create(self, place: Directory) -> bool:
-        # Made in one step that fails if it is there. Its content is written, and later changed, through the same
-        # descriptor, so that a holder that was taken for dead cannot write into its successor's claim.
+        # Made in one step that fails if it is there, and written through the same descriptor.
         try:
             fd = place.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
         owner = Owner.this_process()
-        self._token = f"{owner.host}-{owner.pid}-{owner.started}-{os.fstat(fd).st_ino}-{time.monotonic_ns()}"
+        holder = Holder(
+            token=f"{owner}-{os.fstat(fd).st_ino}-{time.monotonic_ns()}",
+            host_name=platform.node(),
+            owner=owner,
+            boot=boot_id(),
+            locked=bool(self._locked),
+            worst_case_s=self._worst_case_s,
+        )
         try:
-            self._describe(fd)
+            shared_files.write_all(fd, json.dumps(holder.to_json()).encode())
         except OSError:
             place.remove(self._name)
             os.close(fd)
             raise
-        self._fd = fd
+        self._fd, self._token = fd, holder.token
         for renamed in place.names(f"{self._name}.*.tmp"):
             place.remove(renamed)
         return True
-
-    def _describe(self, fd: int) -> None:
-        owner = Owner.this_process()
-        holder = Holder(
-            token=self._token,
-            host_name=platform.node(),
-            owner=owner,
-            boot=boot_id(),
-            locked=self._locked,
-            worst_case_s=self._worst_case_s,
-        )
-        text = json.dumps(holder.to_json()).encode()
-        os.pwrite(fd, text, 0)
-        os.ftruncate(fd, len(text))
 
     def _remove(self, place: Directory, expected: Holder | None) -> bool:
         renamed = f"{self._name}.{secrets.token_hex(8)}.tmp"
@@ -270,7 +259,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             place.rename(self._name, renamed)
         except FileNotFoundError:
             return True
-        mistaken = self._read_holder(renamed) != expected
+        mistaken = self._read(Holder, renamed) != expected
         if mistaken:
             # Another waiter was quicker, and this is its fresh claim: put it back.
             with contextlib.suppress(OSError):
@@ -285,15 +274,20 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             place.remove(renamed)
         return not mistaken
 
-    def _try_lock(self, place: Directory) -> bool | None:
-        """Returns whether the lock was free and is now ours; None where locks have no effect."""
+    def _is_unfinished(self, name: str) -> bool:
+        """Returns whether a claim's holder died while writing it."""
+        try:
+            decode_json(self._content(name))
+        except (OSError, ValueError) as error:
+            return isinstance(error, ValueError)
+        return False
+
+    def _try_lock(self, place: Directory) -> None:
         self._lock = SideLock(place, self._lock_name)
+        self._locked = self._lock.take()
         with SideLock(place, self._lock_name) as rival:
-            if not (granted := self._lock.take()):
-                return granted
-            # A second descriptor must now be refused; a filesystem that grants it has locks in name only.
-            self._locked = rival.take() is False
-            return self._locked or None
+            if self._locked and rival.take() is not False:
+                self._locked = None  # a filesystem that grants a second descriptor the lock has locks in name only
 
     def _let_go(self) -> None:
         self._locked = False

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quarantune.cache.file_lease import this_host
 from quarantune.cache.store import (
     CacheWriteError,
     canonical_json,
@@ -21,6 +20,7 @@ from quarantune.cache.store import (
     problem_hash,
     report_once,
     safe_name,
+    this_host,
 )
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError

@@ -6,23 +6,26 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import gc
 import hashlib
+import itertools
 import json
 import math
 import os
+import platform
+import random
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, TypeAlias
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 from quarantune.host import shared_files
-from quarantune.host.process import new_lock, warn
-from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError, directory_of, paths
-from quarantune.values.codec import JsonObject
+from quarantune.host.machine import boot_id, process_status
+from quarantune.host.process import new_lock, warn, without_collections
+from quarantune.host.shared_files import Directory, Draft, NotAFileError, SideLock, TooLargeError, directory_of, paths
+from quarantune.values.codec import JsonObject, Record, within
 from quarantune.values.trial import is_plausible_ms
 
 SCHEMA = 1
@@ -40,11 +43,16 @@ _UNCOLLECTED_BYTES = 1 << 18
 _DEEPEST_JSON = 100
 _LONGEST_TEXT = 1 << 20
 _SET_ASIDE_TIMEOUT_S = 2.0
+_POLL_S = 0.005
+_STALE_S = 30.0
+"""A writer's draft that has not changed for this long no longer counts; a file is written in milliseconds."""
+_ANNOUNCEMENT = re.compile(r"(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp")
 _PLAIN_NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,99}")
 _HASHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}-[0-9a-f]{12}")
 
 Entry: TypeAlias = JsonObject
 Contents: TypeAlias = dict[str, dict[str, Entry]]
+_serial = itertools.count()
 
 
 class DamagedError(Exception):
@@ -155,10 +163,11 @@ class EntryFile:
         """
         deadline = time.monotonic() + self.timeout_s
         while True:
-            with contextlib.suppress(LeaseLostError), self._announced() as write:
+            with self._announced() as draft:
                 wanted = encode(change(self.load_or_set_aside()))
                 if not self._holds(wanted):
-                    write(wanted)
+                    with contextlib.suppress(FileNotFoundError):  # another writer has withdrawn the draft
+                        draft.replace(self.path.name, wanted)
                 if self._holds(wanted):
                     return
             if time.monotonic() > deadline:
@@ -189,12 +198,36 @@ class EntryFile:
         return shared_files.read(self.path, below=below, largest_bytes=LARGEST_READ_ENTRIES_BYTES)
 
     @contextlib.contextmanager
-    def _announced(self) -> Iterator[Callable[[bytes], None]]:
-        from quarantune.cache import file_lease  # reading needs none
+    def _announced(self) -> Iterator[Draft]:
+        """Waits until no other writer has announced itself for the file; the caller holds the lock of the writers.
 
-        announced = file_lease.announced(self.path, below=self.directory, timeout_s=self.timeout_s)
-        with _typed_errors(self.path), announced as write:
-            yield write
+        In case that lock has no effect, a writer also announces itself: it creates its draft first, then looks for
+        those of other writers, and backs off if there is one; it reads only when it has found itself alone. Of two
+        writers one created its draft before the other looked, so at most one goes on, which relies only on the order of
+        operations in a directory. The draft of a writer whose process is gone, or that has not changed for 30 s, is
+        removed. Should that writer live after all, its replacement fails for want of the draft, and it starts over.
+
+        Raises:
+            CacheWriteError: the wait was too long, or the directory cannot be written to.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        name = self.path.name
+        with _typed_errors(self.path), directory_of(self.path, below=self.directory, make=True) as place:
+            for attempt in itertools.count():
+                with Draft(place, f".{name}.{Owner.this_process()}-{next(_serial)}.tmp") as own:
+                    try:
+                        other = _other_writer(place, name, own.name)
+                    except FileNotFoundError:
+                        other = "one that withdrew ours"
+                    if other is None:
+                        yield own
+                        return
+                if time.monotonic() > deadline:
+                    raise CacheWriteError(
+                        f"other writers kept {str(self.path)!r} busy for {self.timeout_s:g} s, the last by {other!r}: "
+                        "see whether that one hangs, or set QUARANTUNE_LOCK_TIMEOUT higher"
+                    )
+                time.sleep(random.uniform(0.2, 1.0) * 0.001 * 2 ** min(attempt, 6))
 
     def _set_aside(self, *, keep: bool) -> Path:
         """Renames a damaged file; with `keep` it also keeps its name, until its usable entries replace it."""
@@ -480,16 +513,22 @@ class Store:
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Holds the lock that all writers of a function's files queue for."""
-        from quarantune.cache import file_lease  # reading needs none
-
+        """Holds the lock that all writers of a function's files queue for; on a filesystem without locks, nothing."""
         assert not self._read_only
-        path = self.path(name)
+        path, deadline = self.path(name), time.monotonic() + self._lock_timeout_s
+        lock_name = f".{path.name}.lock"
         with (
             _typed_errors(path),
             Directory(self.directory, make=True) as place,
-            file_lease.side_lock(place, f".{path.name}.lock", timeout_s=self._lock_timeout_s),
+            SideLock(place, lock_name) as lock,
         ):
+            while lock.take() is False:
+                if time.monotonic() > deadline:
+                    raise CacheWriteError(
+                        f"the lock {str(place.path / lock_name)!r} was held by others for {self._lock_timeout_s:g} s: "
+                        "see who holds it, or set QUARANTUNE_LOCK_TIMEOUT higher"
+                    )
+                time.sleep(_POLL_S)
             yield
 
     def _places(self, name: str, offered: Contents) -> dict[Path, Contents]:
@@ -549,6 +588,74 @@ def _without(is_unwanted: Callable[[str, str, Entry], bool], present: Contents) 
     }
 
 
+# --- writers ---
+
+
+def _other_writer(place: Directory, target: str, own: str) -> str | None:
+    """Returns the draft of another live writer, or None; removes those of dead ones."""
+    # Both times are the filesystem's, so that the clocks of different hosts need not agree.
+    now = place.status(own).st_mtime
+    prefix = f".{target}."
+    for name in place.names():
+        match = _ANNOUNCEMENT.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        if match is None or name == own:
+            continue
+        owner = Owner(host=match["host"], pid=int(match["pid"]), started=int(match["started"]))
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            if not owner.is_dead() and abs(now - place.status(name).st_mtime) < _STALE_S:
+                return name
+            place.remove(name)
+    return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owner(Record):
+    """One process of one host.
+
+    Attributes:
+        host: a token for the kernel and PID namespace in which `pid` is valid.
+        pid: the process.
+        started: its start time, in the kernel's ticks; 0 where that is not known.
+    """
+
+    host: Annotated[str, short_text]
+    pid: Annotated[int, within(1, 2**31)]
+    started: Annotated[int, within(0, 2**64)]
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """Returns the calling process."""
+        status = process_status(os.getpid())
+        return cls(host=this_host(), pid=os.getpid(), started=int(status[19]) if status else 0)
+
+    def __str__(self) -> str:
+        """Returns the owner as a part of names."""
+        return f"{self.host}-{self.pid}-{self.started}"
+
+    def is_dead(self) -> bool:
+        """Returns whether the process is dead for certain; False for one on another host."""
+        if self.host != this_host():
+            return False
+        if status := process_status(self.pid):
+            return status[0] in (b"Z", b"X") or self.started not in (0, int(status[19]))
+        try:
+            os.kill(self.pid, 0)  # /proc may hide other users' processes
+        except PermissionError:
+            return False
+        except (ProcessLookupError, OverflowError):  # no process has a number that is too large
+            return True
+        return False
+
+
+def this_host() -> str:
+    """Returns the token for this host, as in `Owner.host`."""
+    # Containers can share a host name and have different processes with one PID: the namespace distinguishes them.
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return short_hash(f"{platform.node()}|{boot_id()}|{namespace}")
+
+
 # --- content ---
 
 
@@ -558,25 +665,13 @@ def decode_json(content: bytes) -> Any:
     Raises:
         ValueError: it is not JSON, holds NaN or infinity, or is nested more deeply than our files are.
     """
-    with _uncollected() if len(content) > _UNCOLLECTED_BYTES else contextlib.nullcontext():
+    with without_collections() if len(content) > _UNCOLLECTED_BYTES else contextlib.nullcontext():
         try:
             value = json.loads(content, parse_constant=_refuse_constant)
         except RecursionError as error:
             raise ValueError(str(error)) from None
         _check_depth(value)
     return value
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pauses the garbage collector, which would otherwise traverse all of JAX's objects again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _check_depth(value: Any) -> None:
@@ -736,10 +831,6 @@ class CacheWarning(UserWarning):
 
 class CacheWriteError(RuntimeError):
     """A result could not be saved; the message names the result, the reason and a remedy."""
-
-
-class LeaseLostError(Exception):
-    """Another writer took this lease for abandoned and withdrew it: nothing was written; acquire another."""
 
 
 _reported: set[str] = set()

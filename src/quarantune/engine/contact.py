@@ -44,7 +44,7 @@ _BACKLOG = 1024
 def machine_id() -> str:
     """Returns an id of this machine, or of the container with a network of its own."""
     try:
-        return f"{machine.proc_text('/proc/sys/kernel/random/boot_id').strip()} {os.readlink('/proc/self/ns/net')}"
+        return f"{machine.boot_id()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
 

@@ -467,6 +467,11 @@ def proc_lines(file: str | Path) -> list[bytes]:
     return [line for line in read_proc(file).split(b"\n") if line]
 
 
+def boot_id() -> str:
+    """Returns the kernel's identifier of this boot; empty where there is none."""
+    return proc_text("/proc/sys/kernel/random/boot_id").strip()
+
+
 def process_ids(root: Path = Path("/")) -> list[int]:
     """Returns the ids of all processes.
 

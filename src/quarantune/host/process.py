@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import os
 import subprocess
@@ -297,6 +298,18 @@ def _set(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keeps Python from searching for garbage, which would traverse all of JAX's objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Stops:
