@@ -16,13 +16,12 @@ from helpers import python
 
 import quarantune
 from quarantune.cache import CacheWarning, TuningCache
-from quarantune.resolve import sweep_records
 from quarantune.resolve.call_key import CallKey
 from quarantune.resolve.sweep_records import CompileFailures
 from quarantune.results.report import CompileReport
 from quarantune.sandbox import is_inside
 from quarantune.sweep.limits import SweepLimits
-from quarantune.values.describe import compilers
+from quarantune.values import describe
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
 LIMITS = SweepLimits(
@@ -95,8 +94,8 @@ def test_failures_count_only_for_the_same_device_call_and_compilers(
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
         assert not failures(tmp_path).known()
-    changed = compilers("cuda") | {"jaxlib": "99.0"}
-    monkeypatch.setattr(sweep_records, "compilers", lambda platform: changed)
+    changed = describe.compilers("cuda") | {"jaxlib": "99.0"}
+    monkeypatch.setattr(describe, "compilers", lambda platform: changed)
     assert not failures(tmp_path).known()
 
 

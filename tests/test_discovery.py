@@ -42,8 +42,9 @@ def test_a_hanging_plugin_ends_the_probe_with_advice(tmp_path: Path, monkeypatch
 LOADS_PLUGINS = """
 import os, jax
 from quarantune import jax_internals as _jax_internals
+from quarantune.jax_internals.other_processes import load_plugins
 threads = os.listdir("/proc/self/task")
-_jax_internals.load_plugins()
+load_plugins()
 assert not _jax_internals.backends_initialized()
 assert os.listdir("/proc/self/task") == threads
 assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ

@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import quarantune
 from quarantune import jax_internals
-from quarantune.jax_internals import state
+from quarantune.jax_internals.other_processes import answer_for_device
 from quarantune.resolve.call_key import keyed
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -101,8 +101,8 @@ def test_a_setting_from_the_environment_is_part_of_the_key_too(tmp_path: Path) -
         """
         import os
         os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
-        from quarantune.jax_internals import state as jax_state
-        print(jax_state.describe(lambda value: value))
+        from quarantune import jax_internals
+        print(jax_internals.describe_options(lambda value: value))
         """,
         tmp_path,
     )
@@ -139,7 +139,7 @@ NOT_OF_THE_CALL = frozenset(
 
 
 def test_every_part_of_the_key_of_jax_is_known() -> None:
-    known = {*state.DEFAULTS, *state.CONTEXTS, "user_context", *NOT_OF_THE_CALL}
+    known = {*jax_internals.OPTION_DEFAULTS, *jax_internals.CONTEXTS, "user_context", *NOT_OF_THE_CALL}
     assert [name for name in jax_internals.trace_context_names() if name not in known] == []
 
 
@@ -315,7 +315,7 @@ class Absent:
 
 def test_an_array_answers_for_the_device_that_a_program_is_traced_for_and_is_used_where_it_is() -> None:
     x, device, asked = jnp.arange(3.0), Absent(), list[str]()
-    with jax_internals.answer_for_device(device, asked.append):
+    with answer_for_device(device, asked.append):
         assert x.devices() == {device}
         assert x.device is device
         assert float(jax.jit(lambda y: y + x)(x)[2]) == 4

@@ -26,7 +26,7 @@ import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.cache import SCHEMA
 from quarantune.sandbox import is_inside
-from quarantune.values.describe import versions
+from quarantune.values import describe
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -238,9 +238,9 @@ def test_disable_cache_touches_no_file_and_remembers_in_memory(
 def test_results_of_other_versions_warn_once_or_are_measured_again(
     version_check: str, name: str, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
-    now = versions()
+    now = describe.versions()
     with monkeypatch.context() as then:
-        then.setattr(versions, "versions", lambda: {**now, "jax": "0.0.1"})
+        then.setattr(describe, "versions", lambda: {**now, "jax": "0.0.1"})
         scaled(name)(X)
     monkeypatch.setenv("QUARANTUNE_VERSION_CHECK", version_check)
     if version_check == "1":

@@ -29,7 +29,8 @@ from helpers import ends, everywhere, isolated, python
 from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
-from quarantune import Outcome, Trial, jax_internals
+from quarantune import Outcome, Trial
+from quarantune.jax_internals.other_processes import executable_parts
 from quarantune.measure import finals
 from quarantune.resolve.tuning_job import CompilationSeeds
 from quarantune.sandbox import spool, template
@@ -517,7 +518,7 @@ def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
     lowered = there.trace(placed, placed, do=1).lower()
     identity = programs.identity(lowered, lowered.as_text(), {}, structure_of)
     assert identity is not None
-    executable = jax_internals.executable_parts(lowered.compile()).program
+    executable = executable_parts(lowered.compile()).program
     x = np.eye(4, dtype=np.float32)
     arrays = [jax.device_put(x, jax.devices()[0]) if is_committed else jnp.asarray(x), jnp.asarray(x)]
     seeds = CompilationSeeds()

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 import quarantune
 from quarantune import Outcome, metrics, spaces
 from quarantune.sweep import sweep, sweep_inputs
-from quarantune.values.describe import versions
+from quarantune.values import describe
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -544,9 +544,9 @@ def test_triton_distributeds_environment_retunes_and_checks_versions(
         tuned = quarantune.autotune([{"BLOCK": 1}], ref_fn=None, name="double", **QUICK)
         np.testing.assert_array_equal(tuned(jax.jit(double, static_argnames=["BLOCK"]))(jnp.ones(4)), 2)
 
-    now = versions()
+    now = describe.versions()
     with monkeypatch.context() as then:
-        then.setattr(versions, "versions", lambda: {**now, "jax": "0.0.1"})
+        then.setattr(describe, "versions", lambda: {**now, "jax": "0.0.1"})
         call()
     assert len(sweeps) == 1
     with monkeypatch.context() as strict:

@@ -35,8 +35,8 @@ from quarantune.devices.discovery import cpu_device
 from quarantune.host import machine
 from quarantune.host.process import environment_variables, interpreter
 from quarantune.host.shared_files import Directory, SideLock
+from quarantune.values import describe
 from quarantune.values import settings as environment
-from quarantune.values.describe import compilers, versions
 from quarantune.values.settings import SettingKeywords, Settings
 from quarantune.values.trial import Outcome, SandboxError, Trial, TuningFailedError
 
@@ -171,8 +171,8 @@ _HARDWARE = {
 
 def jax_versions() -> Check:
     """Returns the versions of JAX, its library and its plugins, which belong together."""
-    found = compilers("cpu") | compilers("cuda") | compilers("tpu")
-    found |= {"driver": driver} if (driver := versions().get("nvidia_driver")) else {}
+    found = describe.compilers("cpu") | describe.compilers("cuda") | describe.compilers("tpu")
+    found |= {"driver": driver} if (driver := describe.versions().get("nvidia_driver")) else {}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     other = [name for name, version in found.items() if name.startswith("jax-") and version != jax.__version__]
     text += f": {' and '.join(other)} differ from jax" if other else ""

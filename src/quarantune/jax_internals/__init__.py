@@ -1,6 +1,6 @@
 """The only package that uses JAX's private names, each with the reason why no public name will do.
 
-Here are arrays, traces, jitted functions and pytrees; larger subjects have modules of their own.
+Here is JAX around a call: arrays, traces, jitted functions, options, and the other processes of the program.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 import operator
+import os
 import sys
 import types
 import weakref
@@ -19,27 +21,111 @@ from typing import Any
 import jax
 
 # Batching and partitioning are imported for their side effect: they add themselves to the classes with custom rules.
-from jax._src import core, custom_api_util, custom_batching, custom_partitioning, literals, tree_util  # noqa: F401
+from jax._src import (  # noqa: F401
+    config,
+    core,
+    custom_api_util,
+    custom_batching,
+    custom_partitioning,
+    literals,
+    xla_bridge,
+)
 from jax._src.array import ArrayImpl
 
-from quarantune.jax_internals.backends import Coordination as Coordination
-from quarantune.jax_internals.backends import answer_for_device as answer_for_device
-from quarantune.jax_internals.backends import backends_initialized as backends_initialized
-from quarantune.jax_internals.backends import coordination as coordination
-from quarantune.jax_internals.backends import load_plugins as load_plugins
-from quarantune.jax_internals.backends import target_config as target_config
-from quarantune.jax_internals.executables import ExecutableParts as ExecutableParts
-from quarantune.jax_internals.executables import compilation_cache_in_memory as compilation_cache_in_memory
-from quarantune.jax_internals.executables import executable_from_parts as executable_from_parts
-from quarantune.jax_internals.executables import executable_parts as executable_parts
-from quarantune.jax_internals.executables import has_compilation_cache as has_compilation_cache
-from quarantune.jax_internals.executables import interface as interface
-from quarantune.jax_internals.executables import prepare_to_load as prepare_to_load
-from quarantune.jax_internals.executables import seed_compilation_cache as seed_compilation_cache
-from quarantune.jax_internals.state import contexts as contexts
-from quarantune.jax_internals.state import set_contexts as set_contexts
-from quarantune.jax_internals.state import trace_context as trace_context
-from quarantune.jax_internals.state import trace_context_names as trace_context_names
+from quarantune.host.process import warn
+
+OPTION_DEFAULTS: Mapping[str, Any] = {
+    "jax_accurate_erf_inv": False,
+    "jax_allow_f16_reductions": True,
+    "jax_auto_pcast": True,
+    "jax_check_static_indices": False,
+    "jax_custom_jvp3": False,
+    "jax_custom_vjp3": False,
+    "jax_debug_key_reuse": False,
+    "jax_default_matmul_precision": None,
+    "jax_default_prng_impl": "threefry2x32",
+    "jax_disable_most_optimizations": False,
+    "jax_embedded_constants_max_bytes": 32,
+    "jax_enable_x64": False,
+    "jax_error_checking_behavior_divide": "ignore",
+    "jax_error_checking_behavior_nan": "ignore",
+    "jax_error_checking_behavior_oob": "ignore",
+    "jax_exec_time_optimization_effort": 0.0,
+    "jax_explicit_x64_dtypes": "warn",
+    "jax_high_dynamic_range_gumbel": False,
+    "jax_memory_fitting_effort": 0.0,
+    "jax_memory_fitting_level": "O2",
+    "jax_numpy_dtype_promotion": "standard",
+    "jax_numpy_rank_promotion": "allow",
+    "jax_optimization_level": "UNKNOWN",
+    "jax_pallas_auto_assign_collective_ids": "no",
+    "jax_pallas_auto_assign_collective_ids_limit": 25,
+    "jax_pallas_enable_debug_checks": False,
+    "jax_pallas_use_mosaic_gpu": True,
+    "jax_ragged_dot_use_gpu_pallas_triton_lowering": False,
+    "jax_raise_on_ppermute_sort_diff": True,
+    "jax_random_seed_offset": 0,
+    "jax_remat3": False,
+    "jax_remat_barrier_no_cotangents": False,
+    "jax_remove_size_one_mesh_axis_from_type": False,
+    "jax_scan3": False,
+    "jax_softmax_custom_jvp": False,
+    "jax_threefry_gpu_kernel_lowering": False,
+    "jax_threefry_partitionable": True,
+    "jax_use_direct_linearize": True,
+    "jax_use_emit_pipeline_primitive": False,
+    "jax_use_hlo_logistic_lowering": None,
+    "jax_use_shardy_partitioner": True,
+    "jax_use_simplified_jaxpr_constants": False,
+}
+"""The options that change the program, with their defaults. JAX does not keep the defaults: the value of an option
+includes its environment variable from the start."""
+
+CONTEXTS = (
+    "compute_on_context_manager",
+    "pallas_tpu_interpret_mode_context_manager",
+    "xla_metadata_context_manager",
+)
+"""JAX's contexts: values for a thread that are in JAX's key for a program but are not options; None unless set."""
+
+# Options of a process rather than a program: its devices, caches, peers and debugging. The sandbox sets those of a
+# worker.
+_PROCESS_OPTIONS = (
+    "jax_platforms",
+    "jax_platform_name",
+    "jax_xla_backend",
+    "jax_backend_target",
+    "jax_compilation_cache",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache",
+    "jax_raise_persistent_cache",
+    "jax_share_binary",
+    "jax_cuda_",
+    "jax_rocm_",
+    "jax_oneapi_",
+    "jax_mock_gpu",
+    "mock_num_gpu",
+    "jax_cross_host",
+    "jax_force_dcn",
+    "jax_distributed",
+    "jax_mtls",
+    "jax_enable_preemption",
+    "jax_enable_recoverability",
+    "jax_cpu_collectives",
+    "jax_cpu_get_",
+    "jax_dump_ir",
+    "jax_pjrt_client",
+    "jax_default_device",
+    "jax_disable_jit",
+    "jax_no_tracing",
+    "jax_no_execution",
+    "jax_transfer_guard",
+    "jax_array_garbage_collection_guard",
+    "jax_thread_guard",
+)
+_inherited: Any = None
+"""The client that this process has from the process it was forked from, whose threads it lacks: calls would hang."""
+
 
 # --- arrays, their types, and PRNG keys -----------------------------------------------------------------------
 
@@ -201,28 +287,6 @@ def origin_of(equation: Any) -> tuple[types.CodeType, int] | None:
         if source_info_util.is_user_filename(code.co_filename):
             return code, source_info_util.raw_frame_to_frame(code, position).start_line
     return None
-
-
-@contextlib.contextmanager
-def questions() -> Iterator[set[str]]:
-    """Yields a set that collects the names of JAX's functions that are asked about devices while the block runs.
-
-    Private because the public functions are those of a private module, by whose file they are known.
-    """
-    from jax._src import xla_bridge
-
-    asked: set[str] = set()
-    before = sys.getprofile()
-
-    def note(frame: types.FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename == xla_bridge.__file__:
-            asked.add(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        yield asked
-    finally:
-        sys.setprofile(before)
 
 
 # --- functions that JAX has wrapped: their options, and the rules of jax.custom_vjp and such ------------------
@@ -429,113 +493,254 @@ def _derivative_rules(fn: object) -> Mapping[str, Any]:
     return {name: rule for name, rule in rules.items() if rule is not None}
 
 
-# --- classes registered as pytrees ----------------------------------------------------------------------------
+# --- options and contexts -------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PytreeRegistration:
-    """The registration of a class as a pytree, as values that can be pickled.
-
-    Attributes:
-        data_fields: for a dataclass registration, its data fields; None for the other kinds.
-        meta_fields: for a dataclass registration, its static fields.
-        flatten: returns children and static data; None if only `flatten_with_keys` was given.
-        unflatten: takes static data and children; None for a dataclass registration.
-        flatten_with_keys: like `flatten`, with a key for each child; None if JAX kept no reference to it.
-    """
-
-    data_fields: tuple[str, ...] | None = None
-    meta_fields: tuple[str, ...] = ()
-    flatten: Callable[..., Any] | None = None
-    unflatten: Callable[..., Any] | None = None
-    flatten_with_keys: Callable[..., Any] | None = None
-
-
-def pytree_registration(cls: type) -> PytreeRegistration | None:
-    """Returns the registration of `cls` as a pytree, or None if there is none.
-
-    Private (`tree_util._registry`, and the closures of its functions) because JAX has no public way to read a
-    registration back. A key function given to `register_pytree_node` is kept in C++ alone: for such a class the
-    worker's key paths show positions instead of names, and nothing else differs.
+def describe_options(describe_value: Callable[[Any], Any], *, own: str | None = None) -> dict[str, Any]:
+    """Returns the settings that change the program of a call made here and now: those that differ from JAX's defaults.
 
     Args:
-        cls: any class.
+        describe_value: makes a JSON-able description of a value.
+        own: the value of this package's own user context, which is left out.
+
+    Returns:
+        JSON-able descriptions by name; empty if nothing has been set.
     """
-    entry = tree_util._registry.get(cls)
-    if entry is None:
-        return None
-    hidden = inspect.getclosurevars(entry.to_iter).nonlocals if inspect.isfunction(entry.to_iter) else {}
-    if "data_fields" in hidden and "meta_fields" in hidden:
-        return PytreeRegistration(data_fields=tuple(hidden["data_fields"]), meta_fields=tuple(hidden["meta_fields"]))
-    if "flatten_with_keys" in hidden:
-        return PytreeRegistration(flatten_with_keys=hidden["flatten_with_keys"], unflatten=entry.from_iter)
-    keyed = operator.methodcaller("tree_flatten_with_keys") if hasattr(cls, "tree_flatten_with_keys") else None
-    return PytreeRegistration(flatten=entry.to_iter, unflatten=entry.from_iter, flatten_with_keys=keyed)
+    values = jax.config.values
+    options = {
+        name: values[name] for name, default in OPTION_DEFAULTS.items() if not _is(values.get(name, default), default)
+    }
+
+    def described(value: Any) -> Any:
+        try:
+            return describe_value(value)
+        except TypeError:  # a value of some library's, without a description
+            return {"type": type(value).__qualname__}
+
+    found = {name: described(value) for name, value in {**options, **contexts()}.items()}
+    if users := [value for value in user_contexts() if value is not None and value != own]:
+        found["user_context"] = [described(value) for value in users]
+    return found
 
 
-def register_pytree(cls: type, registration: PytreeRegistration) -> None:
-    """Registers `cls` as a pytree, unless it is registered already.
+def _is(value: Any, default: Any) -> bool:
+    if isinstance(default, str):  # some options are members of an enum, in all or some versions of JAX
+        return str(getattr(value, "name", value)).lower() == default.lower()
+    return type(value) is type(default) and bool(value == default)
+
+
+def other_options(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the options that differ here from those of a description, with the values that they have there."""
+    values = jax.config.values
+    wanted = {name: described.get(name, default) for name, default in OPTION_DEFAULTS.items() if name in values}
+    return {name: value for name, value in wanted.items() if not _is(values[name], value)}
+
+
+def options_to_travel() -> Mapping[str, Any]:
+    """Returns the JAX options that a worker takes over, by name."""
+    return {
+        name: value
+        for name, value in jax.config.values.items()
+        if not name.startswith(_PROCESS_OPTIONS) and isinstance(value, (bool, int, float, str, type(None)))
+    }
+
+
+def adopt_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sets JAX's options in this process to those of the caller's.
 
     Args:
-        cls: a class that was unpickled by value.
-        registration: what `pytree_registration` returned in the sending process.
+        options: what `options_to_travel` returned in the caller's process.
+
+    Returns:
+        The options that are unknown here, because the module that registers them is not imported yet.
     """
-    if cls in tree_util._registry:
-        return
-    if registration.data_fields is not None:
-        jax.tree_util.register_dataclass(cls, registration.data_fields, registration.meta_fields)
-    elif registration.flatten is None:
-        assert registration.flatten_with_keys is not None
-        assert registration.unflatten is not None
-        jax.tree_util.register_pytree_with_keys(cls, registration.flatten_with_keys, registration.unflatten)
-    else:
-        assert registration.unflatten is not None
-        jax.tree_util.register_pytree_node(
-            cls, registration.flatten, registration.unflatten, registration.flatten_with_keys
+    here = jax.config.values
+    for name, value in options.items():
+        if name in here and here[name] != value:
+            jax.config.update(name, value)
+    return {name: value for name, value in options.items() if name not in here}
+
+
+def adopt_late_options(options: Mapping[str, Any]) -> None:
+    """Sets the remaining options once the function's modules are imported, and drops those that are still unknown.
+
+    Args:
+        options: what `adopt_options` returned.
+    """
+    for name, value in adopt_options(options).items():
+        logging.getLogger("quarantune").debug(
+            "JAX has no option %s in this process; the caller's value %r is left out", name, value
         )
 
 
-@contextlib.contextmanager
-def pytree_registrations_held_back() -> Iterator[HeldBack]:
-    """Notes the pytree classes that the block registers instead of registering them, as JAX cannot undo that.
+trace_context: Callable[[], tuple[Any, ...]] = config.trace_context
+"""Returns the part of JAX's key for a program that does not come from the call.
 
-    Private (`tree_util._all_registries`) because a class that registers itself while it is made, in its metaclass or
-    `__init_subclass__`, may use any of JAX's functions for this, and all of them use these registries.
+Private because there is no public way to know whether a program traced earlier would be traced the same now.
+"""
+
+
+def trace_context_names() -> tuple[str, ...]:
+    """Returns a name for each part of the tuple that `trace_context()` returns; none if JAX does not publish them."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return tuple(config.trace_context_names())
+    return ()
+
+
+def contexts() -> Mapping[str, Any]:
+    """Returns the values of those `CONTEXTS` that are set in this thread or in the process.
+
+    Private because JAX has public ways to enter them (`pltpu.force_tpu_interpret_mode`), but none to read them.
     """
-    real, held = getattr(tree_util, "_all_registries", None), HeldBack()
-    if real is None:  # another version of JAX: the registration stays
-        yield held
-        return
-    setattr(tree_util, "_all_registries", (held,))  # noqa: B010 - mypy does not know the name
+    values = {name: holder.value for name in CONTEXTS if (holder := getattr(config, name, None)) is not None}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def set_contexts(values: Mapping[str, Any]) -> None:
+    """Sets some of `CONTEXTS` for the whole process.
+
+    Args:
+        values: the values that `contexts` returned in another process.
+    """
+    for name, value in values.items():
+        getattr(config, name).set_global(value)
+
+
+def user_contexts() -> list[Any]:
+    """Returns the values of the contexts made by `jax.make_user_context`; None for each that is not set."""
+    named = zip(trace_context_names(), trace_context(), strict=False)
+    return [value for name, value in named if name == "user_context"]
+
+
+# --- backends, and the processes of one program ---------------------------------------------------------------
+
+
+def backends_initialized() -> bool:
+    """Returns whether this process has initialised a JAX backend.
+
+    Private because every public way to ask (`jax.devices`, `jax.default_backend`) initialises one.
+    """
+    return bool(xla_bridge.backends_are_initialized())
+
+
+def target_config(devices: Sequence[Any]) -> str | None:
+    """Returns the description of a GPU that XLA needs to compile for it elsewhere; None if there is none.
+
+    Private because the public `jax.experimental.topologies` accepts such a description but cannot produce one.
+
+    Args:
+        devices: this process's devices.
+    """
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    if devices[0].platform != "gpu":
+        return None
     try:
-        yield held
-    finally:
-        setattr(tree_util, "_all_registries", real)  # noqa: B010
+        return str(xla_client.get_topology_for_devices(list(devices)).target_config)
+    except (AttributeError, RuntimeError, TypeError):
+        return None
 
 
-class HeldBack:
-    """Stands in for a pytree registry of JAX: notes registrations without making them."""
+class CoordinationError(RuntimeError):
+    """The coordination service of the program did not answer."""
 
-    def __init__(self) -> None:
-        self._noted: list[tuple[type, str, tuple[Any, ...]]] = []
 
-    def register_node(self, nodetype: type, *functions: Any) -> None:
-        """Notes a class with the functions that flatten and unflatten it."""
-        self._noted.append((nodetype, "register_node", functions))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coordination:
+    """This process's access to the key-value store of its program.
 
-    def register_dataclass_node(self, nodetype: type, *fields: Any) -> None:
-        """Notes a class with its fields."""
-        self._noted.append((nodetype, "register_dataclass_node", fields))
+    Attributes:
+        client: JAX's client of the coordination service.
+        rank: the number of this process in the program.
+        ranks: how many processes the program has.
+    """
 
-    def release(self, *, but: type) -> None:
-        """Makes the noted registrations, except those of one class.
+    client: Any
+    rank: int
+    ranks: int
 
-        Args:
-            but: the class.
+    def read(self, key: str) -> str | None:
+        """Returns the value of a key; None where it has none. Never waits for one.
+
+        Raises:
+            CoordinationError: the service did not answer.
         """
-        for nodetype, method, arguments in self._noted:
-            if nodetype is but:
-                tree_util._registry.pop(nodetype, None)
-            else:
-                for registry in tree_util._all_registries:
-                    getattr(registry, method)(nodetype, *arguments)
+        with _answered(without="NOT_FOUND"):
+            return str(self.client.key_value_try_get(key))
+        return None
+
+    def write(self, key: str, value: str) -> bool:
+        """Gives a key its value, unless it has one; returns whether this was the first writer.
+
+        Raises:
+            CoordinationError: the service did not answer.
+        """
+        with _answered(without="ALREADY_EXISTS"):
+            self.client.key_value_set(key, value, allow_overwrite=False)
+            return True
+        return False
+
+    def count(self, directory: str) -> int:
+        """Returns how many keys begin with `directory` and a slash.
+
+        Raises:
+            CoordinationError: the service did not answer.
+        """
+        with _answered(without="NOT_FOUND"):
+            return len(self.client.key_value_dir_get(f"{directory}/"))
+        return 0
+
+
+def coordination() -> Coordination | None:
+    """Returns this process's access to the key-value store; None in a program of one process.
+
+    Private (`distributed.global_state`) because JAX makes public only whether it is initialised: neither the client nor
+    the number of processes, for which `jax.process_count` would initialise a backend.
+    """
+    from jax._src import distributed
+
+    try:
+        state = distributed.global_state
+        client = state.client
+        if client is None or client is _inherited:
+            return None
+        client.key_value_try_get, client.key_value_set, client.key_value_dir_get  # noqa: B018 - are they there?
+        rank, ranks = int(state.process_id), int(state.num_processes)
+    except (AttributeError, TypeError, ValueError):
+        if jax.distributed.is_initialized():
+            _warn_missing()
+        return None
+    return Coordination(client=client, rank=rank, ranks=ranks) if ranks > 1 else None
+
+
+@functools.cache
+def _warn_missing() -> None:
+    warn(
+        f"quarantune finds no key-value store in jax.distributed of jax {jax.__version__}: each process of this "
+        f"program tunes for itself, and a program whose collectives depend on the config may hang; let the processes "
+        f"share a QUARANTUNE_CACHE_DIR that has been tuned before, or set QUARANTUNE_AGREE=0 to silence this warning",
+        RuntimeWarning,
+    )
+
+
+@contextlib.contextmanager
+def _answered(*, without: str) -> Iterator[None]:
+    """Ends the block at an answer of the service that says so, and raises `CoordinationError` where there is none."""
+    try:
+        yield
+    except Exception as error:
+        if without not in str(error):
+            raise CoordinationError(
+                f"the coordination service of this jax.distributed program did not answer, so its processes cannot "
+                f"agree on a config ({str(error).partition(chr(10))[0]}): see whether process 0 still runs, or set "
+                f"QUARANTUNE_AGREE=0 in all processes"
+            ) from error
+
+
+def _forget_inherited() -> None:
+    global _inherited
+    distributed = sys.modules.get("jax._src.distributed")
+    _inherited = getattr(getattr(distributed, "global_state", None), "client", None)
+
+
+os.register_at_fork(after_in_child=_forget_inherited)

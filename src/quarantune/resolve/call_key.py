@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from quarantune import cache
+from quarantune import cache, jax_internals
 from quarantune.cache import Fingerprint
 from quarantune.devices import discovery
 from quarantune.host.process import lazy
-from quarantune.jax_internals import state as jax_state
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding
 from quarantune.transport.problem import (
@@ -514,7 +513,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     if axes is not None:
         values = {**values, "communicates over": axes.sizes}
     assignment = assignments.current()
-    state = jax_state.describe(describe_static, own=None if assignment is None else assignment.text)
+    state = jax_internals.describe_options(describe_static, own=None if assignment is None else assignment.text)
     if (mesh := describe_context_mesh(call.args, call.kwargs)) is not None:
         state["mesh"] = mesh
     return KeyedCall(

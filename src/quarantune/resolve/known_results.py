@@ -20,10 +20,10 @@ from quarantune.host.process import commit_of, entry_points
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction
 from quarantune.transport import binding
 from quarantune.transport.problem import Arguments, as_structs, is_array
+from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config, as_given, encode, format_config
-from quarantune.values.describe import versions
 from quarantune.values.settings import Settings, register_keeper, table_directory
 from quarantune.values.texts import former_name
 from quarantune.values.trial import SCORES, Findings, Searched, Trial, TuningFailedError, count_outcomes
@@ -289,7 +289,7 @@ def call_result(
         default_config=None if own_defaults is None else as_given(own_defaults),
         noise=noise,
         finalists=_given(finalists),
-        versions=versions(),
+        versions=describe.versions(),
         executable=executable,
         call=_without_arrays(call.args, call.kwargs),
         structs=as_structs(call.args, call.kwargs),
@@ -337,7 +337,7 @@ def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: Json
         "key_values": keyed.readable,
         "fingerprint": keyed.call.function.fingerprint.parts,
         "space": keyed.call.space,
-        "versions": versions(),
+        "versions": describe.versions(),
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
         **({} if findings.score is None else {name: found[name] for name in SCORES}),
@@ -369,7 +369,7 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
 def changed_versions(entry: Entry) -> str:
     """Lists the versions that have changed since an entry was made; empty where all are the same."""
     then = dict_or_empty(entry.get("versions"))
-    changed = {name: now for name, now in versions().items() if then and then.get(name) != now}
+    changed = {name: now for name, now in describe.versions().items() if then and then.get(name) != now}
     return ", ".join(f"{name} {then.get(name)} (now {now})" for name, now in changed.items())
 
 

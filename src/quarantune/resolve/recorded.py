@@ -22,7 +22,6 @@ from quarantune import cache, jax_internals
 from quarantune.cache import CacheWriteError, Journal, journal
 from quarantune.cache.store import short_text
 from quarantune.host.process import new_lock
-from quarantune.jax_internals import state
 from quarantune.resolve.call_key import KeyedCall, TunedFunction, keyed
 from quarantune.transport import arrays, assignment
 from quarantune.transport.arrays import dtype_from_name
@@ -330,7 +329,7 @@ def described_arguments(values: JsonObject, function: TunedFunction) -> Argument
 def described_settings(described: Mapping[str, Any]) -> Iterator[None]:
     """Puts the settings of JAX's that have a description in a key in force for a block, if JAX accepts them."""
     with contextlib.ExitStack() as block:
-        for name, value in state.other_options(described).items():
+        for name, value in jax_internals.other_options(described).items():
             block.callback(jax.config.update, name, jax.config.values[name])
             jax.config.update(name, value)
         if (mesh := described.get("mesh")) is not None:

@@ -21,9 +21,9 @@ from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.known_results import Known
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
+from quarantune.values import describe
 from quarantune.values.codec import DamageError, JsonObject, Record
 from quarantune.values.configs import Config, encode, text_of
-from quarantune.values.describe import compilers, versions
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import (
@@ -217,7 +217,9 @@ class SweepRecords:
         with self.saving():
             if self._keyed.call.function.is_jitted:
                 self._compile_failures.note(trial, source="a sweep")
-            self._journal.append({"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions()})
+            self._journal.append(
+                {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": describe.versions()}
+            )
             is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
             if is_trouble or (was_troubled and trial.outcome not in _UNSETTLED):
                 cache.remember_trouble(
@@ -320,7 +322,7 @@ class SweepRecords:
             return False
         if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
             return False
-        return not self._settings.version_check or record["versions"] == versions()
+        return not self._settings.version_check or record["versions"] == describe.versions()
 
 
 def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) -> tuple[Trial, ...] | None:
@@ -402,7 +404,7 @@ class CompileFailures:
         self._journal = self._journal_in(directory)
         self._others = [self._journal_in(other) for other in also]
         self._limits = limits
-        self._compilers = compilers(keyed.platform)
+        self._compilers = describe.compilers(keyed.platform)
 
     def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
         """Returns the trials of configs that need not be compiled again, by the text of the config.

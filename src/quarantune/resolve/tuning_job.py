@@ -15,6 +15,11 @@ from typing import Any
 from quarantune import jax_internals, sandbox
 from quarantune.cache import Entry
 from quarantune.host.process import lazy
+from quarantune.jax_internals.other_processes import (
+    compilation_cache_in_memory,
+    has_compilation_cache,
+    seed_compilation_cache,
+)
 from quarantune.measure import finals, model
 from quarantune.resolve import engines
 from quarantune.resolve.call_key import BoundCall, KeyedCall
@@ -520,9 +525,9 @@ class CompilationSeeds:
         """
         by_program = {key: value for key, value in compiled.items() if key.startswith(programs.PREFIX)}
         by_key = {key: value for key, value in compiled.items() if key not in by_program}
-        if by_program and not jax_internals.has_compilation_cache():
+        if by_program and not has_compilation_cache():
             self._by_program |= by_program
-        if by_key and not jax_internals.seed_compilation_cache(by_key):
+        if by_key and not seed_compilation_cache(by_key):
             self._by_key |= by_key
 
     @contextlib.contextmanager
@@ -541,7 +546,7 @@ class CompilationSeeds:
         by_key, by_program = self._by_key, self._by_program
         self._by_key, self._by_program = {}, {}
         modules = _module_of(fn, config, args, kwargs, by_program) if by_program else {}
-        with jax_internals.compilation_cache_in_memory(by_key, modules=modules):
+        with compilation_cache_in_memory(by_key, modules=modules):
             yield
 
 

@@ -417,7 +417,7 @@ class TuningResult(Record):
         from quarantune.results.compiled_winner import Winner
         from quarantune.transport import pickling
         from quarantune.transport.executable import from_pickle as load
-        from quarantune.values.describe import versions
+        from quarantune.values import describe
 
         plain, call, *rest = pickling.loads(contents[FUNCTION])  # results of earlier versions hold no config values
         values = rest[0] if rest else {}
@@ -430,12 +430,12 @@ class TuningResult(Record):
         executable = contents.get(WINNER)
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]
-            if (here, versions()) == (self.device, self.versions):
+            if (here, describe.versions()) == (self.device, self.versions):
                 fn = Winner(plain, best, load(executable), args=call[0], kwargs=call[1])
             else:
                 warnings.warn(
                     f"the saved winner was compiled for {self.device} under {self.versions}, and this is {here} under "
-                    f"{versions()}: it is compiled again, and may not be the best here",
+                    f"{describe.versions()}: it is compiled again, and may not be the best here",
                     RuntimeWarning,
                     stacklevel=3,
                 )

@@ -322,7 +322,7 @@ class _Forker:
 
 def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> None:
     """Loads the payload and serves its sweep, or reports why it cannot and exits."""
-    from quarantune import jax_internals
+    from quarantune.jax_internals.other_processes import load_plugins
 
     _set_environ({**_set_by_modules, **client.environ})
     program = _worker_program()
@@ -332,7 +332,7 @@ def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> None:
         if loads_plugins:
             # In the environment that the function's modules may have changed. Every fork uses the plugins, and none of
             # them is initialised here, because a process that has done that must not be forked.
-            jax_internals.load_plugins()
+            load_plugins()
     except BaseException as error:
         client.connection.send_message(LoadFailed(**vars(program.describe_error(error))))
         os._exit(0)

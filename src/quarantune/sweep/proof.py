@@ -19,6 +19,7 @@ from typing import Any
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune import jax_internals
+from quarantune.jax_internals.other_processes import questions
 from quarantune.scheduler.plan import Compare
 from quarantune.transport import arrays, assignment, binding, differentiation
 from quarantune.transport.call import Call
@@ -72,7 +73,7 @@ def _difference(trace: Callable[[int | None], ProgramLines], theirs: Mapping[str
     with assignment.without_tuning() as reached:
         if trace(_SHARED).counts == theirs or reached:
             return ""
-        with jax_internals.questions() as asked:
+        with questions() as asked:
             ours = trace(next(_numbers))
         if asked or theirs in (ours.counts, trace(None).counts) or trace(next(_numbers)).counts != ours.counts:
             return ""

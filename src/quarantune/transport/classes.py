@@ -17,7 +17,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quarantune import jax_internals
+from quarantune.jax_internals.other_processes import (
+    pytree_registration,
+    pytree_registrations_held_back,
+    register_pytree,
+)
 
 _PLAIN = ("builtins", "abc", "typing", "enum", "dataclasses", "collections.abc")
 """Modules whose metaclasses and bases keep no tables of classes."""
@@ -32,7 +36,7 @@ def reduce_class(cls: type, reduced: tuple[Any, ...], can_import: Callable[[str]
         can_import: returns whether a worker can import a module.
     """
     make, arguments, state, _, _, set_state = reduced
-    about = (set_state, state, jax_internals.pytree_registration(cls), list(_table_entries(cls, can_import)))
+    about = (set_state, state, pytree_registration(cls), list(_table_entries(cls, can_import)))
     return _make_class, (make, *arguments), about, None, None, _complete_class
 
 
@@ -54,7 +58,7 @@ def _table_entries(cls: type, can_import: Callable[[str], bool]) -> Iterator[tup
 def _make_class(make: Callable[..., type], metaclass: Any, *arguments: Any) -> type:
     """Makes an empty class, by calling its metaclass if that does not fail on an empty class."""
     try:
-        with jax_internals.pytree_registrations_held_back() as held:
+        with pytree_registrations_held_back() as held:
             cls = make(metaclass, *arguments)
     except Exception:
         return make(_bare(metaclass), *arguments)
@@ -100,7 +104,7 @@ def _complete_class(cls: type, about: tuple[Any, ...]) -> None:
         elif isinstance(table, weakref.WeakKeyDictionary):
             table[cls] = value
     if registration is not None:
-        jax_internals.register_pytree(cls, registration)
+        register_pytree(cls, registration)
 
 
 def is_sentinel(obj: object) -> bool:

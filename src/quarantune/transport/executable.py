@@ -19,6 +19,12 @@ from jax.experimental.layout import Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from quarantune import jax_internals
+from quarantune.jax_internals.other_processes import (
+    ExecutableParts,
+    executable_from_parts,
+    executable_parts,
+    prepare_to_load,
+)
 from quarantune.transport import pickling
 
 _LARGEST_HEADER_BYTES = 1 << 24
@@ -46,7 +52,7 @@ def from_pickle(blob: bytes) -> Any:
         ValueError: this process lacks one of the devices.
     """
     serialized, in_tree, out_tree, numbers = pickling.loads(blob)
-    jax_internals.prepare_to_load(serialized)
+    prepare_to_load(serialized)
     here = {device.id: device for device in jax.local_devices()}
     if missing := [number for number in numbers if number not in here]:
         raise ValueError(f"it was compiled for the devices {numbers}, of which {missing} are missing here")
@@ -94,7 +100,7 @@ def to_data(compiled: Any) -> bytes:
     Raises:
         ValueError: the program cannot be represented as data.
     """
-    parts = jax_internals.executable_parts(compiled)
+    parts = executable_parts(compiled)
     try:
         out_tree = _tree(compiled.out_tree)
     except ValueError:
@@ -135,7 +141,7 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> Loaded:
                 raise ValueError("this process has no device with its number")
             here = {number: onto}
         devices = [here[number] for number in header["devices"]]
-        parts = jax_internals.ExecutableParts(
+        parts = ExecutableParts(
             program=blob[8 + length :],
             name=str(header["name"]),
             committed=bool(header["committed"]),
@@ -150,9 +156,9 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> Loaded:
     def with_trees(in_tree: Any, tree: Any) -> Any:
         if (in_tree.num_leaves, tree.num_leaves) != (len(parts.all_in_avals), len(parts.out_avals)):
             raise ValueError("the compiled program has another number of arguments or outputs than its function")
-        jax_internals.prepare_to_load(parts.program)
+        prepare_to_load(parts.program)
         try:
-            return jax_internals.executable_from_parts(parts, in_tree=in_tree, out_tree=tree, devices=devices)
+            return executable_from_parts(parts, in_tree=in_tree, out_tree=tree, devices=devices)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"the compiled program cannot be loaded: {error}") from error
 

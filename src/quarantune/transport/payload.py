@@ -19,7 +19,6 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.host.process import import_path
 from quarantune.host.shared_files import write_all
-from quarantune.jax_internals import state
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
 from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, ProgramValue
 from quarantune.transport.pickling import dumps, loads
@@ -93,7 +92,7 @@ def pack_call(
     )
     process = _ProcessOptions(
         import_path=import_path(),
-        jax_options=state.options_to_travel(),
+        jax_options=jax_internals.options_to_travel(),
         contexts=dumps(jax_internals.contexts()),
         devices=call.devices_needed,
         program=program_name(),
@@ -151,10 +150,10 @@ def unpack_call(blob: bytes) -> Call:
     sys.path[:] = process.import_path + [entry for entry in sys.path if entry not in process.import_path]
     adopt_program_name(process.program)
     importlib.invalidate_caches()  # the user may have written a module since this process last looked
-    unknown = state.adopt_options(process.jax_options)
+    unknown = jax_internals.adopt_options(process.jax_options)
     _provide_cpu_devices(process.devices)
     call: Call = loads(root)  # imports the user's modules, of which one may register the options that are unknown
-    state.adopt_late_options(unknown)
+    jax_internals.adopt_late_options(unknown)
     jax_internals.set_contexts(loads(process.contexts))
     return call
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.jax_internals.other_processes import hidden_interface
 from quarantune.values.configs import text_of
 
 PREFIX = "program:"
@@ -88,7 +89,7 @@ def identity(
         The hash; None where the program calls back into Python, as its text holds only the index of the function in a
         table, or where JAX does not tell its interface.
     """
-    interface = jax_internals.interface(lowered)
+    interface = hidden_interface(lowered)
     if calls_back(text) or interface is None:
         return None
     program = _NOTES.sub("", _PLACES.sub("", text))

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from quarantune import device_table, jax_internals
+from quarantune import device_table
 from quarantune.host.waits import RunTime, Watch
 from quarantune.jax_internals import kernels
+from quarantune.jax_internals.other_processes import compilation_cache_in_memory
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions, Measurement
@@ -194,7 +195,7 @@ class Bench:
         show(traced.jaxpr)
         lowered = traced.lower()
         calls_back, _ = self._announce(lowered, lowered.as_text(), config, announce)
-        with jax_internals.compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
+        with compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
             compiled = lowered.compile()
         # With its gradient, the caller compiles another program.
         cache_entries = {} if self._options.time_grad else cache.programs

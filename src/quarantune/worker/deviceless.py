@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 
 from quarantune import jax_internals
 from quarantune.devices.discovery import Backend, describe_jax_devices
+from quarantune.jax_internals.other_processes import answer_for_device
 from quarantune.values.trial import CompileTarget
 from quarantune.worker.failures import NeedsDeviceError, UncheckableError
 
@@ -56,7 +57,7 @@ def answers_at_import(target: CompileTarget) -> Iterator[None]:
     with contextlib.ExitStack() as answering:
         with contextlib.suppress(UncheckableError):  # compiling meets the same error
             described = topology(target).devices[0]
-            answering.enter_context(jax_internals.answer_for_device(described, _asked_at_import.append))
+            answering.enter_context(answer_for_device(described, _asked_at_import.append))
         try:
             yield
         except Exception as error:
@@ -97,7 +98,7 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
     mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
     asked = [*_asked_at_import]
     try:
-        with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(described, asked.append):
+        with jax.sharding.use_abstract_mesh(mesh), answer_for_device(described, asked.append):
             yield SingleDeviceSharding(described)
     except Exception as error:
         if not is_check:

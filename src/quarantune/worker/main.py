@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypedDict, cast
 
 from quarantune import jax_internals
 from quarantune.host.waits import RunTime
+from quarantune.jax_internals.other_processes import load_plugins
 from quarantune.measure import sampling
 from quarantune.sandbox import messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
@@ -363,7 +364,7 @@ class Worker:
 def warm_up(task: Frame) -> None:
     """Loads JAX's plugins in a template, and makes there what compiling for a device takes, once for all workers."""
     target = codec.decode(task, CompileTarget)
-    jax_internals.load_plugins()
+    load_plugins()
     deviceless.topology(target)
 
 

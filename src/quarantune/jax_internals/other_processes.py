@@ -1,23 +1,172 @@
-"""Compiled programs: taken apart, rebuilt in another process, and kept in JAX's persistent cache of them."""
+"""What processes exchange: programs for a device that may not be here, compiled ones, and classes that are pytrees."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import logging
+import operator
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import compilation_cache
+from jax._src import compilation_cache, tree_util, xla_bridge
+from jax._src.array import ArrayImpl
 from jax._src.compilation_cache_interface import CacheInterface
 
-from quarantune.host.process import new_lock
+from quarantune.host.process import environment_variables, new_lock
+
+_ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
+"""The functions of JAX that say what `get_backend` returned."""
+_PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
+"""The other names of a platform whose devices are asked for."""
+_KERNELS_OF_JAX = "jax.experimental.pallas.ops."
+_has_plugins = False
+"""Whether `load_plugins` has done its work, in this process or in the one that it was forked from."""
 
 
-def interface(lowered: jax.stages.Lowered) -> str | None:
+# --- devices ---
+
+
+def load_plugins() -> None:
+    """Loads JAX's plugins for accelerators, and the libraries they need, without initialising a backend.
+
+    Private because JAX loads plugins only when it initialises a backend. Loading CUDA's takes 0.08 s, which every fork
+    of this process is spared. JAX's check of CUDA library versions is skipped: it would initialise CUDA, which no fork
+    could use afterwards, and the caller's JAX has made it already.
+    """
+    global _has_plugins
+    if _has_plugins:
+        return
+    _has_plugins = True
+    missing = contextlib.suppress(AttributeError)  # another version of JAX: every fork loads the plugins
+    with environment_variables({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}), missing:
+        xla_bridge._discover_and_register_pjrt_plugins()
+
+
+@contextlib.contextmanager
+def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[None]:
+    """Makes JAX answer for one device that this process does not have, while a program is traced for that device.
+
+    A kernel may choose its code by `jax.default_backend()` or by the kind of `jax.devices()[0]`, which are the CPU's in
+    a process without the device, but must be those of the device that the kernel is compiled for. So must the device of
+    an array that the kernel closes over. Calls from JAX's own code are unaffected, apart from the kernels that come
+    with it.
+
+    Private (`xla_bridge.get_backend`) because nearly all the public functions get their answer from it, however a
+    module has imported them. The calling frames tell which function was called, and by whose code. `ArrayImpl`, because
+    the public `jax.Array` only declares its methods.
+
+    Args:
+        device: JAX's description of the device.
+        asked: called with the name of a function that returned the device, or how many there are, to code that may ask
+            the device what its description cannot answer. JAX, and the kernels that come with it, ask for its kind and
+            its number of cores alone.
+    """
+    from jax.extend import backend as extension
+
+    real, real_local_devices, real_default = xla_bridge.get_backend, jax.local_devices, extension.get_default_device
+    names = {device.platform, *_PLATFORM_NAMES.get(device.platform, ())}
+    backend = types.SimpleNamespace(
+        platform=device.platform,
+        devices=lambda: [device],
+        device_count=lambda: 1,
+        local_device_count=lambda: 1,
+    )
+
+    def tell(name: str, asker: types.FrameType) -> None:
+        if not _comes_with_jax(asker):
+            asked(name)
+
+    def get_backend(platform: Any = None) -> Any:
+        function = sys._getframe(1)
+        name, asker = function.f_code.co_name, function.f_back
+        if platform not in (None, *names) or name not in _ASKING or asker is None or _is_jax(asker):
+            return real(platform)
+        if name != "default_backend":
+            tell(name, asker)
+        return backend
+
+    def local_devices(process_index: int | None = None, backend: Any = None, host_id: int | None = None) -> Any:
+        # JAX remembers its own answer, whoever asked.
+        if backend not in (None, *names) or _is_jax(sys._getframe(1)):
+            return real_local_devices(process_index, backend, host_id)
+        tell("local_devices", sys._getframe(1))
+        return [device]
+
+    def get_default_device() -> Any:
+        tell("extend.backend.get_default_device", sys._getframe(1))
+        return device
+
+    array_type: Any = ArrayImpl
+    real_devices, real_device = array_type.devices, array_type.device
+
+    def devices(array: Any) -> Any:
+        if _is_jax(asker := sys._getframe(1)):
+            return real_devices(array)
+        tell("Array.devices", asker)
+        return {device}
+
+    def device_of(array: Any) -> Any:
+        if _is_jax(asker := sys._getframe(1)):
+            return real_device.fget(array)
+        tell("Array.device", asker)
+        return device
+
+    def answer_with(*answers: Any) -> None:
+        xla_bridge.get_backend, jax.local_devices, extension.get_default_device = answers[:3]
+        array_type.devices, array_type.device = answers[3:]
+
+    answer_with(get_backend, local_devices, get_default_device, devices, property(device_of))
+    try:
+        yield
+    finally:
+        answer_with(real, real_local_devices, real_default, real_devices, real_device)
+
+
+def _is_jax(frame: types.FrameType) -> bool:
+    return _comes_with_jax(frame) and not _module(frame).startswith(_KERNELS_OF_JAX)
+
+
+def _comes_with_jax(frame: types.FrameType) -> bool:
+    return _module(frame).startswith(("jax.", "jaxlib."))
+
+
+def _module(frame: types.FrameType) -> str:
+    return f"{frame.f_globals.get('__name__', '')}."
+
+
+@contextlib.contextmanager
+def questions() -> Iterator[set[str]]:
+    """Yields a set that collects the names of JAX's functions that are asked about devices while the block runs.
+
+    Private because the public functions are those of a private module, by whose file they are known.
+    """
+    from jax._src import xla_bridge
+
+    asked: set[str] = set()
+    before = sys.getprofile()
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == xla_bridge.__file__:
+            asked.add(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield asked
+    finally:
+        sys.setprofile(before)
+
+
+# --- compiled programs ---
+
+
+def hidden_interface(lowered: jax.stages.Lowered) -> str | None:
     """Returns the properties of a lowered program's arguments and outputs that its text does not show.
 
     These are the flat indices of the arguments that the program uses, and the types of its outputs with weak types and
@@ -160,7 +309,7 @@ def executable_from_parts(parts: ExecutableParts, *, in_tree: Any, out_tree: Any
     return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(infos), out_tree)
 
 
-# --- the persistent compilation cache -------------------------------------------------------------------------
+# --- the persistent compilation cache ---
 
 
 class _MemoryCache(CacheInterface):
@@ -296,3 +445,115 @@ def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
         logging.getLogger("quarantune").info("JAX's compilation cache cannot be written: %s", error)
         return False
     return True
+
+
+# --- classes registered as pytrees ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PytreeRegistration:
+    """The registration of a class as a pytree, as values that can be pickled.
+
+    Attributes:
+        data_fields: for a dataclass registration, its data fields; None for the other kinds.
+        meta_fields: for a dataclass registration, its static fields.
+        flatten: returns children and static data; None if only `flatten_with_keys` was given.
+        unflatten: takes static data and children; None for a dataclass registration.
+        flatten_with_keys: like `flatten`, with a key for each child; None if JAX kept no reference to it.
+    """
+
+    data_fields: tuple[str, ...] | None = None
+    meta_fields: tuple[str, ...] = ()
+    flatten: Callable[..., Any] | None = None
+    unflatten: Callable[..., Any] | None = None
+    flatten_with_keys: Callable[..., Any] | None = None
+
+
+def pytree_registration(cls: type) -> PytreeRegistration | None:
+    """Returns the registration of `cls` as a pytree, or None if there is none.
+
+    Private (`tree_util._registry`, and the closures of its functions) because JAX has no public way to read a
+    registration back. A key function given to `register_pytree_node` is kept in C++ alone: for such a class the
+    worker's key paths show positions instead of names, and nothing else differs.
+
+    Args:
+        cls: any class.
+    """
+    entry = tree_util._registry.get(cls)
+    if entry is None:
+        return None
+    hidden = inspect.getclosurevars(entry.to_iter).nonlocals if inspect.isfunction(entry.to_iter) else {}
+    if "data_fields" in hidden and "meta_fields" in hidden:
+        return PytreeRegistration(data_fields=tuple(hidden["data_fields"]), meta_fields=tuple(hidden["meta_fields"]))
+    if "flatten_with_keys" in hidden:
+        return PytreeRegistration(flatten_with_keys=hidden["flatten_with_keys"], unflatten=entry.from_iter)
+    keyed = operator.methodcaller("tree_flatten_with_keys") if hasattr(cls, "tree_flatten_with_keys") else None
+    return PytreeRegistration(flatten=entry.to_iter, unflatten=entry.from_iter, flatten_with_keys=keyed)
+
+
+def register_pytree(cls: type, registration: PytreeRegistration) -> None:
+    """Registers `cls` as a pytree, unless it is registered already.
+
+    Args:
+        cls: a class that was unpickled by value.
+        registration: what `pytree_registration` returned in the sending process.
+    """
+    if cls in tree_util._registry:
+        return
+    if registration.data_fields is not None:
+        jax.tree_util.register_dataclass(cls, registration.data_fields, registration.meta_fields)
+    elif registration.flatten is None:
+        assert registration.flatten_with_keys is not None
+        assert registration.unflatten is not None
+        jax.tree_util.register_pytree_with_keys(cls, registration.flatten_with_keys, registration.unflatten)
+    else:
+        assert registration.unflatten is not None
+        jax.tree_util.register_pytree_node(
+            cls, registration.flatten, registration.unflatten, registration.flatten_with_keys
+        )
+
+
+@contextlib.contextmanager
+def pytree_registrations_held_back() -> Iterator[HeldBack]:
+    """Notes the pytree classes that the block registers instead of registering them, as JAX cannot undo that.
+
+    Private (`tree_util._all_registries`) because a class that registers itself while it is made, in its metaclass or
+    `__init_subclass__`, may use any of JAX's functions for this, and all of them use these registries.
+    """
+    real, held = getattr(tree_util, "_all_registries", None), HeldBack()
+    if real is None:  # another version of JAX: the registration stays
+        yield held
+        return
+    setattr(tree_util, "_all_registries", (held,))  # noqa: B010 - mypy does not know the name
+    try:
+        yield held
+    finally:
+        setattr(tree_util, "_all_registries", real)  # noqa: B010
+
+
+class HeldBack:
+    """Stands in for a pytree registry of JAX: notes registrations without making them."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[type, str, tuple[Any, ...]]] = []
+
+    def register_node(self, nodetype: type, *functions: Any) -> None:
+        """Notes a class with the functions that flatten and unflatten it."""
+        self._noted.append((nodetype, "register_node", functions))
+
+    def register_dataclass_node(self, nodetype: type, *fields: Any) -> None:
+        """Notes a class with its fields."""
+        self._noted.append((nodetype, "register_dataclass_node", fields))
+
+    def release(self, *, but: type) -> None:
+        """Makes the noted registrations, except those of one class.
+
+        Args:
+            but: the class.
+        """
+        for nodetype, method, arguments in self._noted:
+            if nodetype is but:
+                tree_util._registry.pop(nodetype, None)
+            else:
+                for registry in tree_util._all_registries:
+                    getattr(registry, method)(nodetype, *arguments)
