@@ -29,10 +29,9 @@ from aftermath import is_of_multiprocessing
 from helpers import SOURCE, deadline_s, python
 
 from quarantune.host import machine
-from quarantune.sandbox import MARK, is_inside, spool, template, template_link
+from quarantune.sandbox import MARK, is_inside, spool, template
 from quarantune.sandbox.messages import Compile, Measure
-from quarantune.sandbox.pool import Damaged, Event, Said, Sandbox
-from quarantune.sandbox.template_link import LoadError
+from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 from quarantune.sandbox.template_messages import describe_status
 from quarantune.sweep import routes
 from quarantune.sweep.request import worker_options
@@ -795,9 +794,9 @@ def test_a_template_that_cannot_be_woken_is_replaced(
 ) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         with monkeypatch.context() as patch:
-            patch.setattr(template_link, "wake", lambda pids: None)
-            patch.setattr(template_link, "SILENT_CHECKS", 3)
-            patch.setattr(template_link, "STOPPED_CHECKS", 3)
+            patch.setattr(template, "wake", lambda pids: None)
+            patch.setattr(template, "SILENT_CHECKS", 3)
+            patch.setattr(template, "STOPPED_CHECKS", 3)
             if seems == "silent":  # it is stopped here, too, because a sound template is never silent
                 patch.setattr(machine, "activity", lambda pid: ("S", 0))
             sweep_template().suspend()

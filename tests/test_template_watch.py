@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from quarantune.host import machine
-from quarantune.sandbox import template_link
-from quarantune.sandbox.template_link import TemplateWatch
+from quarantune.sandbox import template
+from quarantune.sandbox.template import TemplateWatch
 
 
 @pytest.fixture
 def woken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Process ids that were woken."""
     pids: list[int] = []
-    monkeypatch.setattr(template_link, "wake", pids.extend)
+    monkeypatch.setattr(template, "wake", pids.extend)
     return pids
 
 
@@ -23,8 +23,8 @@ def test_a_template_that_stays_stopped_is_woken_and_then_given_up(
     monkeypatch.setattr(machine, "is_stopped", lambda pid: pid == 8)
     monkeypatch.setattr(machine, "activity", lambda pid: ("T", 0))
     watch = TemplateWatch()
-    found = [watch.check([7, 8], awaits_start=False) for _ in range(template_link.STOPPED_CHECKS + 2)]
-    assert found[:-2] == [None] * template_link.STOPPED_CHECKS
+    found = [watch.check([7, 8], awaits_start=False) for _ in range(template.STOPPED_CHECKS + 2)]
+    assert found[:-2] == [None] * template.STOPPED_CHECKS
     assert found[-2:] == [(8, "stays stopped"), None]
     assert woken == [7, 8] * len(found)
 
@@ -41,6 +41,6 @@ def test_only_an_idle_template_with_a_worker_to_start_is_silent(
     monkeypatch.setattr(machine, "is_stopped", lambda pid: False)
     monkeypatch.setattr(machine, "activity", lambda pid: (state, next(checks) if works else 0))
     watch = TemplateWatch()
-    found = [watch.check([7], awaits_start=awaits_start) for _ in range(template_link.SILENT_CHECKS + 2)]
+    found = [watch.check([7], awaits_start=awaits_start) for _ in range(template.SILENT_CHECKS + 2)]
     assert found[-1] == ((7, "does not answer") if is_given_up else None)
     assert set(found[:-1]) == {None}

@@ -4,23 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import logging
 import os
 import selectors
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from quarantune.host import machine
-from quarantune.sandbox import shortages, spool, wire
-from quarantune.sandbox.template_link import SWEEP, LoadError, TemplateLink
-from quarantune.sandbox.template_messages import Ended, Kill, StartWorker
+from quarantune.host.process import Stops
+from quarantune.sandbox import MARK, shortages, spawning, spool, template, wire
+from quarantune.sandbox.template_messages import (
+    CHILD_EVENTS,
+    LOAD_REPORTS,
+    Ended,
+    Import,
+    Kill,
+    Loaded,
+    LoadFailed,
+    LoadReport,
+    Order,
+    StartSweep,
+    StartWorker,
+    describe_status,
+    was_killed,
+)
 from quarantune.sandbox.wire import Connection
 from quarantune.values.codec import Frame
-from quarantune.values.trial import SandboxError
+from quarantune.values.trial import Outcome, SandboxError
 
+_logger = logging.getLogger("quarantune")
+
+_SWEEP = 0
+"""The number of the sweep's template among the children of the process's template; workers count from 1."""
 _CHECK_S = 0.1
 _OPENINGS = 3
 """How often templates are started for a sweep while other processes kill them."""
+_MAX_DEATHS = 3
+_STARTUP_DEADLINE_S = 120.0
+_LOAD_POLL_S = 0.05
+_SEND_WAIT_S = 5.0
+"""The longest wait for a template to read an order: it forks one worker after another."""
+_CLOSE_WAIT_S = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +79,18 @@ class Damaged:
 Event: TypeAlias = Said | Damaged | Ended
 
 
+class LoadError(Exception):
+    """The payload could not be loaded.
+
+    Attributes:
+        report: the failure, with the end of the loading process's output.
+    """
+
+    def __init__(self, report: LoadFailed) -> None:
+        super().__init__("\n".join((report.text, report.traceback, report.log)))
+        self.report = report
+
+
 @dataclasses.dataclass(eq=False)
 class _Worker:
     """A worker, as this process knows it."""
@@ -65,6 +104,8 @@ class _Worker:
 
 class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """Starts a sweep's workers and reports what happens to them.
+
+    A sweep's template that dies is replaced by the process's template, and a process's template by a new one.
 
     Use it as a context manager, which kills every process that is left at its end.
     """
@@ -91,25 +132,24 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             plugins: whether workers need JAX's plugins for devices other than the CPU.
             warm_up: the task by which the process's template prepares for such sweeps; None for none.
         """
-        self._modules = modules
+        self._payload_fd = payload_fd
+        self._arrays_fd = arrays_fd
         self._method = method
+        self._own_environ = environ or {}
+        self._environ: dict[str, str] = {}
+        self._modules = modules
+        self._loads_plugins = plugins
+        self._warm_up = warm_up
         self._selector = selectors.DefaultSelector()
-        try:
-            self._null_fd = os.open(os.devnull, os.O_RDONLY)  # stands for a payload that there is not
-        except OSError:
-            self._selector.close()
-            raise
+        self._template: template.Template | None = None
+        self._links: dict[Connection, int] = {}
+        """The connections to the process's template and then, if there is one, the sweep's, with their process ids."""
+        self._packages: tuple[str, ...] = ()
+        """Modules of installed packages that the sweep's template has imported."""
+        self._deaths = 0
+        self._watch = template.TemplateWatch()
         self._workers: dict[int, _Worker] = {}
-        self._link = TemplateLink(
-            selector=self._selector,
-            payload_fd=payload_fd if payload_fd >= 0 else self._null_fd,
-            arrays_fd=arrays_fd if arrays_fd >= 0 else self._null_fd,
-            environ=environ or {},
-            loads_plugins=plugins,
-            warm_up=warm_up,
-            on_lost=self._end_all_workers,
-        )
-        self._next_number = SWEEP + 1
+        self._worker_numbers = itertools.count(_SWEEP + 1)
         self._inherited: tuple[int | None, frozenset[machine.FileId]] | None = None
         self._imported: set[str] = set()
         self._next_check = 0.0
@@ -121,7 +161,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     @property
     def template_pid(self) -> int | None:
         """Process id of the template that starts the workers; None before `open`."""
-        return next(iter(self._link.pids), None)
+        return next(reversed(self._links.values()), None)
 
     @property
     def baseline_bytes(self) -> int:
@@ -133,8 +173,10 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         pid = self.template_pid
         if self._inherited is None or self._inherited[0] != pid:
             self._inherited = pid, frozenset(machine.shared_files([] if pid is None else [pid]))
-        fds = [self._link.payload_fd, self._link.arrays_fd, *(worker.log_fd for worker in self._workers.values())]
-        return {*self._inherited[1], *map(machine.file_id, fds)}
+        fds = [self._payload_fd, self._arrays_fd, *(worker.log_fd for worker in self._workers.values())]
+        return {*self._inherited[1], *(machine.file_id(fd) for fd in fds if fd >= 0)}
+
+    # Opening and closing
 
     def open(self, *, load_timeout_s: float | None) -> None:
         """Starts the sweep's template, which loads the payload once for all workers.
@@ -152,23 +194,126 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         """
         for again in reversed(range(_OPENINGS)):
             try:
-                shortages.patiently(lambda: self._open_link(load_timeout_s))
+                shortages.patiently(lambda: self._open(load_timeout_s))
                 return
             except (SandboxError, LoadError) as error:
-                was_killed = isinstance(error, LoadError) and error.report.was_killed
                 # Another program may have killed the load, or an earlier sweep may have damaged the template.
-                if not (was_killed or self._link.has_died):
+                load_was_killed = isinstance(error, LoadError) and error.report.was_killed
+                if not load_was_killed and (self._template is None or self._template.is_alive):
                     raise
                 if not again:
                     error.add_note(f"This happened {_OPENINGS} times in a row: does another program kill processes?")
                     raise
 
-    def _open_link(self, load_timeout_s: float | None) -> None:
-        self._link.release()
-        self._link.connect()
+    def _open(self, load_timeout_s: float | None) -> None:
+        self._release()
+        self._connect()
         self.share_modules(self._modules)
         if self._method == "fork" and load_timeout_s is not None:
-            self._link.load(load_timeout_s, self._modules)
+            self._load(load_timeout_s)
+
+    def _connect(self) -> None:
+        """Connects to the process's template, and starts one if necessary.
+
+        Raises:
+            SandboxError: no template can be started.
+        """
+        self._template = template.shared()
+        self._environ = {
+            **os.environ,
+            # A worker shares the device with the caller, who may hold most of its memory.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            MARK: self._template.token,
+            **self._own_environ,
+        }
+        if self._warm_up is not None:
+            self._template.warm_up(self._environ, self._warm_up)
+        link = self._template.open(
+            payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=self._environ, cwd=_cwd()
+        )
+        self._add_link(link, self._template.pid)
+
+    def _load(self, timeout_s: float) -> None:
+        """Starts a sweep's template and waits until it has loaded the payload.
+
+        There is none afterwards where loading made it unsafe to fork.
+
+        Args:
+            timeout_s: the deadline for loading.
+
+        Raises:
+            LoadError: the payload cannot be loaded.
+            SandboxError: the process's template died or does not answer.
+        """
+        assert self._template is not None
+        (process_link,) = self._links
+        log_fd = spool.create_log()
+        try:
+            load = _Load(self._template, process_link, log_fd, loads_plugins=self._loads_plugins)
+            try:
+                spawning.import_modules(self._modules)  # while the templates start, which takes longer
+                report = load.wait(timeout_s)
+            except BaseException:
+                load.link.hang_up()
+                raise
+            if isinstance(report, Loaded) and report.fork_hazard is None:
+                self._packages = report.modules
+                self._add_link(load.link, load.pid)
+                return
+            load.link.hang_up()
+            if isinstance(report, LoadFailed):
+                raise LoadError(dataclasses.replace(report, log=spool.read_log(log_fd, last_bytes=4000)))
+        finally:
+            os.close(log_fd)
+
+    def close(self) -> None:
+        """Kills every worker and the sweep's template, and waits, within a bound, until they are gone."""
+        try:
+            self._end_children()
+        finally:
+            for number in list(self._workers):
+                self.forget(number)
+            self._release()
+            self._selector.close()
+
+    def _end_children(self) -> None:
+        """Ends the children of the process's template, and waits, within a bound, until they are gone."""
+        self._wake()
+        if not self._links:
+            return
+        link, *sweep_links = self._links
+        for sweep_link in sweep_links:
+            sweep_link.hang_up()  # its template kills its workers and exits
+        running = {_SWEEP} if sweep_links else set(self._workers)
+        deadline = time.monotonic() + _CLOSE_WAIT_S
+        with contextlib.suppress(wire.WireError), selectors.DefaultSelector() as selector:
+            for number in running - {_SWEEP}:
+                link.send_message(Kill(number))
+            selector.register(link, selectors.EVENT_READ)
+            while running and (left_s := deadline - time.monotonic()) > 0:
+                selector.select(left_s)
+                for event, _ in link.receive_messages(*CHILD_EVENTS):
+                    if isinstance(event, Ended):
+                        running.discard(event.number)
+            if sweep_links and self._template is not None:
+                self._template.warm_up(self._environ, modules=self._packages)
+
+    def _release(self) -> None:
+        """Closes all connections; the templates kill what this sandbox still has there. It may connect again."""
+        for link in reversed(list(self._links)):
+            self._drop_link(link)
+        template.close_unused()
+
+    def _add_link(self, link: Connection, pid: int) -> None:
+        self._links[link] = pid
+        self._selector.register(link, selectors.EVENT_READ, link)
+
+    def _drop_link(self, link: Connection) -> None:
+        del self._links[link]
+        self._selector.unregister(link)
+        link.hang_up()
+
+    # Workers
 
     def start(self, task: Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
         """Starts a worker with its first task.
@@ -184,7 +329,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         Raises:
             OSError: no descriptors are left.
         """
-        number, self._next_number = self._next_number, self._next_number + 1
+        number = next(self._worker_numbers)
         log_fd = spool.create_log()
         try:
             connection, theirs = wire.connection_pair()
@@ -195,7 +340,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._workers[number] = worker = _Worker(number, connection, log_fd)
             self._selector.register(connection, selectors.EVENT_READ, worker)
             order = StartWorker(number=number, task=task, environ=environ or {}, method=self._method)
-            self._link.order(order, [log_fd, theirs.fileno(), *fds])
+            self._order(order, [log_fd, theirs.fileno(), *fds])
         return number
 
     def send(self, number: int, message: Frame, fds: Sequence[int] = ()) -> None:
@@ -215,8 +360,8 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             number: the worker's number.
             shows_stack: whether the worker writes to its log where it is.
         """
-        self._link.wake()
-        self._link.order(Kill(number, shows_stack))
+        self._wake()
+        self._order(Kill(number, shows_stack))
 
     def pid(self, number: int) -> int | None:
         """Returns a worker's process id, once it is known."""
@@ -242,12 +387,38 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._disconnect(worker)
             os.close(worker.log_fd)
 
+    def _disconnect(self, worker: _Worker) -> None:
+        if worker.connection.is_open:
+            self._selector.unregister(worker.connection)
+            worker.connection.hang_up()
+
+    # Orders to the templates
+
     def share_modules(self, names: Sequence[str]) -> None:
         """Has the templates import modules that a worker lacked, so that later forks have them."""
-        new = [name for name in names if name not in self._imported]
+        new = tuple(name for name in names if name not in self._imported)
         self._imported.update(new)
-        if new:
-            self._link.share_modules(new)
+        for link in list(self._links) if new else ():
+            if link in self._links:  # not replaced since
+                self._send(link, Import(new))
+
+    def _order(self, order: Order, fds: Sequence[int] = ()) -> None:
+        """Sends an order to the template that starts the workers.
+
+        Raises:
+            SandboxError: the sandbox is not open, or templates keep dying.
+        """
+        if not self._links:
+            raise SandboxError("the sandbox is not open")
+        self._send(next(reversed(self._links)), order, fds)
+
+    def _send(self, link: Connection, order: Order, fds: Sequence[int] = ()) -> None:
+        try:
+            link.send_message(order, fds, within_s=_SEND_WAIT_S)
+        except wire.WireError:
+            self._replace(link)
+
+    # Events
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Returns the events since the last call, waiting for at most `timeout_s` seconds where there are none.
@@ -265,9 +436,12 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._next_check = now + _CHECK_S
             for worker in self._workers.values():
                 events += self._read(worker)  # which notices a frame that is never finished
-            waiting = [worker for worker in self._workers.values() if worker.pid is None and not worker.has_ended]
-            self._link.check(awaits_start=bool(waiting))
+            self._check_templates()
         return events + self._take_pending()
+
+    def _take_pending(self) -> list[Event]:
+        pending, self._pending = self._pending, []
+        return pending
 
     def _read(self, worker: _Worker) -> list[Event]:
         """Returns the messages that have arrived from a worker; never waits.
@@ -283,24 +457,33 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             return [] if isinstance(error, wire.WireClosedError) else [Damaged(worker.number, str(error))]
         wire.close_all([fd for _, fds in received for fd in fds])  # a worker has no reason to send descriptors
         if received:
-            self._link.on_sound()
+            self._deaths = 0  # a template whose worker sends messages is sound, so a config killed the others
             if worker.pid is None and isinstance(pid := received[0][0].get("pid"), int):
                 worker.pid = pid  # in its first message, which it sends before any config runs
         return [Said(worker.number, message) for message, _ in received]
 
-    def _read_template(self, connection: Connection) -> list[Event]:
+    def _read_template(self, link: Connection) -> list[Event]:
+        """Returns the ends of workers that a template reports; none where it was replaced meanwhile."""
+        if link not in self._links:
+            return []
+        try:
+            received = link.receive_messages(*CHILD_EVENTS)
+        except wire.WireError:
+            self._replace(link)
+            return []
         events: list[Event] = []
-        for event in self._link.read(connection):
-            worker = self._workers.get(event.number)
+        for event, _ in received:
+            if (worker := self._workers.get(event.number)) is None:
+                continue
             if isinstance(event, Ended):
                 events += self._end(worker, event.status)
-            elif worker is not None:
+            else:
                 worker.pid = event.pid
         return events
 
-    def _end(self, worker: _Worker | None, status: int | None) -> list[Event]:
+    def _end(self, worker: _Worker, status: int | None) -> list[Event]:
         """Returns a worker's last messages, then its end; nothing where its end is known already."""
-        if worker is None or worker.has_ended:
+        if worker.has_ended:
             return []
         events: list[Event] = []
         while received := self._read(worker):
@@ -309,29 +492,165 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         worker.has_ended = True
         return [*events, Ended(worker.number, status)]
 
-    def _end_all_workers(self) -> None:
-        """Reports all workers as lost, because they died with their template."""
+    # Templates that stop, hang or die
+
+    def _wake(self) -> None:
+        """Wakes templates that a config may have stopped."""
+        template.wake(self._links.values())
+
+    def _check_templates(self) -> None:
+        """Wakes templates that were stopped, and kills one that does not answer, so that it is replaced."""
+        awaits_start = any(worker.pid is None and not worker.has_ended for worker in self._workers.values())
+        unresponsive = self._watch.check([*reversed(self._links.values())], awaits_start=awaits_start)
+        if unresponsive is not None:
+            pid, reason = unresponsive
+            _logger.warning("template process %d %s, so another one takes its place", pid, reason)
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)  # it is replaced once its connection ends
+
+    def _replace(self, lost: Connection) -> None:
+        """Goes on with another template after the one at the end of `lost` has died, and its workers with it.
+
+        Raises:
+            SandboxError: templates keep dying, or no other can be started.
+        """
         for worker in self._workers.values():
             self._pending += self._end(worker, None)
+        self._deaths += 1
+        if self._deaths > _MAX_DEATHS:
+            raise SandboxError(f"the template process died {self._deaths} times in one sweep")
+        link, *sweep_links = self._links
+        for sweep_link in sweep_links:
+            self._drop_link(sweep_link)
+        if lost is not link:
+            # The process's template starts the workers from now on. It also kills a sweep's template that still runs.
+            with contextlib.suppress(wire.WireError):
+                link.send_message(Kill(_SWEEP))
+        else:
+            self._drop_link(link)
+            assert self._template is not None
+            template.discard(self._template)
+            self._connect()
 
-    def _disconnect(self, worker: _Worker) -> None:
-        if worker.connection.is_open:
-            self._selector.unregister(worker.connection)
-            worker.connection.hang_up()
 
-    def _take_pending(self) -> list[Event]:
-        pending, self._pending = self._pending, []
-        return pending
+def _cwd() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None  # the caller's directory is gone, so workers stay where the template is
 
-    def close(self) -> None:
-        """Kills every worker and the sweep's template, and waits, within a bound, until they are gone."""
+
+class _Load:
+    """The load of one sweep's payload by a sweep's template, which is ordered here.
+
+    Attributes:
+        link: the connection to the sweep's template.
+        pid: the process id of the sweep's template; 0 until it runs.
+    """
+
+    def __init__(
+        self, process: template.Template, process_link: Connection, log_fd: int, *, loads_plugins: bool
+    ) -> None:
+        """Orders the sweep's template, and starts the deadline for its start.
+
+        Args:
+            process: the process's template.
+            process_link: the sweep's connection to it.
+            log_fd: takes the output of the sweep's template.
+            loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
+
+        Raises:
+            SandboxError: the process's template died.
+        """
+        self.link, theirs = wire.connection_pair()
+        self.pid = 0
+        self._process = process
+        self._process_link = process_link
+        self._deadline = time.monotonic() + _STARTUP_DEADLINE_S
+        self._report: LoadReport | None = None
+        self._killed_for: LoadFailed | None = None
+        order = StartSweep(number=_SWEEP, loads_plugins=loads_plugins)
         try:
-            self._link.close(list(self._workers))
+            process_link.send_message(order, [log_fd, theirs.fileno()], within_s=_SEND_WAIT_S)
+        except wire.WireError as error:
+            self.link.hang_up()
+            process.await_end()  # it has closed its connections before it can be seen to have exited
+            raise SandboxError("the template process died") from error
         finally:
-            for number in list(self._workers):
-                self.forget(number)
-            self._link.release()
-            self._selector.close()
-            if self._null_fd >= 0:
-                wire.close_all([self._null_fd])
-                self._null_fd = -1
+            theirs.close()
+
+    def wait(self, timeout_s: float) -> LoadReport:
+        """Returns how the load went; kills the sweep's template at the deadline, which starts once it runs.
+
+        Raises:
+            SandboxError: the process's template died or does not answer.
+        """
+        with selectors.DefaultSelector() as selector:
+            for link in (self.link, self._process_link):
+                selector.register(link, selectors.EVENT_READ)
+            stopped = Stops(time.monotonic)
+            while True:
+                selector.select(max(0.0, min(_LOAD_POLL_S, self._deadline - time.monotonic())))
+                if not self.pid and machine.is_stopped(self._process.pid):
+                    template.wake([self._process.pid])
+                self._deadline += stopped.lost_s()
+                ended = self._read_events(timeout_s)
+                self._read_report(selector)  # after the events: all that was sent before the end has arrived by then
+                if ended is not None:
+                    return self._report or self._killed_for or _crash(ended.status)
+                # A quick fork may have loaded before its parent reports that it runs.
+                if self._report is not None and self.pid:
+                    return self._report
+                if time.monotonic() >= self._deadline:
+                    if not self.pid or self._killed_for is not None:
+                        raise SandboxError("the template process does not answer")
+                    text = f"loading the function took longer than {timeout_s:g} s"
+                    self._kill(LoadFailed(text, outcome=Outcome.TIMEOUT))
+
+    def _read_events(self, timeout_s: float) -> Ended | None:
+        """Takes note of the start of the sweep's template, and returns its end, if that has been reported."""
+        with self._noticing_death():
+            for event, _ in self._process_link.receive_messages(*CHILD_EVENTS):
+                if isinstance(event, Ended):
+                    return event
+                self.pid = event.pid
+                if self._killed_for is None:
+                    self._deadline = time.monotonic() + timeout_s
+        return None
+
+    def _read_report(self, selector: selectors.BaseSelector) -> None:
+        """Reads the report, if it has arrived.
+
+        A link that was closed is followed by `Ended`. The process at the other end of a damaged link is killed.
+        """
+        if not self.link.is_open:
+            return
+        try:
+            for report, fds in self.link.receive_messages(*LOAD_REPORTS):
+                wire.close_all(fds)
+                self._report = self._report or report
+        except wire.WireError as error:
+            selector.unregister(self.link)  # it would stay readable and keep this process busy
+            self.link.hang_up()
+            if self._report is None and not isinstance(error, wire.WireClosedError):
+                text = "the process damaged its own connection while it loaded the function"
+                self._kill(LoadFailed(text, outcome=Outcome.CRASHED))
+
+    def _kill(self, reason: LoadFailed) -> None:
+        self._killed_for = reason
+        self._deadline = time.monotonic() + _STARTUP_DEADLINE_S
+        with self._noticing_death():
+            self._process_link.send_message(Kill(_SWEEP))
+
+    @contextlib.contextmanager
+    def _noticing_death(self) -> Iterator[None]:
+        try:
+            yield
+        except wire.WireError as error:
+            ending = describe_status(self._process.await_end())
+            raise SandboxError(f"the template process {ending} while it started:\n{self._process.log()}") from error
+
+
+def _crash(status: int | None) -> LoadFailed:
+    text = f"the process {describe_status(status)} while it loaded the function"
+    return LoadFailed(text, outcome=Outcome.CRASHED, was_killed=was_killed(status))

@@ -1,4 +1,4 @@
-"""The handle on this process's template, which is started once, on first use, and kept while this process lives."""
+"""This process's template, started once, on first use, and kept while this process lives; the watch on templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from quarantune.host import machine
 from quarantune.host.process import new_lock
@@ -21,6 +21,10 @@ from quarantune.values.codec import Frame
 from quarantune.values.trial import SandboxError
 
 _EXIT_WAIT_S = 2.0
+STOPPED_CHECKS = 20
+"""A template that is stopped at this many checks in a row, though it was woken each time, is given up."""
+SILENT_CHECKS = 50
+"""A template that is idle at this many checks in a row, though it has a worker to start, is given up."""
 
 
 class Template:
@@ -73,6 +77,12 @@ class Template:
     def open(self, *, payload_fd: int, arrays_fd: int, environ: Mapping[str, str], cwd: str | None) -> Connection:
         """Returns a new connection to the template, for one sweep.
 
+        Args:
+            payload_fd: the pickled call; -1 for none.
+            arrays_fd: its arrays' bytes; -1 for none.
+            environ: the environment of the sweep's template and its workers.
+            cwd: their working directory; None where the caller's no longer exists.
+
         Raises:
             SandboxError: the template died.
         """
@@ -81,7 +91,7 @@ class Template:
             with self._sending:
                 self._connection.send_message(
                     Open(environ=environ, cwd=cwd),
-                    [theirs.fileno(), payload_fd, arrays_fd],
+                    [theirs.fileno(), *(fd for fd in (payload_fd, arrays_fd) if fd >= 0)],
                 )
         except wire.WireError as error:
             connection.close()
@@ -121,6 +131,7 @@ class Template:
 
     def close(self) -> None:
         """Ends the template and waits, within a bound, until it has exited."""
+        global _is_spoiled_by_warmth
         self._connection.hang_up()
         if not self.is_used:
             self._process.kill()  # it has no children, and may be importing modules
@@ -130,7 +141,9 @@ class Template:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # this process may run as another user by now
                 self._process.kill()
                 self._process.wait(_EXIT_WAIT_S)
-        kill_marked(self.token)
+        if self._process.returncode == SPOILED:
+            _is_spoiled_by_warmth = True
+        _kill_marked(self.token)
         with contextlib.suppress(OSError):
             os.close(self._log_fd)
 
@@ -142,7 +155,7 @@ class Template:
         self._process.returncode = 0  # not a child of this process, so there is nothing to wait for
 
 
-def kill_marked(token: str) -> None:
+def _kill_marked(token: str) -> None:
     """Kills the orphans of a dead template, found by its token in their environment."""
     mark = f"{MARK}={token}".encode()
     for pid in machine.process_ids():
@@ -174,7 +187,6 @@ def shared() -> Template:
             _template = None
             close_unused()
         if _template is not None and not _template.is_alive:
-            _note_end(_template)
             _template.close()
             _template = None
         if _template is None:
@@ -185,12 +197,6 @@ def shared() -> Template:
                 text = f"the template process cannot be started: {error}{f': {remedy}' if remedy else ''}"
                 raise SandboxError(text) from error
         return _template
-
-
-def _note_end(template: Template) -> None:
-    global _is_spoiled_by_warmth
-    if template._process.poll() == SPOILED:
-        _is_spoiled_by_warmth = True
 
 
 def close_unused() -> None:
@@ -208,7 +214,6 @@ def discard(template: Template) -> None:
         if _template is template:
             _template = None
             template.close()
-            _note_end(template)
 
 
 def close_shared() -> None:
@@ -231,6 +236,52 @@ def _forget_in_fork() -> None:
 
 atexit.register(close_shared)
 os.register_at_fork(after_in_child=_forget_in_fork)
+
+
+# --- templates that stop or hang ---
+
+
+class TemplateWatch:
+    """Checks the templates of one sandbox at regular intervals.
+
+    Checks are counted instead of seconds, so that no template is blamed for the time that this process stood still.
+    """
+
+    def __init__(self) -> None:
+        self._stopped_checks = 0
+        self._silent_checks = 0
+        self._activity: tuple[str, int] | None = None
+
+    def check(self, pids: Sequence[int], *, awaits_start: bool) -> tuple[int, str] | None:
+        """Wakes stopped templates; returns the one that must be replaced, if any, and why, as in "template 12 ...".
+
+        Args:
+            pids: the templates, beginning with the one that starts the workers.
+            awaits_start: whether a worker was ordered whose process is not known to run yet.
+        """
+        stopped = [pid for pid in pids if machine.is_stopped(pid)]
+        self._stopped_checks = self._stopped_checks + 1 if stopped else 0
+        # A template that computes, or waits for a CPU or a disk, is not silent: it may be importing modules.
+        before, self._activity = self._activity, machine.activity(pids[0]) if pids else None
+        is_asleep = self._activity is not None and self._activity[0] == "S" and self._activity == before
+        self._silent_checks = self._silent_checks + 1 if awaits_start and is_asleep else 0
+        if stopped:
+            wake(pids)
+        given_up = None
+        if self._stopped_checks > STOPPED_CHECKS:
+            given_up = stopped[0], "stays stopped"
+        elif self._silent_checks > SILENT_CHECKS and pids:
+            given_up = pids[0], "does not answer"
+        if given_up is not None:
+            self._stopped_checks = self._silent_checks = 0
+        return given_up
+
+
+def wake(pids: Iterable[int]) -> None:
+    """Sends SIGCONT to templates, because a config may have sent SIGSTOP to its parents."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
 
 
 # --- what a process inherits for good when it starts, to tell whether a running template is out of date ---

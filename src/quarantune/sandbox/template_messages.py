@@ -19,7 +19,7 @@ from quarantune.values.trial import Outcome
 class Open:
     """Caller to template: accept a connection for one sweep.
 
-    Descriptors: the connection, the payload, the arrays.
+    Descriptors: the connection, then the payload and the arrays, where there are any.
 
     Attributes:
         environ: the environment of the sweep's template and its workers.

@@ -20,7 +20,7 @@ from quarantune.host import machine
 from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox import pool
-from quarantune.sandbox.template_link import LoadError
+from quarantune.sandbox.pool import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.confirmation import settle
 from quarantune.scheduler.jobs import SamePrograms
