@@ -101,8 +101,13 @@ class BenchTask(Task):
 class Prepare(BenchTask):
     """Take the device and make the arguments; answered by `Ready`.
 
-    Its descriptors are the outputs to compare with.
+    Its descriptors are the outputs to compare with, after a file as for `Expect` where there is one with programs.
+
+    Attributes:
+        has_programs: whether there is.
     """
+
+    has_programs: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ _SEARCH_PARKED = 8
 trials in batches of 16 than in batches of 8."""
 _CPU_SHARES = 4
 """The least number of configs among which the memory is divided."""
-_DEVICE_PARKED = 4
+_DEVICE_PARKED = 6
 """How many workers compile on each accelerator, and how many compiled configs wait in workers that hold a context."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _CONFIGS_PER_TPU_WORKER = 1000

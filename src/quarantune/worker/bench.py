@@ -112,7 +112,7 @@ class Bench:
                 self._flush.detach()
             self._flush = None
 
-    def prepare(self, references: Sequence[int] = ()) -> None:
+    def prepare(self, references: Sequence[int] = (), programs: int | None = None) -> None:
         """Takes the device, and makes the arguments and all that comparing outputs needs, ahead of the first config.
 
         The clock is made ready meanwhile, until the first run. Nothing is traced here: this worker holds the device,
@@ -120,9 +120,10 @@ class Bench:
 
         Args:
             references: descriptors of the files to compare outputs with, as for `check`.
+            programs: a file with compiled comparisons, as for `Judge.expect`; None for none.
         """
         jax.block_until_ready(self._arguments.shared())
-        self.judge.prepare(references)
+        self.judge.prepare(references, programs)
         if self._has_own_clock():
             self._attaching = threading.Thread(target=self._attach, daemon=True)
             self._attaching.start()

@@ -118,9 +118,11 @@ class Judge:
         # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
         self._shortcut = None if options.platform in (None, "cpu") else compare.Comparer()
 
-    def prepare(self, references: Sequence[int]) -> None:
+    def prepare(self, references: Sequence[int], programs: int | None = None) -> None:
         """Carries the references to an accelerator, ahead of the first output; errors are left to `check`."""
         if self._shortcut is not None:
+            if programs is not None:
+                self._load_programs(self._shortcut, programs)
             for fd in references:
                 with contextlib.suppress(Exception):
                     expected = self._expected_in(fd)
@@ -136,10 +138,7 @@ class Judge:
         """
         if (device := self._shortcut) is None:
             return
-        is_empty = fd is not None and not (kept := spool.read(fd))
-        if fd is not None and not is_empty:
-            with contextlib.suppress(Exception):  # the worker that wrote it may have been killed meanwhile
-                device.programs |= {kind: executable.from_pickle(blob) for kind, blob in pickling.loads(kept).items()}
+        is_empty = fd is not None and not self._load_programs(device, fd)
         with contextlib.suppress(Exception):
             with ThreadPoolExecutor(1) as pool:
                 if self._fixed is None:
@@ -148,6 +147,13 @@ class Judge:
             if fd is not None and is_empty:
                 programs = {kind: executable.to_pickle(program) for kind, program in device.programs.items()}
                 spool.write(fd, pickling.dumps(programs))
+
+    def _load_programs(self, device: compare.Comparer, fd: int) -> bool:
+        """Loads the comparisons that another worker has compiled; returns whether there is anything in their file."""
+        kept = spool.read(fd)
+        with contextlib.suppress(Exception):  # it is empty, not complete yet, or its writer was killed
+            device.programs |= {kind: executable.from_pickle(blob) for kind, blob in pickling.loads(kept).items()}
+        return bool(kept)
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""

@@ -156,7 +156,7 @@ class Worker:
         self._bench = bench = yield from self.bench_for(task)
         match task:
             case messages.Prepare():
-                bench.prepare(fds)
+                bench.prepare(fds[task.has_programs :], fds[0] if task.has_programs else None)
                 yield messages.Ready(**self._heading(), modules=self.new_modules())
             case messages.Expect():
                 bench.expect(task.outputs, *fds)
