@@ -349,15 +349,16 @@ def run(
     reference: Reference | None = None,
     tries: int | None = None,
     source: ConfigSource = NOTHING_MORE,
+    config_of: Callable[[int], Config] = lambda index: {"id": index},
 ) -> Result:
-    """Runs configs `{"id": 0}` and so on, and checks the invariants of every sweep."""
+    """Runs configs, by default `{"id": 0}` and so on, and checks the invariants of every sweep."""
     clock = clock or Clock()
     sandbox = sandbox or FakeSandbox(clock, act)
     trials: dict[int, Trial] = {}
 
     def on_trial(index: int, trial: Trial, log: str) -> None:
         assert index not in trials, f"config {index} has ended twice"
-        assert trial.config == {"id": index}
+        assert trial.config == config_of(index)
         trials[index] = trial
 
     fds = len(os.listdir("/proc/self/fd"))
@@ -374,7 +375,7 @@ def run(
     )
     with contextlib.closing(scheduler) if tries else contextlib.nullcontext():
         try:
-            leftovers = scheduler.run({index: {"id": index} for index in range(count)})
+            leftovers = scheduler.run({index: config_of(index) for index in range(count)})
         finally:
             assert tries in (None, len([worker for worker in sandbox.given if worker.do == "ComputeReference"]))
 

@@ -62,6 +62,28 @@ def test_configs_start_in_the_order_they_are_given(route: Route) -> None:
     assert [worker.trial for worker in result.given("Compile")] == list(range(8))
 
 
+@pytest.mark.parametrize("troubled", [(), (17,)])
+def test_configs_like_those_that_compile_for_long_begin_next(troubled: tuple[int, ...]) -> None:
+    def is_long(index: int) -> bool:
+        return index % 6 == 5
+
+    plan = plan_for(Route.APART, troubled=troubled)
+    act = when("Compile", lambda worker: compiles(worker, compile_s=4.0 if is_long(worker.trial or 0) else 0.5))
+    result = run(plan, 30, act, config_of=lambda index: {"stages": index // 6, "tile": index % 6})
+    begun = [worker.trial or 0 for worker in result.given("Compile")]
+    assert begun[:6] == list(range(6)), "nothing is known yet"
+    long = [place for place, index in enumerate(begun) if is_long(index) and index not in troubled]
+    assert max(long) < 24, "those that are not known to be long come last"
+    assert {begun.index(index) for index in troubled} <= {17}, "one that was in trouble keeps its place"
+
+
+@ROUTES
+def test_configs_of_which_nothing_is_known_keep_their_order(route: Route) -> None:
+    act = when("Compile", lambda worker: compiles(worker, compile_s=0.5 + 0.1 * ((worker.trial or 0) % 7)))
+    result = run(plan_for(route), 24, act)
+    assert [worker.trial for worker in result.given("Compile")] == list(range(24))
+
+
 def test_on_the_route_apart_compiling_goes_on_while_measuring() -> None:
     result = run(plan_for(Route.APART, slots=2), 10)
     assert result.sandbox.compiled_while_measuring

@@ -27,9 +27,11 @@ from scripted import (
 )
 
 from quarantune.devices.leases import Lease
+from quarantune.sandbox import spool
 from quarantune.sandbox.pool import Damaged
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import NoReferenceError
+from quarantune.values import codec
 from quarantune.values.trial import OutputArray, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
@@ -154,6 +156,34 @@ def test_standby_workers_learn_of_the_outputs_that_they_will_compare(reference: 
     standby = [order for order in orders.values() if order[0] == "Prepare"]
     assert [order[:3] for order in standby] == [["Prepare", "Expect", "Measure"]] * len(standby)
     assert {worker.task.outputs for worker in result.given("Expect")} == {(OutputArray((4, 8), "float16"),)}
+
+
+def test_later_standby_workers_get_the_comparisons_that_an_earlier_one_has_compiled(reference: Reference) -> None:
+    lowered = {"outputs": [{"shape": [4, 8], "dtype": "float16"}]}
+
+    loaded_by_expect: list[int] = []
+
+    class Writing(FakeSandbox):
+        def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+            super()._give(worker, frame, fds)
+            if worker.do == "Expect" and fds:
+                loaded_by_expect.append(worker.number)
+                spool.write(fds[0], b"programs")
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Compile":
+            _, enters, _, *compiled = compiles(worker)
+            return [enters, (0.2, worker.says("Lowered", "compile", program=f"{worker.trial}", **lowered)), *compiled]
+        return agrees(worker) if worker.do == "Measure" else None
+
+    clock = Clock()
+    sandbox = Writing(clock, act)
+    plan = plan_for(Route.APART, target=TARGET, configs_per_worker=1)
+    assert run(plan, 16, clock=clock, sandbox=sandbox, reference=reference).outcomes == ["ok"] * 16
+    prepared = [given.task.has_programs for given in sandbox.given if given.do == "Prepare"]
+    assert prepared == sorted(prepared), "those that start before the programs are there compile their own"
+    assert 0 < sum(prepared) < 16
+    assert len(loaded_by_expect) <= 16 - sum(prepared), "nobody loads them twice"
 
 
 def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference: Reference) -> None:
