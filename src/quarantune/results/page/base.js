@@ -100,6 +100,24 @@ function roomIn(host) {
 function chart(width, height, label) {
   return draw("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
 }
+// A horizontal line for each tick of the times.
+function timeGrid(svg, p, y, left, right, gap) {
+  for (const tick of y.ticks) svg.append(draw("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),
+    draw("text", { x: left - gap, y: y(tick) + 4, "text-anchor": "end", class: "tick", text: p.tick(tick) }));
+}
+// The axes of a chart of times: the grid, the marks of what is below, and the names of both.
+function timeAxes(svg, p, x, y, { left, right, height, name }) {
+  timeGrid(svg, p, y, left, right, 8);
+  for (const tick of x.ticks) svg.append(draw("line", { x1: x(tick), x2: x(tick), y1: height - 46, y2: height - 41, class: "mark" }),
+    draw("text", { x: x(tick), y: height - 27, "text-anchor": "middle", class: "tick", text: trimmed(tick) }));
+  svg.append(draw("text", { x: left - 48, y: 14, class: "axis", text: `time of one call (${p.unit[1]})${y.log ? ", logarithmic" : ""}` }),
+    draw("text", { x: right, y: height - 7, "text-anchor": "end", class: "axis", text: name }));
+}
+// Points of trials that were measured to the end, and of those that were stopped early.
+function timedDots(svg, points, n) {
+  const many = n > 800 ? "dots many" : "dots", of = (name) => dots(points.filter(([, , trial]) => trial.outcome.name === name));
+  svg.append(draw("path", { d: of("ok"), class: many }), draw("path", { d: of("slow"), class: `${many} slow` }));
+}
 // The same data as a table, made when it is opened.
 function asTable(head, rows, note = "") {
   const details = el("details", { class: "alt" }, el("summary", { text: "Show as a table" }));
@@ -154,6 +172,10 @@ const rgb = (colour) => `rgb(${colour.join(",")})`;
 function inkOn(colour) {
   const [r, g, b] = colour.map((part) => ((part / 255) <= 0.04 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
+}
+function shade(node, colour) {
+  node.style.backgroundColor = rgb(colour);
+  node.style.color = inkOn(colour);
 }
 const LETTERS = { ok: "✓", slow: "S", pruned: "P", error: "E", wrong: "W", timeout: "T", crashed: "C", oom: "M",
   device_oom: "D", lost: "L", not_run: "N" };

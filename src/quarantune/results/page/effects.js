@@ -36,8 +36,7 @@ function effectTile(p, at, width) {
   const best = by.map((group) => group.timed.reduce((least, trial) => (faster(trial, least) ? trial : least), null));
   const bests = range(n).filter((v) => best[v]);
   const svg = chart(width, height, `${tunable.name}: ${bests.map((v) => `${tunable.values[v]} best ${timeText(p, best[v])}`).join(", ")}`);
-  for (const tick of y.ticks) svg.append(draw("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),
-    draw("text", { x: left - 6, y: y(tick) + 4, "text-anchor": "end", class: "tick", text: p.tick(tick) }));
+  timeGrid(svg, p, y, left, right, 6);
   const spread = Math.min(band * 0.32, 14), points = [];
   by.forEach((group, v) => group.timed.forEach((trial, i) => points.push([x(v) + (((i * 0.618) % 1) - 0.5) * 2 * spread, y(trial.ms), trial])));
   svg.append(draw("path", { d: dots(points), class: points.length > 800 ? "dots many" : "dots" }),

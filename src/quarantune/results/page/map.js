@@ -42,20 +42,17 @@ function mapCells(p, xs, ys) {
   return cells;
 }
 
+const commonEnd = (cell) => [...cell.ends].sort((a, b) => b[1] - a[1])[0][0];
 function mapCell(p, cell, where, go) {
   if (!cell.n) return el("td", { class: "none" }, el("span", { class: "visually-hidden", text: "no config" }));
   const failures = [...cell.ends].filter(([outcome]) => outcome.failed).reduce((sum, [, n]) => sum + n, 0);
-  const [worst] = [...cell.ends].sort((a, b) => b[1] - a[1])[0];
+  const worst = commonEnd(cell);
   const counts = [...cell.ends].map(([outcome, n]) => `${n} ${outcome.label}`).join(", ");
   const text = cell.best ? `${cell.best.outcome.name === "slow" ? "> " : ""}${digits(cell.best.ms * p.unit[0], 2)}` : worst.letter;
   const tipText = `${where}\n${cell.best ? `best ${timeText(p, cell.best)}: ${configText(p, cell.best)}\n` : ""}${counts}${cell.won ? "\nthe winner is here" : ""}${cell.was ? "\nthe defaults are here" : ""}`;
   const button = el("button", { type: "button", class: `cell${cell.best ? "" : ` fill ${worst.name}`}${cell.best && failures ? " some" : ""}${cell.won ? " won" : ""}${cell.was ? " was" : ""}`,
     tabindex: "-1", "data-tip": tipText, "aria-label": `${text}; ${tipText.replaceAll("\n", "; ")}`, onclick: go }, cell.best ? text : el("span", { class: "letter", text }));
-  if (cell.best) {
-    const colour = colourAt(p.share(cell.best.ms));
-    button.style.backgroundColor = rgb(colour);
-    button.style.color = inkOn(colour);
-  }
+  if (cell.best) shade(button, colourAt(p.share(cell.best.ms)));
   return el("td", {}, button);
 }
 
@@ -89,7 +86,7 @@ function drawMap() {
 }
 
 function mapLegend(p, cells) {
-  const seen = new Set(cells.filter((cell) => !cell.best).map((cell) => [...cell.ends].sort((a, b) => b[1] - a[1])[0][0]));
+  const seen = new Set(cells.filter((cell) => !cell.best).map(commonEnd));
   const gradient = el("span", { class: "gradient" });
   gradient.style.background = `linear-gradient(90deg, ${range(9).map((i) => rgb(colourAt(i / 8))).join(",")})`;
   clear($("map-legend")).append(

@@ -59,6 +59,8 @@ function faster(trial, other) {
   if (trial.outcome !== other.outcome) return trial.outcome.name === "ok";
   return trial.ms < other.ms;
 }
+// How many trials ended in each way that occurred.
+const endsOf = (trials) => OUTCOMES.map((outcome) => [outcome, trials.filter((trial) => trial.outcome === outcome).length]).filter(([, n]) => n);
 const value = (problem, trial, at) => problem.tunables[at].values[trial.values[at]];
 const configText = (problem, trial) => problem.tunables.map((tunable, at) => `${tunable.name}=${value(problem, trial, at)}`).join(" ")
   || "the only config";

@@ -17,18 +17,12 @@ function drawPareto() {
   const inUnits = scale((Math.min(...sizes) * 0.97) / unit, (Math.max(...sizes) * 1.03) / unit, left, right, { count: width < 560 ? 3 : 8 });
   const x = (trial) => inUnits(trial.deviceMemory / unit);
   const svg = chart(width, height, front.map((trial) => `${bytes(trial.deviceMemory)}: ${p.ms(ms(trial))}`).join(", "));
-  for (const tick of y.ticks) svg.append(draw("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),
-    draw("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick", text: p.tick(tick) }));
-  for (const tick of inUnits.ticks) svg.append(draw("line", { x1: inUnits(tick), x2: inUnits(tick), y1: bottom, y2: bottom + 5, class: "mark" }),
-    draw("text", { x: inUnits(tick), y: bottom + 19, "text-anchor": "middle", class: "tick", text: trimmed(tick) }));
-  svg.append(draw("text", { x: left - 48, y: 14, class: "axis", text: `time of one call (${p.unit[1]})${y.log ? ", logarithmic" : ""}` }),
-    draw("text", { x: right, y: height - 7, "text-anchor": "end", class: "axis", text: `device memory (${name})${inUnits.log ? ", logarithmic" : ""}` }));
-  const points = known.map((trial) => [x(trial), y(ms(trial)), trial]), many = known.length > 800 ? "dots many" : "dots";
+  timeAxes(svg, p, inUnits, y, { left, right, height, name: `device memory (${name})${inUnits.log ? ", logarithmic" : ""}` });
+  const points = known.map((trial) => [x(trial), y(ms(trial)), trial]);
   let path = `M${right} ${y(ms(fast)).toFixed(1)}`;
   for (const trial of front) path += `V${y(ms(trial)).toFixed(1)}H${x(trial).toFixed(1)}`;
-  svg.append(draw("path", { d: dots(points.filter(([, , t]) => t.outcome.name === "ok")), class: many }),
-    draw("path", { d: dots(points.filter(([, , t]) => t.outcome.name === "slow")), class: `${many} slow` }),
-    draw("path", { d: `${path}V${top}`, class: "best-line" }),
+  timedDots(svg, points, known.length);
+  svg.append(draw("path", { d: `${path}V${top}`, class: "best-line" }),
     draw("path", { d: dots(front.map((trial) => [x(trial), y(ms(trial))])), class: "dots best" }));
   nearest(svg, points, p);
   host.append(svg, asTable(["config", "time", "device memory"], front.map((trial) => [configText(p, trial), p.ms(ms(trial)), bytes(trial.deviceMemory)])));

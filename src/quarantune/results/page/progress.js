@@ -27,16 +27,10 @@ function drawProgress() {
   const inUnits = scale(0, Math.max(last, 1e-9) / per, left, right, { log: false, count: width < 560 ? 4 : 8 });
   const x = (t) => inUnits(t / per);
   const svg = chart(width, height, steps.map(([t, trial]) => `${byTime ? seconds(t) : `trial ${t}`}: ${p.ms(trial.ms)}`).join(", "));
-  for (const tick of y.ticks) svg.append(draw("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),
-    draw("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick", text: p.tick(tick) }));
-  for (const tick of inUnits.ticks) svg.append(draw("line", { x1: inUnits(tick), x2: inUnits(tick), y1: height - 46, y2: height - 41, class: "mark" }),
-    draw("text", { x: inUnits(tick), y: height - 27, "text-anchor": "middle", class: "tick", text: trimmed(tick) }));
-  svg.append(draw("text", { x: left - 48, y: 14, class: "axis", text: `time of one call (${p.unit[1]})${y.log ? ", logarithmic" : ""}` }),
-    draw("text", { x: right, y: height - 7, "text-anchor": "end", class: "axis", text: byTime ? `${unit} since the sweep began` : "number of the trial" }));
+  timeAxes(svg, p, inUnits, y, { left, right, height, name: byTime ? `${unit} since the sweep began` : "number of the trial" });
   const points = [];
   order.forEach((trial, rank) => { if (trial.timed) points.push([x(at(trial, rank)), y(trial.ms), trial]); });
-  svg.append(draw("path", { d: dots(points.filter(([, , t]) => t.outcome.name === "ok")), class: order.length > 800 ? "dots many" : "dots" }),
-    draw("path", { d: dots(points.filter(([, , t]) => t.outcome.name === "slow")), class: order.length > 800 ? "dots many slow" : "dots slow" }));
+  timedDots(svg, points, order.length);
   for (const outcome of OUTCOMES) {
     const some = failed.filter(([trial]) => trial.outcome === outcome);
     if (some.length) svg.append(draw("path", { d: some.map(([trial, rank]) => `M${x(at(trial, rank)).toFixed(1)} ${bottom + 12}v14`).join(""), class: `rug ${outcome.name}` }));

@@ -40,11 +40,7 @@ function valuesIn(all, name) {
 }
 function valueCell(text, ordered) {
   const cell = el("td", {}, el("span", { class: "value", text: text || "–" }));
-  if (ordered.length > 1) {
-    const colour = colourAt(0.85 - 0.75 * (ordered.indexOf(text) / (ordered.length - 1)));
-    cell.firstChild.style.backgroundColor = rgb(colour);
-    cell.firstChild.style.color = inkOn(colour);
-  }
+  if (ordered.length > 1) shade(cell.firstChild, colourAt(0.85 - 0.75 * (ordered.indexOf(text) / (ordered.length - 1))));
   return cell;
 }
 function gainCell(p, most) {
@@ -82,10 +78,9 @@ function drawElsewhere(all) {
       el("tbody", {}, texts.map((text) => el("tr", {}, el("th", { scope: "row", class: "mono", text }), some.map((p) => {
         const ms = timesOf(p).get(text);
         if (ms === undefined) return el("td", { class: "none" }, el("span", { class: "visually-hidden", text: "not measured" }));
-        const ratio = Math.max(1, ms / p.best.ms), colour = colourAt(Math.log(ratio) / Math.log(2)), own = bestTextOf(p) === text;
+        const ratio = Math.max(1, ms / p.best.ms), own = bestTextOf(p) === text;
         const cell = el("td", {}, el("span", { class: `cell${own ? " won" : ""}`, text: ratio.toFixed(2) }));
-        cell.firstChild.style.backgroundColor = rgb(colour);
-        cell.firstChild.style.color = inkOn(colour);
+        shade(cell.firstChild, colourAt(Math.log(ratio) / Math.log(2)));
         return cell;
       })))))));
 }

@@ -58,7 +58,7 @@ function barChart(host, rows, most, show, framed = false) {
 }
 
 function outcomeStrip(p) {
-  const counts = OUTCOMES.map((outcome) => [outcome, p.trials.filter((trial) => trial.outcome === outcome).length]).filter(([, n]) => n);
+  const counts = endsOf(p.trials);
   if (!counts.length) return el("p", { class: "muted", text: "No trials are recorded." });
   return el("div", { class: "ends" },
     el("div", { class: "strip", "aria-hidden": "true" }, counts.map(([outcome, n]) => {

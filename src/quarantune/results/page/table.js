@@ -36,6 +36,8 @@ function fieldNamed(name) {
   return { time: (t) => t.ms, compile: (t) => t.compile, memory: (t) => t.memory, device_memory: (t) => t.deviceMemory, outcome: (t) => t.outcome.name, phase: (t) => t.phase, device: (t) => t.device }[name] || null;
 }
 
+// A column of numbers, of which those that are not known come last.
+const numbers = (key, name, of, show, title) => ({ key, name, number: true, get: (t) => (of(t) === null ? "" : show(of(t))), by: (t) => of(t) ?? Infinity, title });
 function columnsOf(p) {
   const places = (trial) => (trial.timed ? (trial.final ? 0 : 1e9) + trial.ms : Infinity);  // finalists come first
   const reference = p.defaultMs;
@@ -45,12 +47,12 @@ function columnsOf(p) {
     { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : `${t.outcome.name === "slow" ? "> " : ""}${digits(t.ms * p.unit[0])}`), by: places, title: "median time of one call" },
     ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
     ...(p.trials.some((t) => t.energy !== null) ? [
-      { key: "energy", name: "mJ", number: true, get: (t) => (t.energy === null ? "" : digits(t.energy)), by: (t) => t.energy ?? Infinity, title: "energy of one call, by the GPU's own counter" },
-      { key: "power", name: "W", number: true, get: (t) => (t.watts === null ? "" : digits(t.watts)), by: (t) => t.watts ?? Infinity, title: "mean power of the GPU while the config runs over and over" }] : []),
-    ...(p.trials.some((t) => t.score !== null && t.score !== t.energy) ? [{ key: "score", name: "objective", number: true, get: (t) => (t.score === null ? "" : digits(t.score)), by: (t) => t.score ?? Infinity, title: "the value of the author's objective" }] : []),
-    { key: "compile", name: "compile s", number: true, get: (t) => (t.compile === null ? "" : digits(t.compile)), by: (t) => t.compile ?? Infinity },
-    { key: "memory", name: "memory", number: true, get: (t) => (t.memory === null ? "" : bytes(t.memory)), by: (t) => t.memory ?? Infinity, title: "most host memory that the worker held" },
-    ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [{ key: "device", name: "on device", number: true, get: (t) => (t.deviceMemory === null ? "" : bytes(t.deviceMemory)), by: (t) => t.deviceMemory ?? Infinity, title: "device memory of its program: arguments, output and intermediate arrays" }] : []),
+      numbers("energy", "mJ", (t) => t.energy, digits, "energy of one call, by the GPU's own counter"),
+      numbers("power", "W", (t) => t.watts, digits, "mean power of the GPU while the config runs over and over")] : []),
+    ...(p.trials.some((t) => t.score !== null && t.score !== t.energy) ? [numbers("score", "objective", (t) => t.score, digits, "the value of the author's objective")] : []),
+    numbers("compile", "compile s", (t) => t.compile, digits),
+    numbers("memory", "memory", (t) => t.memory, bytes, "most host memory that the worker held"),
+    ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [numbers("device", "on device", (t) => t.deviceMemory, bytes, "device memory of its program: arguments, output and intermediate arrays")] : []),
     { key: "message", name: "message", get: (t) => short(t.message.replace(/\s+/g, " "), 110), by: (t) => t.message },
   ];
 }
@@ -63,8 +65,7 @@ function setUpTable() {
     trial.search = () => (text ??= `${configText(p, trial)} ${trial.outcome.name} ${trial.outcome.label} ${trial.phase} ${trial.message} ${trial.log}`.toLowerCase());
   }
   Object.assign(view, { key: "ms", descending: false, page: 0, open: new Set(), columns: columnsOf(p) });
-  const counts = OUTCOMES.map((outcome) => [outcome, p.trials.filter((t) => t.outcome === outcome).length]).filter(([, n]) => n);
-  clear($("outcomes")).append(...counts.map(([outcome, n]) => el("button", { type: "button", class: "chip", "aria-pressed": "true", "data-outcome": outcome.name, onclick: () => {
+  clear($("outcomes")).append(...endsOf(p.trials).map(([outcome, n]) => el("button", { type: "button", class: "chip", "aria-pressed": "true", "data-outcome": outcome.name, onclick: () => {
     if (!selection.hidden.delete(outcome.name)) selection.hidden.add(outcome.name);
     changed();
   } }, el("span", { class: `key ${outcome.name}`, "aria-hidden": "true", text: outcome.letter }), `${outcome.label} ${n.toLocaleString("en")}`)));
