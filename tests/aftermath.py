@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quarantune.sandbox import MARK as SANDBOX
+from quarantune.host.process import SANDBOX_MARK
 from quarantune.sandbox import template
 
 MARK = "AFTERMATH_MARK"
@@ -49,7 +49,7 @@ def running_templates() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if SANDBOX in child.environ():
+            if SANDBOX_MARK in child.environ():
                 found.append(child)
     return found
 
@@ -60,7 +60,7 @@ def strays() -> list[str]:
     allowed = {child.pid for child in templates[:1]}
     pids = {child.pid for child in psutil.Process().children(recursive=True) if not is_of_multiprocessing(child)}
     for child in templates:
-        pids.update(carriers(SANDBOX, child.environ()[SANDBOX]))
+        pids.update(carriers(SANDBOX_MARK, child.environ()[SANDBOX_MARK]))
     return [_describe(pid) for pid in sorted(pids - allowed)]
 
 

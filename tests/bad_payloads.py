@@ -16,7 +16,7 @@ import misdeeds
 import numpy as np
 
 import quarantune
-from quarantune.sandbox import is_inside
+from quarantune.host.process import in_sandbox
 
 CRASHES = "BAD_PAYLOADS_CRASHES"
 """Environment variable with the path of a file to which every process adds its id before it crashes."""
@@ -34,7 +34,7 @@ class Result(Pair):
 
     def __new__(cls, act: Any, value: Any) -> Result:
         if isinstance(act, (jax.Array, np.ndarray)) and not isinstance(act, jax.core.Tracer):
-            assert is_inside(), "misdeeds are for workers only"
+            assert in_sandbox(), "misdeeds are for workers only"
             _do(ACTS[int(act)])
         return super().__new__(cls, act, value)
 

@@ -12,13 +12,12 @@ from typing import Any
 import jax
 import psutil
 
-from quarantune.sandbox import MARK as SANDBOX
-from quarantune.sandbox import is_inside
+from quarantune.host.process import SANDBOX_MARK, in_sandbox
 
 
 def engine_pid() -> int:
     """Returns the process of the engine's worker in whose sandbox this process runs."""
-    return next(parent.pid for parent in psutil.Process().parents() if SANDBOX not in parent.environ())
+    return next(parent.pid for parent in psutil.Process().parents() if SANDBOX_MARK not in parent.environ())
 
 
 def work(x: Any, n: int) -> Any:
@@ -29,7 +28,7 @@ def work(x: Any, n: int) -> Any:
 @functools.partial(jax.jit, static_argnames=["place", "n"])
 def noted(x: Any, place: str, n: int = 3) -> Any:
     """Notes in `place` that a worker traced it, and waits there while a gate for `n` is shut."""
-    if is_inside() and place:
+    if in_sandbox() and place:
         with (Path(place) / "notes").open("a") as notes:
             notes.write(f"{n} {engine_pid()}\n")
         while (Path(place) / f"shut-{n % 2}").exists():
@@ -40,7 +39,7 @@ def noted(x: Any, place: str, n: int = 3) -> Any:
 @functools.partial(jax.jit, static_argnames=["n"])
 def deadly(x: Any, n: int = 3) -> Any:
     """Kills the engine's worker in whose sandbox it is traced with n=9."""
-    if n == 9 and is_inside():
+    if n == 9 and in_sandbox():
         os.kill(engine_pid(), signal.SIGKILL)
         time.sleep(60)
     return work(x, n)

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 import quarantune
 from quarantune.host import machine
-from quarantune.sandbox import MARK, is_inside
+from quarantune.host.process import SANDBOX_MARK, in_sandbox
 
 
 class UnspeakableError(Exception):
@@ -104,7 +104,7 @@ def kill_its_group() -> None:
 def kill_its_siblings() -> None:
     """Kills the workers of all other configs, and then itself."""
     parent = os.getppid()
-    if f"{MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
+    if f"{SANDBOX_MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
         raise AssertionError(f"process {parent} is no template")
     for sibling in machine.children(parent):
         if sibling != os.getpid():
@@ -116,7 +116,7 @@ def kill_its_siblings() -> None:
 def kill_its_parent() -> None:
     parent = os.getppid()
     # The parent of an orphan can be any process, even process 1, so only a template is killed.
-    if f"{MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
+    if f"{SANDBOX_MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
         raise AssertionError(f"process {parent} is no template")
     os.kill(parent, signal.SIGKILL)
     hang()  # the death of its parent must end it
@@ -124,7 +124,7 @@ def kill_its_parent() -> None:
 
 def stop_its_template() -> None:
     parent = os.getppid()
-    if f"{MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
+    if f"{SANDBOX_MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
         raise AssertionError(f"process {parent} is no template")
     os.kill(parent, signal.SIGSTOP)
 
@@ -412,7 +412,7 @@ def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
     """
     # Once in a process, although timing runs the program many times: 60 processes each time would be too many.
     act = functools.cache(MISDEEDS.get(mode, lambda: None))
-    assert mode == "good" or is_inside(), "misdeeds are for workers only"
+    assert mode == "good" or in_sandbox(), "misdeeds are for workers only"
     if when == "tracing":
         act()
     if when == "running":

@@ -16,10 +16,10 @@ from helpers import python
 
 import quarantune
 from quarantune.cache import CacheWarning, TuningCache
+from quarantune.host.process import in_sandbox
 from quarantune.resolve.call_key import CallKey
 from quarantune.resolve.sweep_records import CompileFailures
 from quarantune.results.report import CompileReport
-from quarantune.sandbox import is_inside
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import describe
 from quarantune.values.trial import Outcome, Phase, Route, Trial
@@ -181,7 +181,7 @@ def kernel(notes: Path, configs: list[int], *, factor: int = 1, **options: Any) 
     @quarantune.autotune({"n": configs}, rep=1, name="kernel", **options)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 1) -> Any:
-        if is_inside():
+        if in_sandbox():
             with open(file, "a") as opened:
                 opened.write(f"{n} ")
         if n % 2:

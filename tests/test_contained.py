@@ -18,7 +18,7 @@ from helpers import deadline_s, ends
 from misdeeds import MISDEEDS, kernel
 
 import quarantune
-from quarantune.sandbox import is_inside
+from quarantune.host.process import in_sandbox
 from quarantune.sweep import routes
 from quarantune.values.trial import Trial
 
@@ -182,7 +182,7 @@ def test_a_config_over_its_memory_share_is_tried_again_alone(monkeypatch: pytest
     @quarantune.autotune({"n": [1, 2, 3]}, rep=1, warmup=0, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def hold(x: jax.Array, n: int = 1) -> jax.Array:
-        if n == 2 and is_inside():
+        if n == 2 and in_sandbox():
             misdeeds.hold_400_mb()
         return x + n
 

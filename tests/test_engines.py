@@ -24,7 +24,7 @@ from aftermath import MARK, carriers, eventually
 
 import quarantune
 from quarantune.engine import remote
-from quarantune.sandbox import MARK as SANDBOX
+from quarantune.host.process import SANDBOX_MARK
 from quarantune.values.trial import Outcome
 
 pytestmark = [
@@ -121,7 +121,7 @@ def sandboxes(owner: int | None = None, *, with_own: bool = False) -> list[int]:
     found = []
     for pid in carriers(MARK, _OURS):
         with contextlib.suppress(psutil.Error):
-            its_owner = psutil.Process(pid).environ().get(SANDBOX, "").partition("-")[0]
+            its_owner = psutil.Process(pid).environ().get(SANDBOX_MARK, "").partition("-")[0]
             is_other = its_owner != str(os.getpid()) or (with_own and psutil.Process(pid).ppid() != os.getpid())
             if its_owner and is_other and owner in (None, int(its_owner)):
                 found.append(pid)

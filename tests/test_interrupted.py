@@ -40,7 +40,7 @@ import jax
 import numpy as np
 import psutil
 import quarantune
-from quarantune.sandbox import is_inside
+from quarantune.host.process import in_sandbox
 
 sys.path.insert(0, {tests!r})
 import misdeeds
@@ -51,7 +51,7 @@ HERE = Path({here!r})
 @quarantune.autotune({{"n": list(range(20))}}, warmup=0, rep=1, name="kernel", ref_fn=None)
 @functools.partial(jax.jit, static_argnames=["n"])
 def kernel(x, n: int = 0):
-    if n == 2 and is_inside():  # the winner is traced in the caller, too
+    if n == 2 and in_sandbox():  # the winner is traced in the caller, too
         misdeeds.leave_a_daemon()
     if n == 10 and (HERE / "hang").exists():
         (HERE / "hangs").touch()

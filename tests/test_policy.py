@@ -25,7 +25,7 @@ from helpers import deadline_s, python
 import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.cache import SCHEMA
-from quarantune.sandbox import is_inside
+from quarantune.host.process import in_sandbox
 from quarantune.values import describe
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -547,7 +547,7 @@ def vandal(name: str, cache_dir: Path, *, leaves_a_file: bool) -> quarantune.Aut
     @quarantune.autotune([{"n": 1}, {"n": 2}, {"n": 3}], rep=1, name=name)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 0) -> Any:
-        if n == 2 and is_inside():
+        if n == 2 and in_sandbox():
             import os
             import shutil
 
@@ -668,7 +668,7 @@ def test_a_config_with_trouble_at_another_shape_runs_last(
     @quarantune.autotune({"n": [1, 2, 3]}, rep=1, name=name, compile_timeout=deadline_s(4.0), ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def moody(x: Any, n: int = 2) -> Any:
-        if is_inside():
+        if in_sandbox():
             with open(notes, "a") as file:
                 file.write(f"{x.shape[0]}:{n} ")
             if n == 1 and x.shape[0] in (4, 6):
@@ -732,7 +732,7 @@ def test_a_config_that_timed_out_runs_again_under_a_longer_deadline(name: str, t
     @quarantune.autotune({"n": [1, 2]}, rep=1, name=name, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def slow(x: Any, n: int = 2) -> Any:
-        if n == 1 and is_inside() and not quick.exists():
+        if n == 1 and in_sandbox() and not quick.exists():
             threading.Event().wait()
         return x
 

@@ -33,7 +33,7 @@ PROGRAM = """
 import functools, logging, signal, sys, threading, time, warnings
 import jax, numpy as np
 import quarantune
-from quarantune.sandbox import is_inside
+from quarantune.host.process import in_sandbox
 
 logging.basicConfig()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
@@ -42,7 +42,7 @@ NUMBER, SECONDS, NOISY = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "n
 @quarantune.autotune({"BM": list(range(NUMBER))}, warmup=0, rep=1, name="pkg.matmul", ref_fn=None)
 @functools.partial(jax.jit, static_argnames=["BM"])
 def matmul(a, b, BM: int = 1):
-    if is_inside():
+    if in_sandbox():
         time.sleep(SECONDS)  # a slow compilation
     if BM == NUMBER - 1:  # the first that is compiled
         raise ValueError(f"BM={BM} does not divide")

@@ -29,7 +29,8 @@ from aftermath import is_of_multiprocessing
 from helpers import SOURCE, deadline_s, python
 
 from quarantune.host import machine
-from quarantune.sandbox import MARK, is_inside, spool, template
+from quarantune.host.process import SANDBOX_MARK, in_sandbox
+from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 from quarantune.sandbox.template_messages import describe_status
@@ -370,7 +371,7 @@ def test_a_worker_has_its_own_session_environment_and_descriptors(
     assert facts["cwd"] == str(tmp_path)
     assert len(facts["fds"]) < 15, "descriptors for the waiting times of its own threads are not counted"
     assert "EXTRA" not in os.environ
-    assert MARK not in os.environ
+    assert SANDBOX_MARK not in os.environ
 
 
 @pytest.mark.parametrize(("do", "status"), [("fail", 0), ("segfault", -int(signal.SIGSEGV)), ("vanish", 0)])
@@ -815,7 +816,8 @@ from quarantune.transport import payload
 from quarantune.sweep.request import worker_options
 from quarantune.values.options import Options
 from quarantune.sandbox.messages import Compile
-from quarantune.sandbox import is_inside, pool, spool, template
+from quarantune.host.process import in_sandbox
+from quarantune.sandbox import pool, spool, template
 from quarantune.values import codec
 from quarantune.sandbox.template_messages import Ended
 import workload
@@ -972,7 +974,7 @@ def test_configs_compile_from_both_ends_of_their_list_and_troubled_ones_last() -
 
 
 def test_exit_statuses_are_described_in_words() -> None:
-    assert not is_inside()
+    assert not in_sandbox()
     assert describe_status(-11) == "was killed by SIGSEGV"
     assert describe_status(-200) == "was killed by signal 200"
     assert describe_status(3) == "exited with code 3"

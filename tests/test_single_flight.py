@@ -37,7 +37,7 @@ KERNEL = """
 import functools, os, time
 import jax
 import quarantune
-from quarantune.sandbox import is_inside
+from quarantune.host.process import in_sandbox
 
 @quarantune.autotune(
     lambda x, place, good, **_: ({"n": n} for n in range(len(good))), name="shared", warmup=0, rep=1, ref_fn=None
@@ -45,7 +45,7 @@ from quarantune.sandbox import is_inside
 @functools.partial(jax.jit, static_argnames=["place", "good", "n"])
 def kernel(x, place, good, n: int = 0):
     "Adds n; notes in `place` that a worker traced it, waits there at a gate that is shut, and fails unless good[n]."
-    if is_inside():
+    if in_sandbox():
         with open(f"{place}/notes", "a") as notes:
             notes.write(f"{n}\\n")
         while os.path.exists(f"{place}/shut") or os.path.exists(f"{place}/shut {n}"):

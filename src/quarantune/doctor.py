@@ -27,13 +27,13 @@ import numpy as np
 import psutil
 
 import quarantune
-from quarantune import jax_internals, sandbox
+from quarantune import jax_internals
 from quarantune.api.autotune import AutoTuner
 from quarantune.cache.tuning_cache import TuningCache
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device
 from quarantune.host import machine
-from quarantune.host.process import environment_variables, interpreter
+from quarantune.host.process import environment_variables, in_sandbox, interpreter
 from quarantune.host.shared_files import Directory, SideLock
 from quarantune.values import describe
 from quarantune.values import settings as environment
@@ -107,7 +107,7 @@ def _all() -> Iterator[Check]:
     except ValueError as error:
         yield fail("settings", _first_line(error), "correct the variable, or unset it")
         settings = Settings()
-    if sandbox.is_inside():
+    if in_sandbox():
         yield fail("sandbox", "this process is a worker of another sweep", "run the doctor outside of a tuned function")
         return
     steps: dict[str, Callable[[], Check | Iterable[Check]]] = {

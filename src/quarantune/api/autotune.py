@@ -369,7 +369,7 @@ class Autotuned(AsMethod[_P, _R]):
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         key = self._memo_keys.of(args, kwargs)
-        assignment = assignments.current()
+        assignment = assignments.scopes.innermost
         context = read_context()
         memos: Memo[Callable[..., _R]] = self._own_memo if assignment is None else assignment.memo(self)
         memo = {} if key is None else memos.setdefault(context, {})

@@ -132,7 +132,7 @@ class Contextual(AsMethod[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for each of its kernels."""
-        if (outer := assignment.current()) is not None:  # a contextual function, which is tuned as a whole
+        if (outer := assignment.scopes.innermost) is not None:  # a contextual function, which is tuned as a whole
             if outer.note is not None:
                 self._resolver.config(self._resolver.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)

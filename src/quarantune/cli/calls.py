@@ -21,9 +21,8 @@ from quarantune.api import ahead
 from quarantune.api.contextual import Contextual
 from quarantune.cli.call_texts import ArrayText, GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
-from quarantune.host.process import environment_variables, is_installed
+from quarantune.host.process import SANDBOX_MARK, environment_variables, is_installed
 from quarantune.resolve.call_key import TunedFunction
-from quarantune.sandbox import MARK
 from quarantune.transport.problem import as_structs, is_array
 from quarantune.values.describe import canonical_dtype, describe_array
 from quarantune.values.texts import call_text, did_you_mean, shown
@@ -111,7 +110,7 @@ def _import(name: str, label: str, directory: Path) -> ModuleType:
     importlib.invalidate_caches()
     try:
         # As workers import it: its own calls run untuned, and it is told not to tune.
-        with environment_variables({MARK: os.environ.get(MARK, "importing")}):
+        with environment_variables({SANDBOX_MARK: os.environ.get(SANDBOX_MARK, "importing")}):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):

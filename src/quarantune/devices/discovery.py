@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from quarantune import jax_internals, sandbox
+from quarantune import jax_internals
 from quarantune.host import machine
-from quarantune.host.process import entry_points
+from quarantune.host.process import entry_points, in_sandbox
 from quarantune.values import codec
 from quarantune.values.settings import Settings
 from quarantune.values.trial import CompileTarget, ProbedDevice, SandboxError
@@ -90,7 +90,7 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
     Args:
         platform_hint: JAX's name for the platform of the call's arrays; None for JAX's default.
     """
-    if sandbox.is_inside() and (known := os.environ.get(_DEVICE)):
+    if in_sandbox() and (known := os.environ.get(_DEVICE)):
         platform, _, kind = known.partition(":")
         return platform, kind
     if platform_hint == "cpu" or (platform_hint is None and _only_cpu()):

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+SANDBOX_MARK = "QUARANTUNE_SANDBOX"
+"""The variable that every process of a sandbox has in its environment, with the token of its template."""
 _PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "functools"})
 """Packages whose frames may stand between a user's call and a warning."""
 _OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -28,6 +30,11 @@ _GIT_PATIENCE_S = 2.0
 _STOPPED_S = 0.5
 """A longer gap between two looks means that this process was stopped: its loops look every twentieth of a second."""
 _T = TypeVar("_T")
+
+
+def in_sandbox() -> bool:
+    """Returns whether this process runs in a sandbox, where tuning must not start another sandbox."""
+    return SANDBOX_MARK in os.environ
 
 
 # --- the user's line, from deep inside this package ---

@@ -512,7 +512,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     values = _key_values(call, description)
     if axes is not None:
         values = {**values, "communicates over": axes.sizes}
-    assignment = assignments.current()
+    assignment = assignments.scopes.innermost
     state = jax_internals.describe_options(describe_static, own=None if assignment is None else assignment.text)
     if (mesh := describe_context_mesh(call.args, call.kwargs)) is not None:
         state["mesh"] = mesh

@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from quarantune import cache, jax_internals, sandbox
+from quarantune import cache, jax_internals
 from quarantune.cache import Entry
-from quarantune.host.process import lazy
+from quarantune.host.process import in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
 from quarantune.resolve.known_results import Known, KnownResults, Resolved
 from quarantune.transport import assignment as assignments
@@ -107,7 +107,7 @@ class Resolver:
             )
             return _DEFAULTS
         described = keyed(call)
-        if (assignment := assignments.current()) is not None:
+        if (assignment := assignments.scopes.innermost) is not None:
             if assignment.note is not None:
                 self._record(described, environment.current())
                 assignment.note(described, self)
@@ -211,15 +211,15 @@ class Resolver:
     def _choice(self, described: KeyedCall) -> Choice:
         call, settings = described.call, environment.current()
         # A sweep within a sweep would measure the two against each other.
-        may_tune = not sandbox.is_inside() and not call.is_symbolic
+        may_tune = not in_sandbox() and not call.is_symbolic
         found = self._resolve(described, settings, may_tune=may_tune)
         if found.known is not None:
             # What a block of code sets does not hold for the calls after it.
             is_settled = not found.is_nearest or not (environment.block_of("on_miss") or settings.record)
             return Choice(found.known.config, is_settled=is_settled)
-        if settings.on_miss != "tune" and not sandbox.is_inside():
+        if settings.on_miss != "tune" and not in_sandbox():
             self._allow_defaults(described, settings, where=("default", "nearest"))
-        elif call.is_symbolic and not sandbox.is_inside():
+        elif call.is_symbolic and not in_sandbox():
             cache.report_once(
                 f"{call.name}: running with its defaults where its shapes are symbolic and nothing is cached for the "
                 f"key {cache.canonical_json(described.values)}: tune it with concrete shapes of that key before "
@@ -274,7 +274,7 @@ class Resolver:
 
     def _record(self, described: KeyedCall, settings: Settings) -> None:
         """Has a call without a saved result written down, where the settings want that."""
-        is_wanted = settings.record is not None and not (sandbox.is_inside() or described.call.is_symbolic)
+        is_wanted = settings.record is not None and not (in_sandbox() or described.call.is_symbolic)
         if is_wanted and ((known := self._known.find(described, settings)) is None or known.findings.is_estimate):
             from quarantune.resolve import recorded  # programs that record nothing do not need it
 
@@ -296,7 +296,7 @@ class Resolver:
 
     def _agreement(self, described: KeyedCall, settings: Settings) -> Agreement | None:
         """Returns the agreement on a call with the other ranks of this program, if it has any."""
-        if sandbox.is_inside() or jax_internals.coordination() is None:
+        if in_sandbox() or jax_internals.coordination() is None:
             return None
         return self._ranks.agreement(described, settings)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any
 
-from quarantune import jax_internals, sandbox
+from quarantune import jax_internals
 from quarantune.cache import Entry
-from quarantune.host.process import lazy
+from quarantune.host.process import in_sandbox, lazy
 from quarantune.jax_internals.other_processes import (
     compilation_cache_in_memory,
     has_compilation_cache,
@@ -502,7 +502,7 @@ def callers_error(
 
 def check_outside(call: BoundCall) -> None:
     """Raises in a worker, where tuning would start workers that tune, and so on."""
-    if sandbox.is_inside():
+    if in_sandbox():
         raise RuntimeError(
             f"{call.name}: a process that runs another config, or imports the module of a function to tune it, "
             f"was asked to tune: put calls of tune(), run() and compile_configs() in a module under "

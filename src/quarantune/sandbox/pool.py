@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from quarantune.host import machine
-from quarantune.host.process import Stops
-from quarantune.sandbox import MARK, shortages, spawning, spool, template, wire
+from quarantune.host.process import SANDBOX_MARK, Stops
+from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
     LOAD_REPORTS,
@@ -223,7 +223,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             **os.environ,
             # A worker shares the device with the caller, who may hold most of its memory.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            MARK: self._template.token,
+            SANDBOX_MARK: self._template.token,
             **self._own_environ,
         }
         if self._warm_up is not None:

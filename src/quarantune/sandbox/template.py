@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from quarantune.host import machine
-from quarantune.host.process import new_lock
-from quarantune.sandbox import MARK, shortages, spawning, spool, wire
+from quarantune.host.process import SANDBOX_MARK, new_lock
+from quarantune.sandbox import shortages, spawning, spool, wire
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection
 from quarantune.values.codec import Frame
@@ -53,7 +53,7 @@ class Template:
                     stdout=self._log_fd,
                     stderr=self._log_fd,
                     pass_fds=[theirs.fileno()],
-                    env={**os.environ, MARK: self.token},
+                    env={**os.environ, SANDBOX_MARK: self.token},
                     start_new_session=True,
                 )
             undo.pop_all()
@@ -157,7 +157,7 @@ class Template:
 
 def _kill_marked(token: str) -> None:
     """Kills the orphans of a dead template, found by its token in their environment."""
-    mark = f"{MARK}={token}".encode()
+    mark = f"{SANDBOX_MARK}={token}".encode()
     for pid in machine.process_ids():
         if mark in machine.read_proc(f"/proc/{pid}/environ").split(b"\0"):
             with contextlib.suppress(OSError):

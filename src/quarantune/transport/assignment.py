@@ -124,12 +124,12 @@ class Assignment:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Puts the assignment in force in this thread; JAX reuses programs traced meanwhile only under it."""
-        _stack.enter(self)
+        scopes.enter(self)
         try:
             with context()(self.text):
                 yield
         finally:
-            _stack.leave(self)
+            scopes.leave(self)
 
 
 @contextlib.contextmanager
@@ -139,11 +139,11 @@ def without_tuning() -> Iterator[Mapping[Slot, Seen]]:
     The owner of the block keeps JAX from using programs that are traced in it.
     """
     defaults = Assignment(encode({}, others=DEFAULT))
-    _stack.enter(defaults)
+    scopes.enter(defaults)
     try:
         yield defaults.seen
     finally:
-        _stack.leave(defaults)
+        scopes.leave(defaults)
 
 
 class Runner:
@@ -251,14 +251,8 @@ def _config(data: Mapping[str, Any]) -> Config:
     return restore(data, {})
 
 
-_stack: ScopedStack[Assignment] = ScopedStack()
+scopes: ScopedStack[Assignment] = ScopedStack()
 """The assignments in force in a thread."""
-
-
-def current() -> Assignment | None:
-    """Returns the assignment in force in this thread, or None."""
-    return _stack.innermost
-
 
 _NUMBER = re.compile(r" #\d+$")
 _kernels: dict[str, weakref.WeakSet[Any]] = {}
