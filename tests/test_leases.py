@@ -29,7 +29,7 @@ from quarantune.host import machine
 
 HOLDER = """
 import os, signal, sys
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 lease = Lease(Device("cuda", "fake", sys.argv[1]))
 assert lease.acquire(0.0)
@@ -164,7 +164,7 @@ def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
 
 FORKING_HOLDER = """
 import os, signal, sys
-from quarantune.devices.device import Device
+from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 lease = Lease(Device("cuda", "fake", sys.argv[1]))
 assert lease.acquire(0.0)

@@ -814,7 +814,7 @@ import dataclasses, os, signal, sys, time
 from pathlib import Path
 from quarantune.transport import payload
 from quarantune.sweep.request import worker_options
-from quarantune.values.options import Options
+from quarantune.values.settings import Options
 from quarantune.sandbox.messages import Compile
 from quarantune.host.process import in_sandbox
 from quarantune.sandbox import pool, spool, template
