@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from quarantune.cli.output import InputError
 from quarantune.values.texts import did_you_mean, shown
@@ -25,10 +25,11 @@ _DTYPES = {name: name for name in _NAMES} | {"pred": "bool"}
 _DTYPES |= {name.replace(long, short): name for long, short in _SHORT for name in _NAMES if name.startswith(long)}
 """The dtypes by the names of NumPy, of JAX (`i32`) and of XLA (`s32`, `pred`)."""
 
-_NAME = r"(?:(?P<name>[^\W\d]\w*)\s*=\s*)?"
-_ARRAY = re.compile(_NAME + r"(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\[\]]*)\]")
-_WORD = re.compile(_NAME + r"(?P<word>\([^()]*\)|[^\s,=\[\]()]+)")
-_BETWEEN = re.compile(r"[\s,]+|$")
+_ARGUMENT = re.compile(
+    r"(?P<all>(?:(?P<name>[^\W\d]\w*)\s*=\s*)?"
+    r"(?:(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\[\]]*)\]|(?P<word>\([^()]*\)|[^\s,=\[\]()]+)))(?:[\s,]+|$)"
+)
+"""An array or a word, perhaps with its name, up to the next argument."""
 _WORDS = {"true": True, "false": False, "none": None}
 _HOW = "write arrays as bf16[4096,4096] or f32[], numbers as 3 or 0.5, and keywords as name=value"
 
@@ -100,33 +101,35 @@ def parse_call(text: str, *, source: str = "--args") -> GivenCall:
     Raises:
         InputError: it describes no arguments.
     """
+    try:
+        return GivenCall(*_arguments(text))
+    except ValueError as error:
+        raise InputError(f"{source} {shown(text.strip())}: {error}") from None
+
+
+def _arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     rest = text.strip().rstrip(",")
     while rest:
-        found = _ARRAY.match(rest)
-        found = found if found and _BETWEEN.match(rest, found.end()) else _WORD.match(rest)
-        if found is None or _BETWEEN.match(rest, found.end()) is None:
-            _refuse(source, text, f"{shown(rest)} is no argument: {_HOW}")
-        name = found["name"]
-        if "dtype" in found.groupdict():
-            value: Any = _array(found["dtype"], found["sizes"], source, text)
-        else:
-            value = parse_value(found["word"])
-            if name is None and isinstance(value, str):
-                hint = f"write {value}[] for an array without dimensions" if value.lower() in _DTYPES else _HOW
-                _refuse(source, text, f"{shown(value)} is no argument: {hint}")
+        found = _ARGUMENT.match(rest)
+        if found is None:
+            raise ValueError(f"{shown(rest)} is no argument: {_HOW}")
+        name, word = found["name"], found["word"]
+        value = _array(found["dtype"], found["sizes"]) if word is None else parse_value(word)
         if name is None:
+            if word is not None and isinstance(value, str):
+                hint = f"write {value}[] for an array without dimensions" if value.lower() in _DTYPES else _HOW
+                raise ValueError(f"{shown(value)} is no argument: {hint}")
             if kwargs:
-                _refuse(source, text, f"{shown(found[0])} comes after a keyword argument: put it first, or name it")
+                raise ValueError(f"{shown(found['all'])} comes after a keyword argument: put it first, or name it")
             args.append(value)
         elif name in kwargs:
-            _refuse(source, text, f"{name} is given twice: leave one out")
+            raise ValueError(f"{name} is given twice: leave one out")
         else:
             kwargs[name] = value
-        separator = _BETWEEN.match(rest, found.end())
-        rest = rest[separator.end() if separator else len(rest) :]
-    return GivenCall(tuple(args), kwargs)
+        rest = rest[found.end() :]
+    return tuple(args), kwargs
 
 
 def parse_value(text: str) -> Any:
@@ -178,21 +181,17 @@ def read_calls(path: str) -> list[GivenCall]:
     return [dataclasses.replace(call, source=f"--shapes, call {at}") for at, call in enumerate(calls, start=1)]
 
 
-def _array(dtype: str, sizes: str, source: str, text: str) -> ArrayText:
+def _array(dtype: str, sizes: str) -> ArrayText:
     name = _DTYPES.get(dtype.lower())
     if name is None:
         hint = did_you_mean(dtype, _DTYPES) or " Known are bf16, f16, f32, i8, i32, u8, bool and others."
-        _refuse(source, text, f"there is no dtype {shown(dtype)}.{hint}")
+        raise ValueError(f"there is no dtype {shown(dtype)}.{hint}")
     shape = []
     for size in sizes.split(",") if sizes.strip() else ():
         if not re.fullmatch(r"\s*\d{1,18}\s*", size, flags=re.ASCII):
-            _refuse(source, text, f"{shown(size.strip())} is no size: write whole numbers, as in {dtype}[4096,128]")
+            raise ValueError(f"{shown(size.strip())} is no size: write whole numbers, as in {dtype}[4096,128]")
         shape.append(int(size))
     return ArrayText(name, tuple(shape))
-
-
-def _refuse(source: str, text: str, reason: str) -> NoReturn:
-    raise InputError(f"{source} {shown(text.strip())}: {reason}")
 
 
 def _hashable(value: Any) -> Any:
