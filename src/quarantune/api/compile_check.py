@@ -13,7 +13,6 @@ from typing import Any
 from quarantune.api.autotune import Autotuned
 from quarantune.devices import targets
 from quarantune.devices.targets import Target
-from quarantune.resolve import engines
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
 from quarantune.resolve.known_results import entry_for, findings_now, more_thorough, open_store
 from quarantune.resolve.sweep_records import CompileFailures, note_check
@@ -246,7 +245,11 @@ def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | N
             target=target,
             compile_only=target is None,
         )
-        run = sweep.run if target is None else engines.run
+        run: Callable[..., Swept] = sweep.run
+        if target is not None and settings.executor is not None:
+            from quarantune.engine import distributed
+
+            run = distributed.run
         swept = run(request, left) if left else Swept()
         progress.conclude_compiling()
     ordered = tuple(trials[index] for index in range(len(call.configs)))

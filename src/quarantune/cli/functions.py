@@ -43,7 +43,7 @@ from quarantune.cli.output import (
 )
 from quarantune.devices import discovery, targets
 from quarantune.host.shared_files import Directory
-from quarantune.resolve import engines, recorded
+from quarantune.resolve import recorded
 from quarantune.resolve.call_key import BoundCall
 from quarantune.resolve.recorded import RecordedCall, described_arguments, described_settings
 from quarantune.results import result
@@ -212,12 +212,17 @@ def _recorded_ends(
     found: Sequence[RecordedCall], options: argparse.Namespace, named: ahead.Tuned | None
 ) -> Iterator[_Ended]:
     """Yields what became of each call."""
-    engine = engines.device(environment.current())
+    at_a_time = 1
+    if (executor := environment.current().executor) is None:
+        here = discovery.platform_and_kind(None)[1]
+    else:
+        from quarantune.engine import distributed
+
+        at_a_time, here = MOST, distributed.device(executor).device_kind
     loaded = functools.cache(_loaded) if named is None else lambda *_: named
-    here = discovery.platform_and_kind(None)[1] if engine is None else engine.device_kind
     ends_s = math.inf if options.time_budget is None else time.monotonic() + options.time_budget
     for _, alike in itertools.groupby(found, key=lambda call: cache.canonical_json(call.jax_settings)):
-        while batch := [*itertools.islice(alike, 1 if engine is None else MOST)]:
+        while batch := [*itertools.islice(alike, at_a_time)]:
             ready: list[tuple[RecordedCall, _Made]] = []
             with contextlib.ExitStack() as block:
                 with contextlib.suppress(Exception):  # whatever JAX refuses makes the calls others than they were
@@ -236,7 +241,7 @@ def _recorded_ends(
                 if left_s < math.inf:
                     block.enter_context(environment.settings(time_budget=max(left_s, 1e-3)))
                 block.enter_context(environment.settings(always_tune=options.force))
-                if engine is not None:
+                if executor is not None:
                     with contextlib.suppress(ExceptionGroup):  # these fail once more below
                         tune_many((fn, to.args, to.kwargs) for _, (fn, to) in ready if not isinstance(fn, Contextual))
                 yield from (_ended(call, made, _TUNED) for call, made in ready)

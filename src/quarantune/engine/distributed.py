@@ -1,4 +1,4 @@
-"""One sweep on the machines of an engine: its shards, and the final of their fastest configs on one machine."""
+"""One sweep on the machines of an engine: their device, its shards, and the final of their fastest configs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,27 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Executor, Future, wait
 from typing import Any
 
+from quarantune.devices.targets import Target
 from quarantune.engine import remote, shards
 from quarantune.engine.remote import End
-from quarantune.engine.shards import Shard, Shards
+from quarantune.engine.shards import Shard, Shards, Silence
+from quarantune.host.process import new_lock
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
 from quarantune.scheduler.plan import NOTHING_MORE, Proof
+from quarantune.sweep.isolation import AUTO, Isolation
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport.problem import Problem
+from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
-from quarantune.values.trial import END, UNTUNED, Outcome, Trial
+from quarantune.values.settings import TIME
+from quarantune.values.trial import END, UNTUNED, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -28,18 +34,11 @@ _TRIES = 2
 """A final whose machine dies is repeated once."""
 
 
-def run(
-    executor: Executor,
-    request: SweepRequest,
-    configs: Mapping[int, Config],
-    *,
-    known: Mapping[int, Trial] | None = None,
-) -> Swept:
+def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[int, Trial] | None = None) -> Swept:
     """Runs every config to its outcome on the machines of an engine, then times the fastest together on one of them.
 
     Args:
-        executor: the engine.
-        request: as for `sweep.run`, like all other arguments.
+        request: as for `sweep.run`, like all other arguments; its settings name the engine.
         configs: the configs by index.
         known: the trials of an earlier sweep by index.
 
@@ -48,10 +47,20 @@ def run(
 
     Raises:
         TypeError: a part of the call cannot be sent to another process; nothing was submitted.
+        ValueError: the settings want trials in this process, or the objective is not time.
         EngineError: the engine, or its machines, cannot run the sweep.
     """
-    whole = executor if isinstance(executor, WholeSweeps) else None
     problem, source, is_check = request.problem, request.source, request.target is not None
+    executor, isolation = request.settings.executor, request.settings.isolation
+    assert executor is not None
+    if request.options.objective != TIME and not (request.compile_only or is_check):
+        raise ValueError(f"{problem.name}: with executor=, time is the only objective: leave out one of them")
+    if isolation not in (AUTO, Isolation.PROCESS.value):
+        raise ValueError(
+            f"QUARANTUNE_ISOLATION={isolation} runs configs in this process, and executor= on other machines: "
+            f"unset one of them"
+        )
+    whole = executor if isinstance(executor, WholeSweeps) else None
     packed, call = remote.pack(request, request.possible(configs))
     measured = dict(known or {})
     proof = Proof(comparison(problem, call, request.options, is_check=is_check))
@@ -227,3 +236,78 @@ class WholeSweeps(Executor):
         """Raises `CancelledError` where the sweeps were interrupted."""
         if self._is_over.is_set():
             raise CancelledError
+
+
+# --- the device of an engine's machines -----------------------------------------------------------------------
+
+_MOST_ASKED = 6
+"""How many further answers are asked for where a first machine cannot take part."""
+_LOOK_S = 0.2
+"""Ctrl-C ends a wait for an engine within this time."""
+
+_devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionary()
+_lock = new_lock()
+
+
+def device(executor: Executor) -> Target:
+    """Returns the device of an engine's machines: that of the first one that answers.
+
+    Raises:
+        EngineError: the engine cannot run anything, or its machine has other versions than this one.
+    """
+    executor = executor.executor if isinstance(executor, WholeSweeps) else executor
+    with _lock:
+        try:
+            known = _devices.get(executor)
+        except TypeError:  # it has no hash, or no weak references
+            return _ask(executor)
+        if known is None:
+            known = _devices[executor] = _ask(executor)
+        return known
+
+
+def _ask(executor: Executor) -> Target:
+    """Returns the device of the first machine that can take part.
+
+    Raises:
+        EngineError: none of those that answered can, or none answered.
+    """
+    faults: dict[str, None] = {}
+    for count in (1, _MOST_ASKED):  # at a time, so that other machines get some of them
+        try:
+            futures = [executor.submit(remote.describe) for _ in range(count)]
+        except Exception as error:
+            raise _unable(executor, error) from error
+        for future in futures:
+            try:
+                found = _description(executor, future)
+            except EngineError as error:
+                faults[str(error)] = None
+                continue
+            return Target(
+                name=found["kind"], platform=found["platform"], device_kind=found["kind"], origin=found["host"]
+            )
+    raise EngineError("; ".join(faults))
+
+
+def _description(executor: Executor, future: Future[Any]) -> JsonObject:
+    """Waits for a machine's description of itself, and returns it if the machine can take part."""
+    silence = Silence(executor)
+    while not future.done():
+        wait([future], _LOOK_S)
+        silence.check()
+    try:
+        found: JsonObject = future.result()
+    except Exception as error:
+        if (text := remote.cannot_import(error)) is None:
+            raise _unable(executor, error) from error
+        raise EngineError(f"a worker of the executor {type(executor).__name__} {remote.lacks_package(text)}") from error
+    remote.check_description(found)
+    return found
+
+
+def _unable(executor: Executor, error: Exception) -> EngineError:
+    reason = f"{type(error).__name__}: {error}"
+    if remote.means_death(error):
+        reason = f"its worker ended; perhaps it {remote.lacks_package(reason)}"
+    return EngineError(f"the executor {type(executor).__name__} could not run a first task: {reason}")

@@ -318,9 +318,9 @@ def keyed_for_engine(call: BoundCall, settings: Settings) -> KeyedCall:
     """Returns a call to tune with its key, for the devices of the settings' engine if there is one."""
     if settings.executor is None:
         return keyed_to_tune(call)
-    from quarantune.resolve import engines
+    from quarantune.engine import distributed
 
-    return keyed_to_tune(call, engines.device(settings))
+    return keyed_to_tune(call, distributed.device(settings.executor))
 
 
 def _seen(call: BoundCall) -> assignments.Seen:

@@ -21,7 +21,6 @@ from quarantune.jax_internals.other_processes import (
     seed_compilation_cache,
 )
 from quarantune.measure import finals, model
-from quarantune.resolve import engines
 from quarantune.resolve.call_key import BoundCall, KeyedCall
 from quarantune.resolve.known_results import (
     Known,
@@ -38,6 +37,7 @@ from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.sweep import sweep
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
@@ -323,7 +323,11 @@ class TuningJob:
             space=None if source is None else self._configs,
             source=source or NOTHING_MORE,
         )
-        return engines.run(request, configs, known=self._trials)
+        if self._settings.executor is None:
+            return sweep.run(request, configs, known=self._trials)
+        from quarantune.engine import distributed
+
+        return distributed.run(request, configs, known=self._trials)
 
     @property
     def _directory(self) -> Path | None:
