@@ -13,7 +13,8 @@ import pytest
 
 import quarantune
 from quarantune import jax_internals
-from quarantune.transport import binding, differentiation
+from quarantune.transport import differentiation
+from quarantune.transport.problem import bind_config, check_compiler_options, jitted_with, split_config
 from quarantune.values.configs import text_of
 
 X = np.ones((8, 8), np.float32)
@@ -29,7 +30,7 @@ def scale(x: Any, n: int = 1) -> Any:
 
 
 def test_options_reach_xla_in_an_eager_call_and_not_in_a_trace() -> None:
-    bound = binding.bind(scale, {"n": 2, "compiler_options": UNKNOWN})
+    bound = bind_config(scale, {"n": 2, "compiler_options": UNKNOWN})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         bound(X)
     with pytest.warns(RuntimeWarning, match=r"jax\.jit\(\.\.\., compiler_options=\{'xla_no_such_option': True\}\)"):
@@ -40,16 +41,16 @@ def test_options_reach_xla_in_an_eager_call_and_not_in_a_trace() -> None:
 
 
 def test_a_function_is_jitted_once_for_the_same_options() -> None:
-    one, keywords = binding.applied(scale, {"n": 2, "compiler_options": {"xla_cpu_enable_fast_math": True}})
+    one, keywords = jitted_with(scale, {"n": 2, "compiler_options": {"xla_cpu_enable_fast_math": True}})
     assert keywords == {"n": 2}
-    assert binding.applied(scale, {"n": 3, "compiler_options": {"xla_cpu_enable_fast_math": True}})[0] is one
-    assert binding.applied(scale, {"n": 2, "compiler_options": {"xla_cpu_enable_fast_math": 1}})[0] is not one
-    assert binding.applied(scale, {"n": 2, "compiler_options": {}})[0] is scale
+    assert jitted_with(scale, {"n": 3, "compiler_options": {"xla_cpu_enable_fast_math": True}})[0] is one
+    assert jitted_with(scale, {"n": 2, "compiler_options": {"xla_cpu_enable_fast_math": 1}})[0] is not one
+    assert jitted_with(scale, {"n": 2, "compiler_options": {}})[0] is scale
 
 
 def test_a_configs_options_win_over_those_of_the_jit() -> None:
     own = jax.jit(lambda x: x, compiler_options={"xla_a": 1, "xla_b": 2})
-    jitted, _ = binding.applied(own, {"compiler_options": {"xla_b": 3}})
+    jitted, _ = jitted_with(own, {"compiler_options": {"xla_b": 3}})
     assert dict(jax_internals.jit_options(jitted).compiler_options) == {"xla_a": 1, "xla_b": 3}
 
 
@@ -64,9 +65,9 @@ def test_a_parameter_of_that_name_is_an_ordinary_tunable() -> None:
         return x, compiler_options
 
     config = {"compiler_options": {"fast": True}}
-    assert binding.bind(plain, config)(1) == (1, {"fast": True})
+    assert bind_config(plain, config)(1) == (1, {"fast": True})
     jitted = jax.jit(plain, static_argnames=["compiler_options"])
-    assert binding.split(jitted, config) == (config, {})
+    assert split_config(jitted, config) == (config, {})
     tuned = quarantune.autotune([{"compiler_options": "any"}])(jitted)
     assert isinstance(tuned, quarantune.Autotuned)
 
@@ -95,8 +96,8 @@ def test_a_function_that_cannot_be_jitted_again_is_refused_with_a_remedy() -> No
         quarantune.AutoTuner(double, [{"compiler_options": UNOPTIMISED}])
     laid_out = jax.jit(scale.__wrapped__, static_argnames=["n"], out_shardings=jax.sharding.PartitionSpec())
     with pytest.raises(TypeError, match="out_shardings, which would be lost"):
-        binding.check(laid_out, [{"n": 2, "compiler_options": UNOPTIMISED}], name="scale")
-    binding.check(laid_out, [{"n": 2, "compiler_options": {}}], name="scale")
+        check_compiler_options(laid_out, [{"n": 2, "compiler_options": UNOPTIMISED}], name="scale")
+    check_compiler_options(laid_out, [{"n": 2, "compiler_options": {}}], name="scale")
 
 
 def test_options_reach_workers_and_an_unknown_one_fails_its_config_alone(tmp_path: Path, sweeps: list[str]) -> None:

@@ -30,9 +30,16 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.host.process import hide_own_frames, lazy, own_frames_hidden
-from quarantune.transport import assignment as assignments
-from quarantune.transport import binding
-from quarantune.transport.problem import Arguments
+from quarantune.transport.problem import (
+    Arguments,
+    assignments_in_force,
+    bind_config,
+    check_configs,
+    check_jit_options,
+    jitted_with,
+    register_kernel,
+    split_config,
+)
 from quarantune.values.configs import Config, MadeConfigs, as_given
 from quarantune.values.settings import OptionKeywords, Options, checked_options, register_keeper, settings
 from quarantune.values.space import Space
@@ -164,10 +171,10 @@ class Autotuned(AsMethod[_P, _R]):
         self._signature = inspect.signature(plain)
         listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=self._signature)
         self.name = options.name or f"{module_name(fn)}.{label}"
-        binding.check_jit_options(fn, self.name)
+        check_jit_options(fn, self.name)
         if isinstance(listed, Space):
             examples, signature = listed.examples(), self._signature
-            binding.check_configs(fn, examples, name=self.name, signature=signature, need_defaults=True)
+            check_configs(fn, examples, name=self.name, signature=signature, need_defaults=True)
         self._configs = listed
         self._options = options
         self._array_type = jax_internals.array_type
@@ -175,7 +182,7 @@ class Autotuned(AsMethod[_P, _R]):
         self._own_memo: Memo[Callable[..., _R]] = {}
         self._partial: dict[frozenset[str], Resolver] = {}
         self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
-        assignments.register(self)
+        register_kernel(self)
         register_keeper(self)
 
     @lazy
@@ -323,12 +330,12 @@ class Autotuned(AsMethod[_P, _R]):
 
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """Lowers the function with the best config, as `jax.jit(...).lower` does."""
-        jitted, config = binding.applied(self._jitted, self._config(args, kwargs))
+        jitted, config = jitted_with(self._jitted, self._config(args, kwargs))
         return jitted.lower(*args, **kwargs, **config)
 
     def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """Traces the function with the best config, as `jax.jit(...).trace` does."""
-        jitted, config = binding.applied(self._jitted, self._config(args, kwargs))
+        jitted, config = jitted_with(self._jitted, self._config(args, kwargs))
         return jitted.trace(*args, **kwargs, **config)
 
     def eval_shape(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
@@ -339,7 +346,7 @@ class Autotuned(AsMethod[_P, _R]):
         """
         resolver, call = self._bind(args, kwargs)
         config = {} if call.given else resolver.lookup(call)
-        keywords, _ = binding.split(self._jitted, config or {})
+        keywords, _ = split_config(self._jitted, config or {})
         return self._jitted.eval_shape(*args, **kwargs, **keywords)
 
     def clear_cache(self) -> None:
@@ -369,7 +376,7 @@ class Autotuned(AsMethod[_P, _R]):
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         key = self._memo_keys.of(args, kwargs)
-        assignment = assignments.scopes.innermost
+        assignment = assignments_in_force.innermost
         context = read_context()
         memos: Memo[Callable[..., _R]] = self._own_memo if assignment is None else assignment.memo(self)
         memo = {} if key is None else memos.setdefault(context, {})
@@ -385,7 +392,7 @@ class Autotuned(AsMethod[_P, _R]):
             if choice.config is None:
                 return self.__wrapped__(*args, **kwargs)
             config = choice.config
-            bound = binding.bind(self.__wrapped__, config)
+            bound = bind_config(self.__wrapped__, config)
             if not choice.is_settled:
                 return bound(*args, **kwargs)
             if key is None and not self._options.time_grad:

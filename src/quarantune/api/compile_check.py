@@ -23,9 +23,8 @@ from quarantune.results.report import CompileReport
 from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
-from quarantune.transport import binding
 from quarantune.transport.executable import from_data
-from quarantune.transport.problem import as_structs, describe_function
+from quarantune.transport.problem import as_structs, bind_config, describe_function
 from quarantune.values import settings as environment
 from quarantune.values.configs import (
     MOST_CONFIGS,
@@ -272,4 +271,4 @@ def _callable_of(
     if executable:
         with contextlib.suppress(ValueError):  # a config may have forged it
             return Winner(fn, config, from_data(executable), args=args, kwargs=kwargs)
-    return binding.bind(fn, config)
+    return bind_config(fn, config)

@@ -17,19 +17,21 @@ from quarantune import cache, jax_internals
 from quarantune.cache import Fingerprint
 from quarantune.devices import discovery
 from quarantune.host.process import lazy
-from quarantune.transport import assignment as assignments
-from quarantune.transport import binding
 from quarantune.transport.problem import (
     Arguments,
     CallDescription,
     Problem,
     as_structs,
+    assignments_in_force,
+    check_configs,
+    check_jit_options,
     describe_call,
     describe_function,
     fitted,
     is_array,
     key_part,
     named,
+    split_config,
 )
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import (
@@ -138,7 +140,7 @@ class TunedFunction:
                 "wrap it, with the tunables among its static_argnames"
             )
         if static_names is not None:
-            binding.check_jit_options(fn, label)
+            check_jit_options(fn, label)
         listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
         name = options.name or label
         function = cls(fn, listed, name=name, signature=signature, static_names=static_names, options=options)
@@ -194,7 +196,7 @@ class TunedFunction:
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""
         signature, need_defaults = self.signature, self._need_defaults
-        binding.check_configs(self.fn, configs, name=self.name, signature=signature, need_defaults=need_defaults)
+        check_configs(self.fn, configs, name=self.name, signature=signature, need_defaults=need_defaults)
 
 
 def space_of(configs: Space) -> JsonObject:
@@ -379,7 +381,7 @@ class BoundCall:
     @property
     def untuned(self) -> Config | None:
         """The config that sets nothing, so that the function runs with its own defaults; None where it cannot."""
-        keywords, _ = binding.split(self.function.fn, self.configs[0])
+        keywords, _ = split_config(self.function.fn, self.configs[0])
         tunables = [self.function.parameters.get(name) for name in keywords]
         if any(tunable is None or tunable.default is inspect.Parameter.empty for tunable in tunables):
             return None
@@ -512,7 +514,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     values = _key_values(call, description)
     if axes is not None:
         values = {**values, "communicates over": axes.sizes}
-    assignment = assignments.scopes.innermost
+    assignment = assignments_in_force.innermost
     state = jax_internals.describe_options(describe_static, own=None if assignment is None else assignment.text)
     if (mesh := describe_context_mesh(call.args, call.kwargs)) is not None:
         state["mesh"] = mesh

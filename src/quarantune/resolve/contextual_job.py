@@ -30,7 +30,7 @@ from quarantune.sweep.search_limits import EXHAUSTED, SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
-from quarantune.transport.problem import Problem
+from quarantune.transport.problem import Problem, kernels
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import Settings
@@ -460,7 +460,7 @@ class KnownAssignments(KnownResults):
 
 def _is_offered(name: str, space: Any) -> bool:
     """Returns whether a kernel still has its configs; true for one not defined yet, or that makes its configs."""
-    listed = [kernel._configs for kernel in assignment.kernels(name) if not callable(kernel._configs)]
+    listed = [kernel._configs for kernel in kernels(name) if not callable(kernel._configs)]
     return not listed or any(space_of(configs) == space for configs in listed)
 
 

@@ -18,8 +18,7 @@ from quarantune import cache
 from quarantune.cache import Entry, Store, plain_function
 from quarantune.host.process import commit_of, entry_points
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction
-from quarantune.transport import binding
-from quarantune.transport.problem import Arguments, as_structs, is_array
+from quarantune.transport.problem import Arguments, as_structs, bind_config, is_array
 from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
@@ -293,7 +292,7 @@ def call_result(
         executable=executable,
         call=_without_arrays(call.args, call.kwargs),
         structs=as_structs(call.args, call.kwargs),
-        fn=binding.bind(call.function.fn, config),
+        fn=bind_config(call.function.fn, config),
     )
 
 

@@ -14,8 +14,9 @@ from quarantune.cache import Entry
 from quarantune.host.process import in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
 from quarantune.resolve.known_results import Known, KnownResults, Resolved
-from quarantune.transport import assignment as assignments
+from quarantune.transport.problem import assignments_in_force
 from quarantune.values import settings as environment
+from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
 from quarantune.values.settings import Settings
 from quarantune.values.trial import CacheMissError, Findings, TuningFailedError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from quarantune.resolve.ranks import Agreement, Ranks
     from quarantune.resolve.tuning_job import CompilationSeeds, TuningJob
     from quarantune.results.result import FromCache, TuningResult
+    from quarantune.transport.assignment import Assignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,8 @@ class Resolver:
             )
             return _DEFAULTS
         described = keyed(call)
-        if (assignment := assignments.scopes.innermost) is not None:
+        assignment: Assignment | None = assignments_in_force.innermost
+        if assignment is not None:
             if assignment.note is not None:
                 self._record(described, environment.current())
                 assignment.note(described, self)
@@ -323,7 +326,7 @@ def keyed_for_engine(call: BoundCall, settings: Settings) -> KeyedCall:
     return keyed_to_tune(call, distributed.device(settings.executor))
 
 
-def _seen(call: BoundCall) -> assignments.Seen:
+def _seen(call: BoundCall) -> tuple[list[Config], JsonObject]:
     """Returns the configs of a call that are worth a worker, and its config space."""
     kept = [call.configs[index] for index in call.configs.listed() if index not in call.pruned]
-    return assignments.Seen(kept, call.space)
+    return kept, call.space

@@ -43,7 +43,8 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.transport import binding, programs
+from quarantune.transport import programs
+from quarantune.transport.problem import jitted_with, split_config
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
 from quarantune.values.settings import TIME, Settings
@@ -565,8 +566,8 @@ def _module_of(
     from quarantune.worker.judging import structure_of  # calls that find their result do not need it
 
     try:
-        _, options = binding.split(fn, config)
-        jitted, keywords = binding.applied(fn, config)
+        _, options = split_config(fn, config)
+        jitted, keywords = jitted_with(fn, config)
         lowered = jitted.trace(*args, **kwargs, **keywords).lower()
         text = lowered.as_text()
         identity = programs.identity(lowered, text, options, structure_of)

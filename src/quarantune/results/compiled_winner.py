@@ -10,7 +10,8 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.host.process import lazy
-from quarantune.transport import binding, executable
+from quarantune.transport import executable
+from quarantune.transport.problem import bind_config, jitted_with
 from quarantune.values.configs import Config
 
 _Static = tuple[type, Any]
@@ -41,8 +42,8 @@ class Winner:
         """
         functools.update_wrapper(self, fn)
         self.config = config
-        self._bound = binding.bind(fn, config)
-        self._jitted, self._keywords = binding.applied(fn, config)
+        self._bound = bind_config(fn, config)
+        self._jitted, self._keywords = jitted_with(fn, config)
         self._jit = jax_internals.jit_options(fn)
         dynamic, self._statics = self._split(args, kwargs)
         self._read: executable.Loaded | None = None

@@ -18,8 +18,7 @@ from quarantune.cache.store import decode_json
 from quarantune.results import report, saved_files
 from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
-from quarantune.transport import binding
-from quarantune.transport.problem import Arguments
+from quarantune.transport.problem import Arguments, bind_config, function_inside, jitted_with
 from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record
 from quarantune.values.configs import Config, encode, format_config, originals, restore
 from quarantune.values.trial import (
@@ -205,11 +204,11 @@ class TuningResult(Record):
                 "shapes are not saved with a result: lower its function for yours, "
                 "as in jax.jit(result.fn).lower(x).compile().as_text()"
             )
-        fn = binding.function_of(self.fn)
+        fn = function_inside(self.fn)
         if not hasattr(fn, "lower"):
             raise TypeError(f"{fn!r} is not jitted, so there is no text of a compiled program")
         args, kwargs = self.structs
-        jitted, config = binding.applied(fn, self.best_config)
+        jitted, config = jitted_with(fn, self.best_config)
         return str(jitted.lower(*args, **kwargs, **config).compile().as_text())
 
     def table(self, *, width: int | None = None, flops: float | None = None, bytes: float | None = None) -> str:
@@ -372,7 +371,7 @@ class TuningResult(Record):
                 f"this result was loaded without its function, which {str(folder)!r} would lack: copy the directory it "
                 "is from, or load it with trusted=True and save that"
             )
-        plain = binding.function_of(self.fn)
+        plain = function_inside(self.fn)
         configs = [self.best_config, self.default_config or {}, *self.tie, *(trial.config for trial in self.trials)]
         parts = {FUNCTION: pickling.dumps((plain, self.call, originals(configs)))}
         if self.executable is not None:
@@ -426,7 +425,7 @@ class TuningResult(Record):
         def restored(trials: Iterable[Trial]) -> tuple[Trial, ...]:
             return tuple(dataclasses.replace(trial, config=restore(trial.config, values)) for trial in trials)
 
-        fn: Callable[..., Any] = binding.bind(plain, best)
+        fn: Callable[..., Any] = bind_config(plain, best)
         executable = contents.get(WINNER)
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]

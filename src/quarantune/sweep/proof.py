@@ -21,9 +21,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from quarantune import jax_internals
 from quarantune.jax_internals.other_processes import questions
 from quarantune.scheduler.plan import Compare
-from quarantune.transport import arrays, assignment, binding, differentiation
+from quarantune.transport import arrays, assignment, differentiation
 from quarantune.transport.call import Call
-from quarantune.transport.problem import Problem
+from quarantune.transport.problem import Problem, jitted_with
 from quarantune.transport.programs import ProgramLines
 from quarantune.values.configs import Config, restore
 from quarantune.values.settings import Options
@@ -92,7 +92,7 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
         number: traces of other numbers are not used again; None for a trace that calls use, or may have left.
     """
     config = restore(config, call.config_values)
-    jitted, keywords = binding.applied(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
+    jitted, keywords = jitted_with(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
     args, kwargs = arrays.call_as_structs(call)
     # What JAX traces under other metadata it keeps apart.
     with (

@@ -7,18 +7,17 @@ import functools
 import hashlib
 import json
 import os
-import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from quarantune.host.process import new_lock
+from quarantune.transport.problem import assignments_in_force
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config, restore, text_of
 from quarantune.values.configs import encode as encode_config
-from quarantune.values.settings import ScopedStack
 
 KEY = "kernel configs"
 """The keyword for the assignment of a runner; with its space, it cannot be the name of a parameter."""
@@ -92,23 +91,23 @@ class Assignment:
             number = codes.index(code)
         return Slot(f"{name} #{number + 1}" if number else name, key)
 
-    def find(self, slot: Slot, look: Callable[[], Seen]) -> tuple[bool, Config | None]:
+    def find(self, slot: Slot, look: Callable[[], tuple[list[Config], JsonObject]]) -> tuple[bool, Config | None]:
         """Looks up the config of a slot.
 
         Args:
             slot: the slot.
-            look: returns the slot's configs.
+            look: returns the slot's configs and the description of its space, as for `Seen`.
 
         Returns:
             Whether the assignment decides for the slot, and its config; None for the kernel's defaults.
         """
         if self.others != OWN and slot not in self.seen:
-            self.seen[slot] = look()
+            self.seen[slot] = Seen(*look())
             self.on_seen()
         if slot in self.chosen:
             # The config from the kernel's own list, as types may be lost in JSON.
             text = text_of(self.chosen[slot])
-            configs = look().configs if self.others == OWN else self.seen[slot].configs
+            configs = look()[0] if self.others == OWN else self.seen[slot].configs
             found = next((config for config in configs if text_of(config) == text), None)
             if found is not None or self.others != OWN:
                 return True, found or self.chosen[slot]
@@ -124,12 +123,12 @@ class Assignment:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Puts the assignment in force in this thread; JAX reuses programs traced meanwhile only under it."""
-        scopes.enter(self)
+        assignments_in_force.enter(self)
         try:
             with context()(self.text):
                 yield
         finally:
-            scopes.leave(self)
+            assignments_in_force.leave(self)
 
 
 @contextlib.contextmanager
@@ -139,11 +138,11 @@ def without_tuning() -> Iterator[Mapping[Slot, Seen]]:
     The owner of the block keeps JAX from using programs that are traced in it.
     """
     defaults = Assignment(encode({}, others=DEFAULT))
-    scopes.enter(defaults)
+    assignments_in_force.enter(defaults)
     try:
         yield defaults.seen
     finally:
-        scopes.leave(defaults)
+        assignments_in_force.leave(defaults)
 
 
 class Runner:
@@ -249,23 +248,6 @@ def chosen_from(data: Any) -> dict[Slot, Config]:
 
 def _config(data: Mapping[str, Any]) -> Config:
     return restore(data, {})
-
-
-scopes: ScopedStack[Assignment] = ScopedStack()
-"""The assignments in force in a thread."""
-
-_NUMBER = re.compile(r" #\d+$")
-_kernels: dict[str, weakref.WeakSet[Any]] = {}
-
-
-def register(kernel: Any) -> None:
-    """Registers an autotuned function under its name."""
-    _kernels.setdefault(kernel.name, weakref.WeakSet()).add(kernel)
-
-
-def kernels(name: str) -> Sequence[Any]:
-    """Returns the autotuned functions of a name; there may be several from one factory."""
-    return list(_kernels.get(_NUMBER.sub("", name), ()))
 
 
 @functools.cache

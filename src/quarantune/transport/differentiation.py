@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport import binding
-from quarantune.transport.problem import as_structs
+from quarantune.transport.problem import as_structs, split_config
 
 _WEIGHT_SEED = 20_011
 _WEIGHT_TILE_ELEMENTS = 1_000_003
@@ -89,7 +88,7 @@ def explain_failure(
 
     structs, named = as_structs(args, kwargs)
     trained = with_gradient(jitted)
-    keywords, _ = binding.split(jitted, dict(config))
+    keywords, _ = split_config(jitted, dict(config))
     with jax_internals.outside_of_traces():
         try:
             trained.eval_shape(*structs, **named, **keywords)

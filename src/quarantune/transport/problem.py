@@ -1,4 +1,8 @@
-"""Describes a call in the caller's process: the values that make up its key, and the platform it is for."""
+"""A function and its calls in the caller's process: what tells one call from another, and how a config is bound to one.
+
+A call is described by the values that make up its key. Of a config, values are keyword arguments, and compiler options
+are options of the jit.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import functools
 import inspect
 import re
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,10 +21,14 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.host.process import warn
 from quarantune.values import describe
 from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, is_tagged, tagged
+from quarantune.values.configs import COMPILER_OPTIONS as OPTIONS
+from quarantune.values.configs import NO_OPTIONS, Config, check_parameters, is_tagged, tagged
 from quarantune.values.describe import MeshSpec
+from quarantune.values.settings import ScopedStack
+from quarantune.values.texts import shown
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call: the positional ones, and the keyword arguments by name."""
@@ -304,3 +314,190 @@ def is_array(leaf: Any) -> bool:
 def _platform(leaves: Iterable[Any]) -> str | None:
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     return min((device.platform for array in arrays for device in array.devices()), default=None)
+
+
+# --- a function with a config ---
+
+
+def split_config(fn: Callable[..., Any], config: Config) -> tuple[Config, Mapping[str, Any]]:
+    """Returns a config's keyword arguments and its compiler options.
+
+    Args:
+        fn: the function. If it is not jitted, all values of the config are keyword arguments.
+        config: the config.
+    """
+    if OPTIONS not in config or not jax_internals.is_jitted(fn) or OPTIONS in inspect.signature(fn).parameters:
+        return config, NO_OPTIONS
+    keywords = {name: value for name, value in config.items() if name != OPTIONS}
+    return keywords, config[OPTIONS]
+
+
+def jitted_with(fn: Any, config: Config) -> tuple[Any, Config]:
+    """Returns the function to call for a config, with its compiler options, and the keyword arguments for the call.
+
+    Args:
+        fn: the function. If the config has compiler options, it is jitted again, once for the same options.
+        config: the config.
+    """
+    keywords, options = split_config(fn, config)
+    return (jax_internals.with_compiler_options(fn, options) if options else fn), keywords
+
+
+def bind_config(fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    """Returns a function that takes the arguments of a call and runs with a config.
+
+    Args:
+        fn: the function, jitted or not.
+        config: the config. Inside a trace its compiler options are left out with a warning: JAX
+            refuses them for all but the outermost jit.
+    """
+    jitted, keywords = jitted_with(fn, config)
+    return functools.partial(fn, **keywords) if jitted is fn else _WithOptions(fn, jitted, keywords, config[OPTIONS])
+
+
+def function_inside(bound: Callable[..., Any]) -> Any:
+    """Returns the function inside a bound function or another wrapper.
+
+    Args:
+        bound: a function from `bind_config`, or any wrapper.
+    """
+    if isinstance(bound, (functools.partial, _WithOptions)):
+        return bound.func
+    return getattr(bound, "__wrapped__", bound)
+
+
+def check_jit_options(fn: Callable[..., Any], name: str) -> None:
+    """Raises where a jitted function has options with which it cannot be tuned.
+
+    Args:
+        fn: the jitted function.
+        name: its name in messages.
+
+    Raises:
+        TypeError: the function accepts no config, or cannot be rebuilt in a worker.
+    """
+    options = jax_internals.jit_options(fn)
+    if options.takes_no_keywords:
+        raise TypeError(
+            f"{name}: jax.jit accepts no keyword arguments with in_shardings, and that is how the tunables are passed: "
+            "leave in_shardings out and lay out the arguments (jax.device_put(x, sharding)), or call "
+            "jax.lax.with_sharding_constraint inside the function"
+        )
+    if options.cannot_travel:
+        from quarantune.transport import importable  # few functions need it
+
+        if not importable.may_travel_by_name(fn):
+            options.check_can_travel(name)
+
+
+def check_configs(
+    fn: Callable[..., Any], configs: Sequence[Config], *, name: str, signature: inspect.Signature, need_defaults: bool
+) -> None:
+    """Raises where a function cannot take the keys of its configs.
+
+    Args:
+        fn: the function.
+        configs: its configs, or a few in which every value occurs.
+        name: its name in messages.
+        signature: its signature.
+        need_defaults: whether every tunable must have a default, because the function is also called without it.
+
+    Raises:
+        TypeError: a key is no parameter that can be passed by keyword, or has no default.
+        ValueError: a key is not static.
+    """
+    is_jitted = jax_internals.is_jitted(fn)
+    # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
+    static_names = frozenset(jax_internals.jit_options(fn).static_argnames) if is_jitted else None
+    check_parameters(
+        configs, parameters=signature, static_names=static_names, fn_name=name, need_defaults=need_defaults
+    )
+    if is_jitted:
+        check_compiler_options(fn, configs, name=name)
+
+
+def check_compiler_options(fn: Callable[..., Any], configs: Sequence[Config], *, name: str) -> None:
+    """Checks the compiler options of configs, and that the function can be jitted with them.
+
+    Args:
+        fn: a jitted function.
+        configs: its configs.
+        name: the function's name, for error messages.
+
+    Raises:
+        TypeError: the options are no dict of plain values, or the function was jitted with options tied to devices.
+    """
+    if OPTIONS in inspect.signature(fn).parameters:
+        return
+    given = [config[OPTIONS] for config in configs if OPTIONS in config]
+    for options in given:
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                f"{name}: {OPTIONS} is {shown(options)}; give a dict of XLA's options, as in {{{OPTIONS!r}: "
+                f"{{'xla_cpu_enable_fast_math': True}}}}, or make {OPTIONS!r} a parameter of the function."
+            )
+        for option, value in options.items():
+            if not isinstance(value, (bool, int, float, str)):
+                raise TypeError(
+                    f"{name}: {OPTIONS}[{option!r}] is {shown(value)}; XLA's options are booleans, numbers and strings."
+                )
+    bound = jax_internals.jit_options(fn).cannot_travel
+    if bound and any(given):
+        raise TypeError(
+            f"{name}: its configs have {OPTIONS}, for which it has to be jitted again, and jax.jit was given "
+            f"{' and '.join(bound)}, which would be lost: leave one or the other out."
+        )
+
+
+class _WithOptions:
+    """A jitted function with a config that has compiler options.
+
+    Attributes:
+        func: the function that was given, like `functools.partial.func`.
+        keywords: the keyword arguments bound to it, like `functools.partial.keywords`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], jitted: Callable[..., Any], keywords: Config, options: Any) -> None:
+        self.func = fn
+        self.keywords = keywords
+        self._options = options
+        self._compiled = functools.partial(jitted, **keywords)
+        self._traced = functools.partial(fn, **keywords)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, compiled with the options; inside a trace without them."""
+        if not jax_internals.is_tracing():
+            return self._compiled(*args, **kwargs)
+        name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._options)
+        _warn_once(
+            f"{name}: its config {self.keywords} runs without its {OPTIONS} inside a trace, because JAX takes them at "
+            f"the outermost jit alone: give them to that one, jax.jit(..., {OPTIONS}={options})"
+        )
+        return self._traced(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickles the function and the config."""
+        return bind_config, (self.func, {**self.keywords, OPTIONS: self._options})
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message, RuntimeWarning)
+
+
+# --- configs that contextual tuning assigns ---
+
+assignments_in_force: ScopedStack[Any] = ScopedStack()
+"""The assignments of configs to kernels (`transport.assignment`) that are in force in a thread."""
+_NUMBER = re.compile(r" #\d+$")
+_kernels: dict[str, weakref.WeakSet[Any]] = {}
+
+
+def register_kernel(kernel: Any) -> None:
+    """Registers an autotuned function under its name."""
+    _kernels.setdefault(kernel.name, weakref.WeakSet()).add(kernel)
+
+
+def kernels(name: str) -> Sequence[Any]:
+    """Returns the autotuned functions of a name; there may be several from one factory."""
+    return list(_kernels.get(_NUMBER.sub("", name), ()))

@@ -21,9 +21,9 @@ from quarantune.jax_internals.other_processes import compilation_cache_in_memory
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions, Measurement
-from quarantune.transport import arrays, assignment, binding, differentiation, executable, manual_axes, programs
+from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
 from quarantune.transport.call import Call
-from quarantune.transport.problem import Arguments
+from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
 from quarantune.values.configs import Config, restore
 from quarantune.values.trial import CompilerFigures, CompileTarget, OutputArray
 from quarantune.worker import compiler_figures
@@ -177,7 +177,7 @@ class Bench:
         config = restore(config, self._call.config_values)
         start = time.perf_counter()
         if self.is_plain:
-            return Program(config, binding.bind(self._call.fn, config), 0.0)
+            return Program(config, bind_config(self._call.fn, config), 0.0)
         if target is not None:
             figures = None
             if target.estimates:
@@ -189,7 +189,7 @@ class Bench:
             figures = figures or program.figures
             return dataclasses.replace(program, compile_s=time.perf_counter() - start, figures=figures)
         args, kwargs = arrays.call_as_structs(self._call) if away else self._arguments.shared()
-        jitted, keywords = binding.applied(self._jitted, config)
+        jitted, keywords = jitted_with(self._jitted, config)
         traced = jitted.trace(*args, **kwargs, **keywords)
         if self._options.platform == "tpu":
             _check_vmem(traced.jaxpr, jax.local_devices()[0].device_kind)
@@ -214,7 +214,7 @@ class Bench:
         """
         with abstract_device(target, is_check=is_check) as sharding:
             args, kwargs = arrays.call_as_structs(self._call, sharding=sharding)
-            jitted, keywords = binding.applied(self._jitted, restore(config, self._call.config_values))
+            jitted, keywords = jitted_with(self._jitted, restore(config, self._call.config_values))
             traced = jitted.trace(*args, **kwargs, **keywords)
             if target.platform == "tpu":
                 _check_vmem(traced.jaxpr, target.device_kind)
@@ -272,7 +272,7 @@ class Bench:
         out_tree = read.out_tree
         if out_tree is None:
             # Its outputs hold classes that only the function can name. A worker has traced it without harm.
-            jitted, keywords = binding.applied(self._jitted, config)
+            jitted, keywords = jitted_with(self._jitted, config)
             out_tree = jitted.trace(*self._arguments.shared()[0], **self._arguments.shared()[1], **keywords).out_tree
         return Program(config, read.with_trees(jax.tree.structure((args, kwargs)), out_tree), 0.0)
 
@@ -455,7 +455,7 @@ class Bench:
         Returns:
             Whether it calls back into Python, and its hash.
         """
-        _, compiler_options = binding.split(self._jitted, config)
+        _, compiler_options = split_config(self._jitted, config)
         program = programs.identity(lowered, text, compiler_options, structure_of)
         if program is not None and not self._options.check_grad:
             arrays = jax.tree.leaves(lowered.out_info)

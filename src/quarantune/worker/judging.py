@@ -25,10 +25,10 @@ from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.transport import arrays, binding, differentiation, executable, pickling
+from quarantune.transport import arrays, differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.call import Call
-from quarantune.transport.problem import Arguments
+from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import OutputArray
 from quarantune.worker.arguments import CallArguments
@@ -385,7 +385,7 @@ class Judge:
         args, kwargs = arguments
         static = self._arguments.jit or jax_internals.JitOptions()
         if self._arguments.jit is not None and jax_internals.is_jitted(fn):
-            config, _ = binding.split(fn, config)  # JAX refuses compiler options under differentiation
+            config, _ = split_config(fn, config)  # JAX refuses compiler options under differentiation
             fn = jax_internals.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
         return differentiation.gradients(bound, args, kwargs, static)
