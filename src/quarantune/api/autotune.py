@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host.process import hide_own_frames, lazy, own_frames_hidden
+from quarantune.host.process import hide_own_frames, lazy, own_frames_hidden, without_collections
 from quarantune.transport.problem import (
     Arguments,
     assignments_in_force,
@@ -567,14 +566,10 @@ def _resolving() -> tuple[type[TunedFunction], type[Resolver]]:
     They are imported with the first call, because importing all that tuning needs takes a good part of JAX's own time.
     What imports create stays; searching it, and all that JAX has, for garbage takes longer than the imports.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with without_collections():
         from quarantune.resolve.call_key import TunedFunction
         from quarantune.resolve.resolver import Resolver
-    finally:
-        if was_enabled:
-            gc.enable()
+
     return TunedFunction, Resolver
 
 
