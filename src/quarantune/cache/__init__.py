@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from quarantune.cache.tuning_cache import MergeReport as MergeReport
     from quarantune.cache.tuning_cache import TuningCache as TuningCache
 
-_LATER = {
-    "claims": ("Claim", "Holder", "wait"),
-    "journal": ("Journal", "conclusions", "remember_trouble", "troublesome"),
-    "tuning_cache": ("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport", "TuningCache"),
+_MODULES = {
+    **dict.fromkeys(("Claim", "Holder", "wait"), "claims"),
+    **dict.fromkeys(("Journal", "conclusions", "remember_trouble", "troublesome"), "journal"),
+    **dict.fromkeys(
+        ("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport", "TuningCache"), "tuning_cache"
+    ),
 }
-_MODULES = {name: module for module, names in _LATER.items() for name in names}
 """The modules of the names that a cached call does not need, imported with their first use."""
 
 

@@ -41,11 +41,104 @@ from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Findings
 
 
+class CacheKey(NamedTuple):
+    """The key of an entry: `cache.get(*key)`.
+
+    Attributes:
+        kernel_type: the name of a function or of a kind of kernel.
+        problem_size: the key of the problem, as text.
+        device: the kind of device.
+    """
+
+    kernel_type: str
+    problem_size: str
+    device: str
+
+    def __str__(self) -> str:
+        """Returns the call as people write it, as `kernels.scale(x f32[8]) on NVIDIA H200, code 3472601ec4d8`."""
+        with contextlib.suppress(ValueError, RecursionError):
+            match json.loads(self.problem_size):
+                case {"call": call, **rest}:
+                    more = f", {call_text(rest)}" if rest else ""
+                    return f"{self.kernel_type}({call_text(call)}) on {self.device}{more}"
+        return f"{self.kernel_type} on {self.device}, {self.problem_size}"
+
+
 class CacheRecord(NamedTuple):
     """One entry and its key."""
 
     key: CacheKey
     entry: Entry
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryPair:
+    """Two entries for one problem.
+
+    Attributes:
+        key: the problem.
+        kept: the entry that a merge keeps; in a comparison, that of the one cache.
+        other: the entry that a merge leaves out; in a comparison, that of the other cache.
+    """
+
+    key: CacheKey
+    kept: Entry
+    other: Entry
+
+    def __str__(self) -> str:
+        """Returns the problem and the two configs on one line."""
+        configs = " and ".join(canonical_json(entry.get("config")) for entry in (self.kept, self.other))
+        return f"{self.key}: {configs}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeReport:
+    """The effects of merging another cache into one.
+
+    Attributes:
+        added: the problems that only the other cache had.
+        updated: the problems for which both had the same config, and the other more samples: its entry was taken.
+        unchanged: the problems for which both had the same config, and the entry stayed.
+        conflicts: the problems for which the configs differ: the newer entry was kept, and both are listed.
+    """
+
+    added: tuple[CacheKey, ...] = ()
+    updated: tuple[CacheKey, ...] = ()
+    unchanged: tuple[CacheKey, ...] = ()
+    conflicts: tuple[EntryPair, ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the numbers, and a line for each conflict."""
+        counts = f"{len(self.added)} added, {len(self.updated)} updated, {len(self.unchanged)} unchanged"
+        lines = [f"  kept the first, the newer: {conflict}" for conflict in self.conflicts]
+        return "\n".join([f"{counts}, {len(lines)} in conflict", *lines])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheDiff:
+    """The differences between two caches.
+
+    Attributes:
+        only_here: the problems that only the one cache has.
+        only_there: the problems that only the other has.
+        different: the problems for which their configs differ.
+        same: the problems for which they have the same config.
+    """
+
+    only_here: tuple[CacheKey, ...] = ()
+    only_there: tuple[CacheKey, ...] = ()
+    different: tuple[EntryPair, ...] = ()
+    same: tuple[CacheKey, ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the numbers, and a line for each difference."""
+        lines = [
+            f"{len(self.only_here)} only here, {len(self.only_there)} only there, {len(self.different)} different, "
+            f"{len(self.same)} the same"
+        ]
+        for where, keys in (("here", self.only_here), ("there", self.only_there)):
+            lines += [f"  only {where}: {key}" for key in keys]
+        return "\n".join([*lines, *(f"  here and there: {pair}" for pair in self.different)])
 
 
 class TuningCache:
@@ -88,7 +181,7 @@ class TuningCache:
         with self._lock:
             config = self._configs.get(key)
         if config is None:
-            config = _config(self.entry(*key))
+            config = _usable_config(self.entry(*key))
             if config is None:
                 return None
             with self._lock:
@@ -186,7 +279,7 @@ class TuningCache:
     def __iter__(self) -> Iterator[CacheRecord]:
         """Iterates over the entries on disk."""
         for name, contents in self._contents():
-            yield from map(CacheRecord._make, entries_of(name, contents))
+            yield from entries_of(name, contents)
 
     def merge(self, other: TuningCache | str | os.PathLike[str]) -> MergeReport:
         """Copies all entries of another cache.
@@ -204,15 +297,16 @@ class TuningCache:
             ValueError: the other directory does not exist, or one of the caches is in memory only.
             CacheWriteError: they could not be saved; the message says why.
         """
-        merging = Merging()
         store, other = self._on_disk(), _opened(other)
+        offered: dict[CacheKey, Entry] = {}
+        decided: dict[CacheKey, tuple[Entry, Entry]] = {}
         for name, contents in other._contents():
             if contents:
-                merging.offer(name, contents)
-                store.merge(name, contents, prefer=functools.partial(merging.prefer, name))
+                offered |= dict(entries_of(name, contents))
+                store.merge(name, contents, prefer=functools.partial(_preferred, decided, name))
         with self._lock:
             self._configs.clear()
-        return merging.report()
+        return _merge_report(offered, decided)
 
     def export(
         self,
@@ -304,7 +398,7 @@ def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
     return CacheKey(safe_name(kernel_type), problem, str(device))
 
 
-def _config(entry: Entry | None) -> Config | None:
+def _usable_config(entry: Entry | None) -> Config | None:
     config = None if entry is None else entry.get("config")
     return {name: configs.freeze(value) for name, value in config.items()} if isinstance(config, dict) else None
 
@@ -322,274 +416,66 @@ def _opened(other: TuningCache | str | os.PathLike[str]) -> TuningCache:
     return opened
 
 
-_DRAFT_AGE_S = 3600.0
-"""No process works on a draft for longer than this, in seconds."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pruned:
-    """The things that were removed, or would be.
-
-    Attributes:
-        entries: the results.
-        files: damaged files that were set aside, drafts of dead processes, and the trials of sweeps without a result.
-    """
-
-    entries: tuple[CacheKey, ...] = ()
-    files: tuple[Path, ...] = ()
-
-
-def prune(
-    store: Store,
-    *,
-    older_than_s: float | None = None,
-    is_chosen: Callable[[str, str | None], bool] = lambda name, device: True,
-    dry_run: bool = False,
-) -> Pruned:
-    """Removes remains and, if an age is given, old results with their trials and the trials of old unfinished sweeps.
-
-    Args:
-        store: the entries.
-        older_than_s: the least age of results and trials, in seconds; None to keep them all.
-        is_chosen: takes the name of a function's file and a kind of device, or None for files that may be about any;
-            returns whether to look at it.
-        dry_run: whether to remove nothing.
-
-    Returns:
-        The things that were removed, or would be.
-
-    Raises:
-        CacheWriteError: something could not be removed; the message says why.
-    """
-    now_s = time.time()
-    files = list(_remains(store.directory, now_s, lambda name: is_chosen(name, None)))
-    entries: list[CacheKey] = []
-    for name in store.names() if older_than_s is not None else ():
-        before_s = now_s - (older_than_s or 0)
-
-        def is_old(device: str, key: str, entry: Entry, *, name: str = name, before_s: float = before_s) -> bool:
-            return is_chosen(name, device) and _created_s(entry) < before_s
-
-        found = entries_of(name, store.read(name))
-        old = [key for key, entry in found if is_old(key.device, key.problem_size, entry)]
-        if old and not dry_run:
-            store.discard(name, is_old)
-            for key in old:
-                journal.discard_all(store.directory, name, problem_hash(key.device, key.problem_size))
-        entries += old
-    if older_than_s is not None:
-        files += _unfinished(store, now_s - older_than_s, lambda name: is_chosen(name, None))
-    if not dry_run:
-        journal.remove(store.directory, files)
-    return Pruned(entries=tuple(entries), files=tuple(files))
-
-
-def _remains(directory: Path, now_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
-    """Yields damaged files that were set aside, and the drafts of processes that died as they wrote."""
-    patterns = ("*.json.corrupt-*", "*.entries/*.json.corrupt-*", ".*.json.*.tmp", "*.entries/*.tmp", "*.trials/*.tmp")
-    for path in [path for pattern in patterns for path in paths(directory, pattern)]:
-        name = path.parent.stem if path.parent != directory else path.name.removeprefix(".").rpartition(".json.")[0]
-        # A file that was only too large for the version that set it aside holds results.
-        is_whole = path.suffix == ".tmp" or _is_readable(path, LARGEST_ENTRIES_BYTES)
-        if is_chosen(name) and is_whole and (path.suffix != ".tmp" or _written_s(path) < now_s - _DRAFT_AGE_S):
-            yield path
-
-
-def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
-    """Yields old files about problems that have no result."""
-    for folder in paths(store.directory, "*.trials"):
-        if not is_chosen(folder.stem):
-            continue
-        known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
-        if store.problems(folder.stem):
-            continue  # there may be results that cannot be read
-        records = [f"{folder.name}/*.{suffix}" for suffix in journal.RECORDS]
-        for path in [path for pattern in records for path in paths(store.directory, pattern)]:
-            is_old = path.name.partition(".")[0] not in known and _written_s(path) < before_s
-            if is_old and _is_readable(path, journal.LARGEST_READ_JOURNAL_BYTES):
-                yield path
-
-
-def _is_readable(path: Path, largest_bytes: int) -> bool:
-    with contextlib.suppress(OSError):
-        found = path.lstat()
-        return stat.S_ISREG(found.st_mode) and found.st_size <= largest_bytes and os.access(path, os.R_OK)
-    return False
-
-
-def _created_s(entry: Entry) -> float:
-    """Returns when an entry was made, in seconds since 1970; infinite where that is not known."""
-    with contextlib.suppress(ValueError, TypeError, OverflowError):
-        created = datetime.datetime.fromisoformat(str(entry.get("created")))
-        return created.replace(tzinfo=created.tzinfo or datetime.UTC).timestamp()
-    return float("inf")
-
-
-def _written_s(path: Path) -> float:
-    with contextlib.suppress(OSError):
-        return path.lstat().st_mtime
-    return float("inf")
-
-
-# --- exchange ---
-
-
-class CacheKey(NamedTuple):
-    """The key of an entry: `cache.get(*key)`.
-
-    Attributes:
-        kernel_type: the name of a function or of a kind of kernel.
-        problem_size: the key of the problem, as text.
-        device: the kind of device.
-    """
-
-    kernel_type: str
-    problem_size: str
-    device: str
-
-    def __str__(self) -> str:
-        """Returns the call as people write it, as `kernels.scale(x f32[8]) on NVIDIA H200, code 3472601ec4d8`."""
-        with contextlib.suppress(ValueError, RecursionError):
-            match json.loads(self.problem_size):
-                case {"call": call, **rest}:
-                    more = f", {call_text(rest)}" if rest else ""
-                    return f"{self.kernel_type}({call_text(call)}) on {self.device}{more}"
-        return f"{self.kernel_type} on {self.device}, {self.problem_size}"
-
-
-@dataclasses.dataclass(frozen=True)
-class EntryPair:
-    """Two entries for one problem.
-
-    Attributes:
-        key: the problem.
-        kept: the entry that a merge keeps; in a comparison, that of the one cache.
-        other: the entry that a merge leaves out; in a comparison, that of the other cache.
-    """
-
-    key: CacheKey
-    kept: Entry
-    other: Entry
-
-    def __str__(self) -> str:
-        """Returns the problem and the two configs on one line."""
-        configs = " and ".join(canonical_json(entry.get("config")) for entry in (self.kept, self.other))
-        return f"{self.key}: {configs}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MergeReport:
-    """The effects of merging another cache into one.
-
-    Attributes:
-        added: the problems that only the other cache had.
-        updated: the problems for which both had the same config, and the other more samples: its entry was taken.
-        unchanged: the problems for which both had the same config, and the entry stayed.
-        conflicts: the problems for which the configs differ: the newer entry was kept, and both are listed.
-    """
-
-    added: tuple[CacheKey, ...] = ()
-    updated: tuple[CacheKey, ...] = ()
-    unchanged: tuple[CacheKey, ...] = ()
-    conflicts: tuple[EntryPair, ...] = ()
-
-    def __str__(self) -> str:
-        """Returns the numbers, and a line for each conflict."""
-        counts = f"{len(self.added)} added, {len(self.updated)} updated, {len(self.unchanged)} unchanged"
-        lines = [f"  kept the first, the newer: {conflict}" for conflict in self.conflicts]
-        return "\n".join([f"{counts}, {len(lines)} in conflict", *lines])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CacheDiff:
-    """The differences between two caches.
-
-    Attributes:
-        only_here: the problems that only the one cache has.
-        only_there: the problems that only the other has.
-        different: the problems for which their configs differ.
-        same: the problems for which they have the same config.
-    """
-
-    only_here: tuple[CacheKey, ...] = ()
-    only_there: tuple[CacheKey, ...] = ()
-    different: tuple[EntryPair, ...] = ()
-    same: tuple[CacheKey, ...] = ()
-
-    def __str__(self) -> str:
-        """Returns the numbers, and a line for each difference."""
-        lines = [
-            f"{len(self.only_here)} only here, {len(self.only_there)} only there, {len(self.different)} different, "
-            f"{len(self.same)} the same"
-        ]
-        for where, keys in (("here", self.only_here), ("there", self.only_there)):
-            lines += [f"  only {where}: {key}" for key in keys]
-        return "\n".join([*lines, *(f"  here and there: {pair}" for pair in self.different)])
-
-
-class Merging:
-    """Decides about the entries of one merge, and keeps a record."""
-
-    def __init__(self) -> None:
-        self._present: dict[CacheKey, Entry] = {}
-        self._offered: dict[CacheKey, Entry] = {}
-        self._kept: dict[CacheKey, Entry] = {}
-
-    def offer(self, name: str, contents: Contents) -> None:
-        """Notes the entries of the other cache for a function."""
-        self._offered |= dict(entries_of(name, contents))
-
-    def prefer(self, name: str, device: str, problem: str, present: Entry, offered: Entry) -> Entry:
-        """Returns which of two entries stays: of the same config the one with more samples, else the newer one."""
-        key = CacheKey(name, problem, device)
-        if present == self._kept.get(key):
-            return present  # the file is written once more, because another process wrote it meanwhile
-        if _config_of(present) == _config_of(offered):
-            kept = offered if _samples_of(offered) > _samples_of(present) else present
-        else:
-            # A measured one before an estimate. ISO times in UTC sort as text; an entry without one counts as older.
-            kept = max(
-                present, offered, key=lambda it: (not Findings.from_json(it).is_estimate, str(it.get("created", "")))
-            )
-        self._present[key], self._kept[key] = present, kept
-        return kept
-
-    def report(self) -> MergeReport:
-        """Returns the effects of the merge."""
-        updated: list[CacheKey] = []
-        unchanged: list[CacheKey] = []
-        conflicts: list[EntryPair] = []
-        for key, present in self._present.items():
-            kept, offered = self._kept[key], self._offered[key]
-            if _config_of(present) != _config_of(offered):
-                conflicts.append(EntryPair(key, kept, offered if kept == present else present))
-            else:
-                (unchanged if kept == present else updated).append(key)
-        return MergeReport(
-            added=tuple(key for key in self._offered if key not in self._present),
-            updated=tuple(updated),
-            unchanged=tuple(unchanged),
-            conflicts=tuple(conflicts),
-        )
-
-
-def entries_of(name: str, contents: Contents) -> Iterator[tuple[CacheKey, Entry]]:
+def entries_of(name: str, contents: Contents) -> Iterator[CacheRecord]:
     """Yields the entries of a function with their keys."""
     for device, entries in contents.items():
         for key, entry in entries.items():
-            yield CacheKey(name, key, device), entry
+            yield CacheRecord(CacheKey(name, key, device), entry)
 
 
-def compare(here: Iterable[tuple[CacheKey, Entry]], there: Iterable[tuple[CacheKey, Entry]]) -> CacheDiff:
+def _preferred(
+    decided: dict[CacheKey, tuple[Entry, Entry]], name: str, device: str, problem: str, present: Entry, offered: Entry
+) -> Entry:
+    """Returns which of two entries a merge keeps: of the same config the one with more samples, else the newer one.
+
+    Args:
+        decided: the entry that was present and the one that is kept, by their key; this decision is added.
+        name: the function.
+        device: the kind of device.
+        problem: the key of the problem.
+        present: the entry in the file.
+        offered: the entry of the other cache.
+    """
+    key = CacheKey(name, problem, device)
+    if key in decided and present == decided[key][1]:
+        return present  # the file is written once more, because another process wrote it meanwhile
+    if _config_of(present) == _config_of(offered):
+        kept = offered if _samples_of(offered) > _samples_of(present) else present
+    else:
+        # A measured one before an estimate. ISO times in UTC sort as text; an entry without one counts as older.
+        kept = max(
+            present, offered, key=lambda it: (not Findings.from_json(it).is_estimate, str(it.get("created", "")))
+        )
+    decided[key] = present, kept
+    return kept
+
+
+def _merge_report(offered: Mapping[CacheKey, Entry], decided: Mapping[CacheKey, tuple[Entry, Entry]]) -> MergeReport:
+    updated: list[CacheKey] = []
+    unchanged: list[CacheKey] = []
+    conflicts: list[EntryPair] = []
+    for key, (present, kept) in decided.items():
+        if _config_of(present) != _config_of(offered[key]):
+            conflicts.append(EntryPair(key, kept, offered[key] if kept == present else present))
+        else:
+            (unchanged if kept == present else updated).append(key)
+    return MergeReport(
+        added=tuple(key for key in offered if key not in decided),
+        updated=tuple(updated),
+        unchanged=tuple(unchanged),
+        conflicts=tuple(conflicts),
+    )
+
+
+def compare(here: Iterable[CacheRecord], there: Iterable[CacheRecord]) -> CacheDiff:
     """Returns the differences between the entries of two caches; configs count, times do not."""
     ours, theirs = dict(here), dict(there)
-    both = [key for key in sorted(ours) if key in theirs]
-    is_same = {key: _config_of(ours[key]) == _config_of(theirs[key]) for key in both}
+    pairs = [EntryPair(key, ours[key], theirs[key]) for key in sorted(ours.keys() & theirs.keys())]
     return CacheDiff(
-        only_here=tuple(key for key in sorted(ours) if key not in theirs),
-        only_there=tuple(key for key in sorted(theirs) if key not in ours),
-        different=tuple(EntryPair(key, ours[key], theirs[key]) for key in both if not is_same[key]),
-        same=tuple(key for key in both if is_same[key]),
+        only_here=tuple(sorted(ours.keys() - theirs.keys())),
+        only_there=tuple(sorted(theirs.keys() - ours.keys())),
+        different=tuple(pair for pair in pairs if _config_of(pair.kept) != _config_of(pair.other)),
+        same=tuple(pair.key for pair in pairs if _config_of(pair.kept) == _config_of(pair.other)),
     )
 
 
@@ -687,3 +573,120 @@ def _config_of(entry: Entry) -> str:
 def _samples_of(entry: Entry) -> float:
     samples = entry.get("samples")
     return samples if isinstance(samples, (int, float)) else 0
+
+
+# --- pruning ---
+
+_DRAFT_AGE_S = 3600.0
+"""No process works on a draft for longer than this, in seconds."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """The things that were removed, or would be.
+
+    Attributes:
+        entries: the results.
+        files: damaged files that were set aside, drafts of dead processes, and the trials of sweeps without a result.
+    """
+
+    entries: tuple[CacheKey, ...] = ()
+    files: tuple[Path, ...] = ()
+
+
+def prune(
+    store: Store,
+    *,
+    older_than_s: float | None = None,
+    is_chosen: Callable[[str, str | None], bool] = lambda name, device: True,
+    dry_run: bool = False,
+) -> Pruned:
+    """Removes remains and, if an age is given, old results with their trials and the trials of old unfinished sweeps.
+
+    Args:
+        store: the entries.
+        older_than_s: the least age of results and trials, in seconds; None to keep them all.
+        is_chosen: takes the name of a function's file and a kind of device, or None for files that may be about any;
+            returns whether to look at it.
+        dry_run: whether to remove nothing.
+
+    Returns:
+        The things that were removed, or would be.
+
+    Raises:
+        CacheWriteError: something could not be removed; the message says why.
+    """
+    now_s = time.time()
+    files = list(_remains(store.directory, now_s, lambda name: is_chosen(name, None)))
+    entries: list[CacheKey] = []
+    if older_than_s is not None:
+        before_s = now_s - older_than_s
+        for name in store.names():
+            entries += _prune_entries(store, name, before_s, is_chosen, dry_run=dry_run)
+        files += _unfinished(store, before_s, lambda name: is_chosen(name, None))
+    if not dry_run:
+        journal.remove(store.directory, files)
+    return Pruned(entries=tuple(entries), files=tuple(files))
+
+
+def _prune_entries(
+    store: Store, name: str, before_s: float, is_chosen: Callable[[str, str | None], bool], *, dry_run: bool
+) -> list[CacheKey]:
+    """Removes the old results of one function with their trials, and returns their keys."""
+
+    def is_old(device: str, key: str, entry: Entry) -> bool:
+        return is_chosen(name, device) and _created_s(entry) < before_s
+
+    old = [key for key, entry in entries_of(name, store.read(name)) if is_old(key.device, key.problem_size, entry)]
+    if old and not dry_run:
+        store.discard(name, is_old)
+        for key in old:
+            journal.discard_all(store.directory, name, problem_hash(key.device, key.problem_size))
+    return old
+
+
+def _remains(directory: Path, now_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
+    """Yields damaged files that were set aside, and the drafts of processes that died as they wrote."""
+    patterns = ("*.json.corrupt-*", "*.entries/*.json.corrupt-*", ".*.json.*.tmp", "*.entries/*.tmp", "*.trials/*.tmp")
+    for path in [path for pattern in patterns for path in paths(directory, pattern)]:
+        name = path.parent.stem if path.parent != directory else path.name.removeprefix(".").rpartition(".json.")[0]
+        # A file that was only too large for the version that set it aside holds results.
+        is_whole = path.suffix == ".tmp" or _is_readable(path, LARGEST_ENTRIES_BYTES)
+        if is_chosen(name) and is_whole and (path.suffix != ".tmp" or _written_s(path) < now_s - _DRAFT_AGE_S):
+            yield path
+
+
+def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
+    """Yields old files about problems that have no result."""
+    for folder in paths(store.directory, "*.trials"):
+        if not is_chosen(folder.stem):
+            continue
+        known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
+        if store.problems(folder.stem):
+            continue  # there may be results that cannot be read
+        records = [f"{folder.name}/*.{suffix}" for suffix in journal.RECORDS]
+        for path in [path for pattern in records for path in paths(store.directory, pattern)]:
+            is_old = path.name.partition(".")[0] not in known and _written_s(path) < before_s
+            if is_old and _is_readable(path, journal.LARGEST_READ_JOURNAL_BYTES):
+                yield path
+
+
+def _is_readable(path: Path, largest_bytes: int) -> bool:
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISREG(found.st_mode) and found.st_size <= largest_bytes and os.access(path, os.R_OK)
+    return False
+
+
+def _created_s(entry: Entry) -> float:
+    """Returns when an entry was made, in seconds since 1970; infinite where that is not known."""
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        created = datetime.datetime.fromisoformat(str(entry.get("created")))
+        return created.replace(tzinfo=created.tzinfo or datetime.UTC).timestamp()
+    return float("inf")
+
+
+def _written_s(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.lstat().st_mtime
+    return float("inf")

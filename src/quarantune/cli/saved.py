@@ -13,7 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, safe_name, tuning_cache
+from quarantune.cache import (
+    CacheKey,
+    CacheRecord,
+    Contents,
+    Entry,
+    EntryPair,
+    Store,
+    TuningCache,
+    safe_name,
+    tuning_cache,
+)
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
@@ -281,11 +291,11 @@ def _readable(directory: Path, *, remedy: str) -> Store:
     return Store(directory, read_only=True)
 
 
-def _all(store: Store) -> Iterator[tuple[CacheKey, Entry]]:
+def _all(store: Store) -> Iterator[CacheRecord]:
     return _entries((name, store.read(name)) for name in store.names())
 
 
-def _entries(contents: Iterable[tuple[str, Contents]]) -> Iterator[tuple[CacheKey, Entry]]:
+def _entries(contents: Iterable[tuple[str, Contents]]) -> Iterator[CacheRecord]:
     for name, entries in contents:
         yield from tuning_cache.entries_of(name, entries)
 
