@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn, TypedDict, cast
 
 from quarantune import jax_internals
-from quarantune.host.waits import RunTime
+from quarantune.host.waits import RunLimit, RunTime
 from quarantune.jax_internals.other_processes import load_plugins
 from quarantune.measure import sampling
 from quarantune.sandbox import messages, spool, wire
@@ -42,7 +42,6 @@ from quarantune.worker.failures import (
     readable,
     shortened,
 )
-from quarantune.worker.first_run import FirstRunLimit
 
 # A template imports this module, so that no worker has to.
 codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
@@ -267,7 +266,7 @@ class Worker:
     def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
         limit = None
         if task.stop_ms is not None and bench.times_first_run(program):
-            limit = FirstRunLimit(task.stop_ms, self._report_stop)
+            limit = RunLimit(task.stop_ms, self._report_stop)
         end = 1 + task.references
         group = bench.check(
             program,
