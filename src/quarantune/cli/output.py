@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
@@ -92,17 +91,11 @@ class Output:
     def json(self, value: Any) -> None:
         """Writes a value, if JSON was asked for; times that are not known become null."""
         if self.as_json:
-            self._write(json.dumps(_finite(value), indent=2, allow_nan=False, default=str))
+            from quarantune.cache import plain  # not where people read the help
+
+            self._write(json.dumps(plain(value, finite_only=False), indent=2))
 
     def _write(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         self._stream.flush()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

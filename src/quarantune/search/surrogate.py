@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import math
 import threading
@@ -70,8 +71,9 @@ class Surrogate(Strategy):
         self._renewal = 0
         self._best = math.inf
         self._logs: dict[int, float] = {}
+        # The models import SciPy, which takes a second and is not needed before the starts have been tried.
         with contextlib.suppress(RuntimeError):  # no further thread can start: they are imported when they are needed
-            threading.Thread(target=_import_models, daemon=True).start()
+            threading.Thread(target=importlib.import_module, args=("quarantune.search.models",), daemon=True).start()
 
     def learn(self, position: int, trial: Trial) -> None:
         """Takes the logarithm of the config's time, or NaN for a failure; a lost config has neither."""
@@ -119,7 +121,9 @@ class Surrogate(Strategy):
     def _renewed(self) -> Forecast | None:
         """Has the models look at new candidates, if any are left."""
         if self._models is None:
-            self._models = _import_models()(self._fields, self._features, self._rng)
+            from quarantune.search.models import Models
+
+            self._models = Models(self._fields, self._features, self._rng)
         told, logs = list(self._logs), np.array(list(self._logs.values()), np.float64)
         best_first = np.argsort(logs, kind="stable")  # failures are the last
         parents = [told[index] for index in best_first[: min(_PARENTS, int(np.isfinite(logs).sum()))]]
@@ -154,13 +158,6 @@ class Surrogate(Strategy):
     def _points(self, positions: Sequence[int]) -> Floats:
         """Returns configs as points in which only sizes and words count."""
         return self._features.points(self._fields.codes(positions))[:, : self._features.ordered]
-
-
-def _import_models() -> type[Models]:
-    """Imports the models and SciPy, which takes a second and is not needed before the starts have been tried."""
-    from quarantune.search.models import Models
-
-    return Models
 
 
 class Drawing:
