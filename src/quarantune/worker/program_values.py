@@ -6,19 +6,39 @@ fresh import is another, the caller's takes its place.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
+import functools
 import importlib
 import io
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from quarantune.cache import state
-from quarantune.cache.fingerprint import LITERALS, NOTHING, is_library, is_library_function, plain_function, reached
+from quarantune.cache import plain_function, short_hash
+from quarantune.cache.fingerprint import (
+    LITERALS,
+    MOST_LAYERS,
+    NOTHING,
+    attribute,
+    closure_of,
+    describe,
+    describe_array,
+    describe_code,
+    is_library,
+    is_library_function,
+    reached,
+    stable_repr,
+    type_name,
+    without_caches,
+    wrapped_by,
+)
 from quarantune.host.process import is_imported_early
 from quarantune.transport import pickling
 from quarantune.transport.call import ProgramValue
@@ -27,6 +47,16 @@ from quarantune.transport.pickling import LEFT_OUT, dump_state, home_of
 from quarantune.values import texts
 
 _logger = logging.getLogger("quarantune")
+
+_LARGEST_HASHED_BYTES = 1 << 20
+"""Larger arrays count by shape and dtype, as this is done before every sweep."""
+_MOST_HASHED_BYTES = 1 << 24
+_MOST_PARTS = 20_000
+"""Further parts of a value count by their types."""
+
+_WEAK = (weakref.ref, weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary)
+_CELL, _INNER = "closure ", "wrapped function"
+_DEFAULTS = ("__defaults__", "__kwdefaults__")
 
 
 class ProgramValueError(TypeError):
@@ -57,8 +87,8 @@ def collect(functions: Iterable[Callable[..., Any]]) -> tuple[ProgramValue, ...]
             importable[module] = can_import(module)
         if not importable[module] or not _may_differ((module, *path), value):
             continue
-        for steps, item in ((tuple(path), value), *state.cells(value, tuple(path))):
-            if _find((module, *steps), sys.modules)[-1] is item:
+        for steps, item in ((tuple(path), value), *_cells(value, tuple(path))):
+            if _find((module, *steps))[-1] is item:
                 number = len(values) if _is_shareable(item) else -1
                 values.append(_value((module, *steps), item, first.setdefault(id(item), number)))
     return tuple(values)
@@ -85,18 +115,18 @@ def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:
     else:
         blob, reason = dump_state(value, name)
     shown = texts.shown(value) if blob is None else ""
-    return ProgramValue(place, state.state_hash(value), same_as, shown, blob, reason)
+    return ProgramValue(place, _state_hash(value), same_as, shown, blob, reason)
 
 
 def _is_shareable(value: Any) -> bool:
     return not isinstance(value, (*LITERALS, tuple, frozenset, type, types.FunctionType))
 
 
-def _find(place: Sequence[str], modules: Any) -> list[Any]:
+def _find(place: Sequence[str]) -> list[Any]:
     """Returns the objects along a place, up to the value; the last one is `NOTHING` where there is none."""
-    found = [modules.get(place[0], NOTHING)]
+    found = [sys.modules.get(place[0], NOTHING)]
     for name in place[1:]:
-        found.append(NOTHING if found[-1] is NOTHING else state.step(found[-1], name))
+        found.append(NOTHING if found[-1] is NOTHING else _step(found[-1], name))
     return found
 
 
@@ -113,10 +143,10 @@ def adopt(values: Sequence[ProgramValue]) -> None:
     taken: set[int] = set()
     for number, value in enumerate(values):
         importlib.import_module(value.place[0])
-        *_, owner, mine = _find(value.place, sys.modules)
+        *_, owner, mine = _find(value.place)
         if value.same_as not in (-1, number):
             theirs = adopted[value.same_as]
-        elif mine is not NOTHING and id(mine) not in taken and state.state_hash(mine) == value.state:
+        elif mine is not NOTHING and id(mine) not in taken and _state_hash(mine) == value.state:
             theirs = mine
         else:
             if value.blob is None:
@@ -128,7 +158,7 @@ def adopt(values: Sequence[ProgramValue]) -> None:
                 raise ProgramValueError(_message(dataclasses.replace(value, reason=repr(error)), mine)) from error
             theirs = loaded if id(mine) in taken else _merged(mine, loaded)
         if theirs is not mine:
-            state.put(owner, value.place[-1], theirs)
+            _put(owner, value.place[-1], theirs)
         if _is_shareable(theirs):
             adopted[number] = theirs
             taken.add(id(theirs))
@@ -180,3 +210,149 @@ def _has_fields(value: Any) -> bool:
         return not is_code and isinstance(value.__dict__, dict)
     except Exception:  # an object may raise anything for any attribute
         return False
+
+
+# --- the state of a value ---
+#
+# A fingerprint must be the same for as long as results are to be found, and leaves out what may change by itself. This
+# hash is compared at once and once, so it covers everything: fields, closures, the code of functions as compiled.
+
+
+def _state_hash(value: Any) -> str:
+    """Returns a hash that differs where a value is another in another process; never raises.
+
+    Of a function, its code counts, and that of the functions in its closure: `_cells` yields the values there.
+    """
+    return short_hash(repr(_Description().of(value, apart=True)))
+
+
+def _cells(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the values that a function, and the functions that it wraps, keep in closures and defaults.
+
+    Args:
+        value: the function; nothing is yielded for other values.
+        path: the steps to it, which the steps to the values continue: see `_step`.
+    """
+    if len(path) > MOST_LAYERS:
+        return
+    if not isinstance(value, types.FunctionType):
+        if (inner := wrapped_by(value)) is not None:
+            yield from _cells(inner, (*path, _INNER))
+        return
+    if not is_library_function(value):
+        yield from (((*path, name), held) for name in _DEFAULTS if (held := getattr(value, name)) is not None)
+    elif not _is_of_functools(value):
+        return
+    for name, item in closure_of(value):
+        if plain_function(item) is not None:
+            yield from _cells(item, (*path, _CELL + name))
+        elif not (callable(item) or isinstance(item, (types.ModuleType, *_WEAK))):
+            yield (*path, _CELL + name), item
+    if (inner := wrapped_by(value)) is not None:
+        yield from _cells(inner, (*path, _INNER))
+
+
+def _is_of_functools(function: types.FunctionType) -> bool:
+    """Returns whether a function's closure holds what `functools.singledispatch` knows."""
+    return function.__code__.co_filename == functools.__file__
+
+
+def _step(owner: Any, name: str) -> Any:
+    """Returns the value one step away from another: an attribute, a closure's variable, or a wrapped function.
+
+    Returns:
+        The value, or `NOTHING`.
+    """
+    if name == _INNER:
+        return wrapped_by(owner) or NOTHING
+    if name.startswith(_CELL):
+        return dict(closure_of(owner)).get(name.removeprefix(_CELL), NOTHING)
+    return getattr(owner, name, NOTHING) if name in _DEFAULTS else attribute(owner, name)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Sets the value one step away from another, which cannot be a wrapped function.
+
+    Raises:
+        AttributeError: the owner does not let it be set.
+    """
+    if not name.startswith(_CELL):
+        setattr(owner, name, value)
+        return
+    owner.__closure__[owner.__code__.co_freevars.index(name.removeprefix(_CELL))].cell_contents = value
+
+
+class _Description:
+    """Describes one value; parts that are met again count by the number of their first time."""
+
+    def __init__(self) -> None:
+        self._bytes_left = _MOST_HASHED_BYTES
+        self._seen: dict[int, tuple[int, Any]] = {}  # with the objects, so that their addresses are not used again
+
+    def of(self, value: Any, *, apart: bool = False) -> Any:
+        """Describes a value; with `apart`, without the values that `_cells` yields."""
+        try:
+            return self._of(value, apart)
+        except Exception:
+            return type_name(type(value))
+
+    def _of(self, value: Any, apart: bool) -> Any:
+        if isinstance(value, (enum.Enum, type, types.ModuleType, types.CodeType, logging.Logger, *LITERALS)):
+            return describe(value)
+        kind = type_name(type(value))
+        if type(value) is tuple:  # constants, which may be one object here and two elsewhere
+            return [kind, *map(self.of, value)]
+        if id(value) in self._seen or len(self._seen) > _MOST_PARTS or isinstance(value, _WEAK):
+            return [kind, self._seen.get(id(value), (-1,))[0]]
+        self._seen[id(value)] = len(self._seen), value
+        return [kind, *self._parts(value, apart)]
+
+    def _parts(self, value: Any, apart: bool) -> Iterator[Any]:
+        if isinstance(value, types.FunctionType):
+            yield from self._parts_of_function(value, apart)
+        elif all(hasattr(value, name) for name in ("dtype", "shape", "__array__")):
+            yield from describe_array(value, min(_LARGEST_HASHED_BYTES, self._bytes_left))
+            self._bytes_left -= value.nbytes if value.nbytes <= _LARGEST_HASHED_BYTES else 0
+        elif isinstance(value, (list, tuple)):
+            yield from map(self.of, value)
+        elif isinstance(value, (set, frozenset)):
+            yield sorted(map(_text, value))
+        elif isinstance(value, Mapping):
+            items = {_text(key): item for key, item in value.items()}
+            yield [[text, self.of(items[text])] for text in sorted(items)]
+        elif isinstance(value, (functools.partial, types.MethodType)) or not (inner := wrapped_by(value)):
+            yield from map(self.of, _fields(value))
+        else:
+            yield self.of(inner, apart=apart)
+
+    def _parts_of_function(self, function: types.FunctionType, apart: bool) -> Iterator[Any]:
+        if not is_library_function(function):
+            yield describe_code(function.__code__)
+        else:
+            yield f"{function.__module__}.{function.__qualname__}"
+            if "<locals>" not in function.__qualname__ and not _is_of_functools(function):
+                return  # every process has the same one
+        for name in () if apart else _DEFAULTS:
+            yield self.of(getattr(function, name))
+        for _, item in closure_of(function):
+            if not apart or plain_function(item) is not None:
+                yield self.of(item, apart=apart)
+        if (inner := wrapped_by(function)) is not None:
+            yield self.of(inner, apart=apart)
+
+
+def _text(value: Any) -> str:
+    return repr(_Description().of(value))
+
+
+def _fields(value: Any) -> list[Any]:
+    """Returns the parts that a pickle of an object holds, else its fields, else its repr."""
+    with contextlib.suppress(Exception):
+        reduced = value.__reduce_ex__(4)
+        if isinstance(reduced, str):
+            return [reduced]
+        parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
+        return [without_caches(value, part) for part in parts]
+    if isinstance(fields := getattr(value, "__dict__", None), dict):
+        return [fields]
+    return [stable_repr(value)]
