@@ -26,7 +26,7 @@ import quarantune
 from quarantune import jax_internals
 from quarantune.sandbox import spool
 from quarantune.transport import arrays, payload, pickling
-from quarantune.transport.call import Call
+from quarantune.transport.payload import Call
 
 # A script without an `if __name__` guard, so that all of it is in `__main__`. Each case is a call: this script packs it
 # and records its result, and another process unpacks it and reports the result there.
@@ -427,10 +427,10 @@ for blob, call in calls.items():
     try:
         with jax.enable_x64(entry["x64"]), open(blob.with_suffix(".spool"), "rb") as spool:
             for _ in range(2):  # a call that donates its arguments gets fresh ones
-                args, kwargs = arrays.materialize(call, spool.fileno(), seed=0)
+                args, kwargs = payload.materialize(call, spool.fileno(), seed=0)
                 entry["result"] = to_lists(call.fn(*args, **kwargs))
             if _jax_internals.is_jitted(call.fn):
-                args, kwargs = arrays.call_as_structs(call)
+                args, kwargs = payload.call_as_structs(call)
                 call.fn.lower(*args, **kwargs)
         entry["name"], entry["doc"] = getattr(call.fn, "__qualname__", None), call.fn.__doc__
     except BaseException:
@@ -556,7 +556,7 @@ def _roundtrip(fn: Any, *args: Any, **kwargs: Any) -> tuple[Call, tuple[Any, ...
     with tempfile.TemporaryFile() as spool:
         payload.write_arrays(packed, spool.fileno())
         call = payload.unpack_call(packed.blob)
-        return call, *arrays.materialize(call, spool.fileno(), seed=0)
+        return call, *payload.materialize(call, spool.fileno(), seed=0)
 
 
 def _plain(*args: Any, **kwargs: Any) -> None:
@@ -628,9 +628,9 @@ def test_numpy_arguments_are_writable_copies_of_the_spool() -> None:
     call = payload.unpack_call(packed.blob)
     with tempfile.TemporaryFile() as spool:
         payload.write_arrays(packed, spool.fileno())
-        (first,), _ = arrays.materialize(call, spool.fileno(), seed=0)
+        (first,), _ = payload.materialize(call, spool.fileno(), seed=0)
         first[:] = -1
-        (second,), _ = arrays.materialize(call, spool.fileno(), seed=0)
+        (second,), _ = payload.materialize(call, spool.fileno(), seed=0)
     assert second.tolist() == [0, 1, 2, 3]
 
 
@@ -640,7 +640,7 @@ def test_numpy_arguments_keep_fortran_order() -> None:
     packed = payload.pack_call(_plain, tuple(orders.values()), {"x": np.zeros((0, 2), order="F")})
     with tempfile.TemporaryFile() as spool:
         payload.write_arrays(packed, spool.fileno())
-        arrived, _ = arrays.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
+        arrived, _ = payload.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
     for (order, given), array in zip(orders.items(), arrived, strict=True):
         np.testing.assert_array_equal(array, given)
         assert array.flags.c_contiguous is (order != "F"), order
@@ -680,12 +680,12 @@ def test_arrays_that_are_bound_to_their_device_arrive_bound_to_one() -> None:
     call = payload.unpack_call(packed.blob)
     with tempfile.TemporaryFile() as spool:
         payload.write_arrays(packed, spool.fileno())
-        (free_made, bound_made), _ = arrays.materialize(call, spool.fileno(), seed=0)
+        (free_made, bound_made), _ = payload.materialize(call, spool.fileno(), seed=0)
     assert {name: made.committed for name, made in free_made.items() if name != "numpy"} == dict.fromkeys(
         ("array", "key", "struct"), False
     )
     assert {name: made.committed for name, made in bound_made.items()} == dict.fromkeys(bound, True)
-    (free_structs, bound_structs), _ = arrays.call_as_structs(call)
+    (free_structs, bound_structs), _ = payload.call_as_structs(call)
     assert {struct.sharding for struct in free_structs.values()} == {None}
     assert {struct.sharding for struct in bound_structs.values()} == {placed}
 
@@ -699,7 +699,7 @@ def test_jax_arguments_own_their_buffers_every_time(is_bound: bool) -> None:
     with tempfile.TemporaryFile() as spool:
         payload.write_arrays(packed, spool.fileno())
         for _ in range(3):
-            (array,), _ = arrays.materialize(call, spool.fileno(), seed=0)
+            (array,), _ = payload.materialize(call, spool.fileno(), seed=0)
             assert array[4095] == 4095
             address = array.unsafe_buffer_pointer()
             # XLA writes only into buffers that it owns, and copies any other.
@@ -721,7 +721,7 @@ def test_the_spool_is_unmapped_after_use(tmp_path: Path) -> None:
     packed = payload.pack_call(_plain, (jnp.arange(100_000.0), np.arange(100_000)), {})
     with open(tmp_path / "the_spool", "w+b") as spool:
         payload.write_arrays(packed, spool.fileno())
-        arguments = arrays.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
+        arguments = payload.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
     gc.collect()  # JAX lets go of what it has copied only now
     assert arguments[0][0][99_999] == 99_999
     assert "the_spool" not in Path("/proc/self/maps").read_text()
@@ -756,7 +756,7 @@ def test_python_scalars_stay_python_scalars() -> None:
 
 def test_structs_have_the_dtype_jax_would_use() -> None:
     call, _, _ = _roundtrip(_plain, np.ones(2), jnp.full((2,), 1.0))
-    (wide, weak), _ = arrays.call_as_structs(call)
+    (wide, weak), _ = payload.call_as_structs(call)
     assert (wide.dtype, weak.weak_type) == (jnp.float32, True)
 
 
@@ -769,7 +769,7 @@ def test_a_full_disk_raises_instead_of_leaving_a_short_spool() -> None:
 def test_a_spool_that_is_too_short_is_refused() -> None:
     packed = payload.pack_call(_plain, (np.ones(10_000),), {})
     with tempfile.TemporaryFile() as spool, pytest.raises(ValueError, match="the spool holds 0 bytes"):
-        arrays.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
+        payload.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
 
 
 def test_no_descriptor_stays_open() -> None:

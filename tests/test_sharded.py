@@ -303,9 +303,9 @@ def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Pa
         with open(path, "w+b") as file:
             payload.write_arrays(packed, file.fileno())
             call = payload.unpack_call(packed.blob)
-            (first,), _ = arrays.materialize(call, file.fileno(), seed=0)
-            (second,), _ = arrays.materialize(call, file.fileno(), seed=0)
-        (structs,), _ = arrays.call_as_structs(call)
+            (first,), _ = payload.materialize(call, file.fileno(), seed=0)
+            (second,), _ = payload.materialize(call, file.fileno(), seed=0)
+        (structs,), _ = payload.call_as_structs(call)
 
         def values(array):
             return np.asarray(jax.random.key_data(array) if name == "keys" else array)
@@ -329,7 +329,7 @@ def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Pa
         shapes = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), [given["float"], given["keys"]]
         )
-        (made,), _ = arrays.materialize(payload.unpack_call(payload.pack_call(len, (shapes,), {}).blob), -1, seed=0)
+        (made,), _ = payload.materialize(payload.unpack_call(payload.pack_call(len, (shapes,), {}).blob), -1, seed=0)
         for array, like in zip(made, shapes):
             assert (array.shape, array.dtype) == (like.shape, like.dtype)
             assert array.sharding == like.sharding

@@ -29,7 +29,7 @@ from quarantune.sweep import sweep, sweep_inputs
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport import payload
-from quarantune.transport.call import Call, PackedCall
+from quarantune.transport.payload import Call, PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values import settings as environment
 from quarantune.values.codec import DamageError, JsonObject, Record, one_of

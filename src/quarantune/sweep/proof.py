@@ -21,8 +21,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from quarantune import jax_internals
 from quarantune.jax_internals.other_processes import questions
 from quarantune.scheduler.plan import Compare
-from quarantune.transport import arrays, assignment, differentiation
-from quarantune.transport.call import Call
+from quarantune.transport import assignment, differentiation
+from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Problem, jitted_with
 from quarantune.transport.programs import ProgramLines
 from quarantune.values.configs import Config, restore
@@ -93,7 +93,7 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
     """
     config = restore(config, call.config_values)
     jitted, keywords = jitted_with(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
-    args, kwargs = arrays.call_as_structs(call)
+    args, kwargs = call_as_structs(call)
     # What JAX traces under other metadata it keeps apart.
     with (
         _unheard(),

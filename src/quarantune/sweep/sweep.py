@@ -30,7 +30,7 @@ from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Finish, SweepRequest, Swept
 from quarantune.transport import payload
-from quarantune.transport.call import PackedCall
+from quarantune.transport.payload import PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values import codec
 from quarantune.values.configs import Config, format_config, originals, text_of

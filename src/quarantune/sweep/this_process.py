@@ -32,7 +32,7 @@ from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.pool import Event, Said, Sandbox
 from quarantune.sandbox.template_messages import Ended
 from quarantune.sweep.request import SweepRequest, worker_options
-from quarantune.transport.call import Call
+from quarantune.transport.payload import Call
 from quarantune.values import codec
 from quarantune.values.configs import format_config, restore
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial

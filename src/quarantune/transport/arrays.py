@@ -1,23 +1,19 @@
-"""Makes the arrays of a call in a worker: from raw data, as in the spool, or from a shape and a dtype alone."""
+"""Arrays of a call: made from raw data, or from a shape and a dtype alone, and references in the place of arrays."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-import mmap
-import os
-from collections.abc import Callable
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, Sharding
 
 from quarantune import jax_internals
-from quarantune.transport.call import ArrayRef, ArraySpec, Call
-from quarantune.transport.problem import Arguments, with_leaves
 from quarantune.values.describe import MeshSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
@@ -32,96 +28,6 @@ _MAX_INDEX = 8
 # that starts 16 bytes after such an address (which is aligned enough for every dtype) into a buffer of its own.
 _XLA_ALIGNMENT_BYTES = 64
 _OFF_ALIGNMENT_BYTES = 16
-
-
-def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Arguments:
-    """Returns a call's arguments with real arrays in them, fresh ones each time.
-
-    Args:
-        call: the call, from `payload.unpack_call`.
-        fd: the spool, open for reading; unused if no array has bytes in it.
-        seed: the seed of generated arrays.
-        kind: how they are generated, one of `KINDS`.
-
-    Returns:
-        Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
-        numpy arrays are writable copies.
-
-    Raises:
-        ValueError: the spool is too short for the call, or there are fewer devices than it needs.
-    """
-    spool = _map_spool(call, fd)
-
-    def array(spec: ArraySpec) -> Any:
-        if spec.made:
-            dtype = spec.dtype if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
-            return make(
-                spec.shape,
-                dtype,
-                spec.weak_type,
-                kind=kind,
-                seed=seed,
-                index=spec.index,
-                sharding=_sharding(call, spec),
-            )
-        data = _view(spool, spec)
-        if spec.kind == "numpy":
-            return data.copy(order="K")
-        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
-
-    # The mapping is closed with the last view of it.
-    return _replace_refs(call, array)
-
-
-def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
-    """Returns a call's arguments with a `jax.ShapeDtypeStruct` for each array, to compile without data.
-
-    Args:
-        call: the call, from `payload.unpack_call`.
-        sharding: the sharding of every array; None for the call's own.
-
-    Raises:
-        ValueError: there are fewer devices than the call needs.
-    """
-
-    def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-        dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
-        if spec.kind == "numpy":
-            dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return jax.ShapeDtypeStruct(
-            spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(call, spec)
-        )
-
-    return _replace_refs(call, struct)
-
-
-def mesh_like(spec: MeshSpec) -> Mesh:
-    """Returns a mesh of this process's first devices; equal specs give equal meshes.
-
-    Raises:
-        ValueError: there are fewer devices than it needs.
-    """
-    devices = jax.local_devices()[: spec.size]  # the caller's process may be one of several
-    if len(devices) < spec.size:
-        raise ValueError(
-            f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "
-            f"set devices_per_trial={spec.size} and make as many visible"
-        )
-    # A manual axis becomes manual only in the worker's `shard_map`.
-    axis_types = tuple(AxisType.Auto if spec.is_manual else AxisType[name] for name in spec.axis_types)
-    return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
-
-
-def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
-    """Returns the place of an array in this process; None for one that is free to be anywhere."""
-    if spec.is_committed:
-        place: Sharding = jax.device_put(np.zeros(())).sharding  # where JAX puts what nobody has placed
-        return place
-    if spec.sharding is None:
-        return None
-    if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
-        return own
-    return NamedSharding(mesh_like(spec.sharding.mesh), PartitionSpec(*spec.sharding.partitions))
 
 
 def make(
@@ -217,31 +123,38 @@ def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndar
     return generator.uniform(-1, 1, elements)
 
 
-def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
-    if (needed := call.spool_bytes) == 0:
-        return None
-    size = os.fstat(fd).st_size
-    if size < needed:
-        # Reading past the end of a mapped file would kill the process.
+@dataclasses.dataclass(frozen=True)
+class ArrayRef:
+    """Stands for an array in the argument trees of a call.
+
+    It has a shape and a dtype because a pytree class of the user's may read them when it is unflattened.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+
+def mesh_like(spec: MeshSpec) -> Mesh:
+    """Returns a mesh of this process's first devices; equal specs give equal meshes.
+
+    Raises:
+        ValueError: there are fewer devices than it needs.
+    """
+    devices = jax.local_devices()[: spec.size]  # the caller's process may be one of several
+    if len(devices) < spec.size:
         raise ValueError(
-            f"the spool holds {size} bytes and the call needs {needed}: write_arrays was not run or failed"
+            f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "
+            f"set devices_per_trial={spec.size} and make as many visible"
         )
-    return mmap.mmap(fd, needed, access=mmap.ACCESS_READ)
-
-
-def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
-    dtype = dtype_from_name(spec.dtype)
-    if spool is None or spec.nbytes == 0:
-        return np.zeros(spec.data_shape, dtype)
-    flat = np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset)
-    return flat.reshape(spec.data_shape[::-1]).T if spec.is_transposed else flat.reshape(spec.data_shape)
-
-
-def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:
-    def is_reference(leaf: Any) -> bool:
-        return isinstance(leaf, ArrayRef)
-
-    return with_leaves(call.args, call.kwargs, is_reference, lambda leaf: make_array(call.specs[leaf.index]))
+    # A manual axis becomes manual only in the worker's `shard_map`.
+    axis_types = tuple(AxisType.Auto if spec.is_manual else AxisType[name] for name in spec.axis_types)
+    return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
 
 
 # --- arrays from raw data ---

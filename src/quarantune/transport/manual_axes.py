@@ -10,16 +10,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from quarantune import jax_internals
-from quarantune.transport import arrays
-from quarantune.transport.call import ArrayRef, Call
+from quarantune.transport.arrays import ArrayRef, mesh_like
 from quarantune.values.describe import MeshSpec, sharding_of
+
+if TYPE_CHECKING:
+    from quarantune.transport.payload import Call  # a call in a trace needs no pickling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[...
 
         over_devices = jax.shard_map(
             local,
-            mesh=arrays.mesh_like(mesh),
+            mesh=mesh_like(mesh),
             in_specs=tuple(_partitions(references[place], call) for place in shards),
             out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,

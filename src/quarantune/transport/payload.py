@@ -1,42 +1,189 @@
-"""Packs a call for a worker process: a blob, and the elements of its arrays as raw bytes in a spool file."""
+"""A call in transit: packed in the caller's process, and unpacked in a worker.
+
+A packed call is a blob, with a reference in the place of each array, and the elements of the arrays as raw bytes in a
+file, the spool.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import math
+import mmap
 import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
 from quarantune.host.process import import_path
 from quarantune.host.shared_files import write_all
-from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
-from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, ProgramValue
+from quarantune.transport.arrays import (
+    ArrayRef,
+    concrete_data,
+    dtype_from_name,
+    is_key_dtype,
+    make,
+    mesh_like,
+    next_start,
+    restore_array,
+)
 from quarantune.transport.pickling import dumps, loads
-from quarantune.transport.problem import with_leaves
+from quarantune.transport.problem import Arguments, with_leaves
 from quarantune.values.describe import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
-from quarantune.values.texts import adopt_program_name, program_name
+from quarantune.values.texts import adopt_program_name, program_name, shown
 
 
-def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | None:
-    """Returns the mesh of the context that the worker must set; None for none.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """One array among a call's arguments.
 
-    Args:
-        specs: the arrays of the call.
-        devices: how many devices a trial may have. A larger mesh is sent only if an argument is laid out over it.
+    Attributes:
+        index: its number among the arrays of the call.
+        shape: its shape.
+        dtype: the name of its dtype; for a PRNG key array, the dtype of its key data.
+        weak_type: whether it is weakly typed.
+        is_committed: whether it is on one device and bound to that, which makes another program of a call.
+        kind: `jax` or `numpy` array, or PRNG `key` array.
+        key_impl: the PRNG implementation of a key array, else None.
+        offset: where its bytes start in the spool.
+        nbytes: how many bytes it has in the spool; 0 if the worker generates it.
+        made: whether the worker generates the array, because there is no concrete value.
+        sharding: how it is laid out over several devices; None if it is on one device.
+        is_transposed: whether the spool has the bytes of its transpose. A numpy array in Fortran order keeps its order,
+            as the speed of a plain callable may depend on it.
     """
-    mesh = context_mesh()
-    is_shared = any(spec.sharding is not None and spec.sharding.mesh == mesh for spec in specs)
-    return mesh if mesh is not None and (is_shared or mesh.size <= devices) else None
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    weak_type: bool = False
+    is_committed: bool = False
+    kind: Literal["jax", "numpy", "key"] = "jax"
+    key_impl: str | None = None
+    offset: int = 0
+    nbytes: int = 0
+    made: bool = False
+    sharding: ShardingSpec | None = None
+    is_transposed: bool = False
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape of the data in the spool, where key arrays have further axes."""
+        return self.shape if self.key_impl is None else self.shape + jax_internals.key_data_shape(self.key_impl)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramValue:
+    """A value of one of the caller's modules.
+
+    Attributes:
+        place: the name of the module, and the steps to the value.
+        state: a hash of its state.
+        same_as: the number of the first of the values that are this very object; -1 for an object without identity.
+        shown: its repr, where it cannot travel.
+        blob: the pickled value; None where it cannot travel.
+        reason: why a part of it cannot.
+    """
+
+    place: tuple[str, ...]
+    state: str
+    same_as: int
+    shown: str
+    blob: bytes | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call as it arrives in a worker; pickled as one, so that an object shared by two of its parts stays one object.
+
+    Attributes:
+        fn: the function.
+        args: positional arguments, with an `ArrayRef` for each array.
+        kwargs: keyword arguments, likewise.
+        specs: the arrays the references point to.
+        judges: functions that judge the function's output, by name.
+        config_values: the config values that JSON cannot restore, by their JSON texts.
+        context_mesh: the mesh that the worker sets; None for none.
+        program_values: the values of modules that a worker takes over; empty in the caller's process.
+        own_shardings: in the caller's process, how each array is laid out over the caller's devices, None for an array
+            that is on one device or whose devices are not known; empty in a worker, which has other devices.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    specs: tuple[ArraySpec, ...]
+    judges: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    config_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    context_mesh: MeshSpec | None = None
+    program_values: tuple[ProgramValue, ...] = ()
+    own_shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
+
+    @property
+    def devices_needed(self) -> int:
+        """How many devices the arrays, or the mesh of the context, are laid out over; at least 1."""
+        meshes = [self.context_mesh, *(spec.sharding.mesh for spec in self.specs if spec.sharding is not None)]
+        return max((mesh.size for mesh in meshes if mesh is not None), default=1)
+
+    @property
+    def spool_bytes(self) -> int:
+        """The size of the spool."""
+        return max((spec.offset + spec.nbytes for spec in self.specs if spec.nbytes), default=0)
+
+    def labelled_parts(self) -> Iterator[tuple[str, Any]]:
+        """Yields the parts that may be impossible to pickle, each after a phrase that names it."""
+        yield f"the function {getattr(self.fn, '__qualname__', shown(self.fn))!r}", self.fn
+        yield from ((f"argument {index}", value) for index, value in enumerate(self.args))
+        yield from ((f"argument {key!r}", value) for key, value in self.kwargs.items())
+        yield from ((f"the function given as {key}", value) for key, value in self.judges.items())
+        yield from ((f"the config value {shown(value)}", value) for value in self.config_values.values())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedCall:
+    """A call ready to be sent.
+
+    Attributes:
+        blob: everything except the bytes of the arrays, for `payload.unpack_call`.
+        call: the same call for trials in this process.
+        devices_needed: how many devices the arrays, or the mesh of the context, are laid out over.
+        sources: the caller's arrays, in the order of `call.specs`; None for each that the worker generates.
+        spool: the content of the spool, where the call was packed on another machine; None where `sources` hold it.
+    """
+
+    blob: bytes
+    call: Call = dataclasses.field(repr=False, compare=False)
+    devices_needed: int
+    sources: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
+    spool: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ProcessOptions:
+    """What a worker takes over from the caller's process.
+
+    Attributes:
+        import_path: `sys.path`.
+        jax_options: the values of JAX's options.
+        contexts: the contexts of JAX that are set, pickled, as their values may be of the user's own classes.
+        devices: how many devices the call needs.
+        program: the name of its program, for keys.
+    """
+
+    import_path: list[str]
+    jax_options: Mapping[str, Any]
+    contexts: bytes
+    devices: int
+    program: str
 
 
 def pack_call(
@@ -111,6 +258,123 @@ def pack_call(
     )
 
 
+def write_arrays(packed: PackedCall, fd: int) -> None:
+    """Writes the bytes of a call's concrete arrays into a file, each at its offset.
+
+    Args:
+        packed: the call.
+        fd: a file descriptor open for writing.
+
+    Raises:
+        OSError: the file could not be written, for example because there is no space left.
+    """
+    if packed.spool is not None:
+        os.lseek(fd, 0, os.SEEK_SET)
+        write_all(fd, packed.spool)
+        return
+    for spec, source in zip(packed.call.specs, packed.sources, strict=True):
+        if not spec.made and spec.nbytes:
+            data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
+            data = data.T if spec.is_transposed else data
+            os.lseek(fd, spec.offset, os.SEEK_SET)
+            write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
+
+
+def unpack_call(blob: bytes) -> Call:
+    """Returns the call that `pack_call` packed, and adopts the import path and JAX options of its process.
+
+    Args:
+        blob: `PackedCall.blob`.
+    """
+    process: _ProcessOptions
+    process, root = pickle.loads(blob)
+    sys.path[:] = process.import_path + [entry for entry in sys.path if entry not in process.import_path]
+    adopt_program_name(process.program)
+    importlib.invalidate_caches()  # the user may have written a module since this process last looked
+    unknown = jax_internals.adopt_options(process.jax_options)
+    _provide_cpu_devices(process.devices)
+    call: Call = loads(root)  # imports the user's modules, of which one may register the options that are unknown
+    jax_internals.adopt_late_options(unknown)
+    jax_internals.set_contexts(loads(process.contexts))
+    return call
+
+
+def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Arguments:
+    """Returns a call's arguments with real arrays in them, fresh ones each time.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+        fd: the spool, open for reading; unused if no array has bytes in it.
+        seed: the seed of generated arrays.
+        kind: how they are generated, one of `KINDS`.
+
+    Returns:
+        Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
+        numpy arrays are writable copies.
+
+    Raises:
+        ValueError: the spool is too short for the call, or there are fewer devices than it needs.
+    """
+    spool = _map_spool(call, fd)
+
+    def array(spec: ArraySpec) -> Any:
+        if spec.made:
+            dtype = spec.dtype if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
+            return make(
+                spec.shape,
+                dtype,
+                spec.weak_type,
+                kind=kind,
+                seed=seed,
+                index=spec.index,
+                sharding=_sharding(call, spec),
+            )
+        data = _view(spool, spec)
+        if spec.kind == "numpy":
+            return data.copy(order="K")
+        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
+
+    # The mapping is closed with the last view of it.
+    return _replace_refs(call, array)
+
+
+def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
+    """Returns a call's arguments with a `jax.ShapeDtypeStruct` for each array, to compile without data.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+        sharding: the sharding of every array; None for the call's own.
+
+    Raises:
+        ValueError: there are fewer devices than the call needs.
+    """
+
+    def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+        dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
+        if spec.kind == "numpy":
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(
+            spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(call, spec)
+        )
+
+    return _replace_refs(call, struct)
+
+
+# --- in the caller's process ---
+
+
+def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | None:
+    """Returns the mesh of the context that the worker must set; None for none.
+
+    Args:
+        specs: the arrays of the call.
+        devices: how many devices a trial may have. A larger mesh is sent only if an argument is laid out over it.
+    """
+    mesh = context_mesh()
+    is_shared = any(spec.sharding is not None and spec.sharding.mesh == mesh for spec in specs)
+    return mesh if mesh is not None and (is_shared or mesh.size <= devices) else None
+
+
 def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: MeshSpec) -> tuple[ArraySpec, ...]:
     """Returns the arrays that are spread over a mesh so that each device has one of the given shards.
 
@@ -137,47 +401,6 @@ def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: MeshSpec
         return dataclasses.replace(spec, shape=whole, sharding=ShardingSpec(mesh=mesh, partitions=(names,)))
 
     return tuple(map(spread, specs, varying))
-
-
-def unpack_call(blob: bytes) -> Call:
-    """Returns the call that `pack_call` packed, and adopts the import path and JAX options of its process.
-
-    Args:
-        blob: `PackedCall.blob`.
-    """
-    process: _ProcessOptions
-    process, root = pickle.loads(blob)
-    sys.path[:] = process.import_path + [entry for entry in sys.path if entry not in process.import_path]
-    adopt_program_name(process.program)
-    importlib.invalidate_caches()  # the user may have written a module since this process last looked
-    unknown = jax_internals.adopt_options(process.jax_options)
-    _provide_cpu_devices(process.devices)
-    call: Call = loads(root)  # imports the user's modules, of which one may register the options that are unknown
-    jax_internals.adopt_late_options(unknown)
-    jax_internals.set_contexts(loads(process.contexts))
-    return call
-
-
-def write_arrays(packed: PackedCall, fd: int) -> None:
-    """Writes the bytes of a call's concrete arrays into a file, each at its offset.
-
-    Args:
-        packed: the call.
-        fd: a file descriptor open for writing.
-
-    Raises:
-        OSError: the file could not be written, for example because there is no space left.
-    """
-    if packed.spool is not None:
-        os.lseek(fd, 0, os.SEEK_SET)
-        write_all(fd, packed.spool)
-        return
-    for spec, source in zip(packed.call.specs, packed.sources, strict=True):
-        if not spec.made and spec.nbytes:
-            data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
-            data = data.T if spec.is_transposed else data
-            os.lseek(fd, spec.offset, os.SEEK_SET)
-            write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
 def _is_spooled(leaf: Any) -> bool:
@@ -253,26 +476,7 @@ def _has_value(array: Any) -> bool:
     return bool(array.is_fully_addressable)
 
 
-# --- the state of the process that a worker shares ---
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ProcessOptions:
-    """What a worker takes over from the caller's process.
-
-    Attributes:
-        import_path: `sys.path`.
-        jax_options: the values of JAX's options.
-        contexts: the contexts of JAX that are set, pickled, as their values may be of the user's own classes.
-        devices: how many devices the call needs.
-        program: the name of its program, for keys.
-    """
-
-    import_path: list[str]
-    jax_options: Mapping[str, Any]
-    contexts: bytes
-    devices: int
-    program: str
+# --- in a worker ---
 
 
 def _provide_cpu_devices(count: int) -> None:
@@ -281,3 +485,42 @@ def _provide_cpu_devices(count: int) -> None:
     option = jax.config.values["jax_num_cpu_devices"]
     if count > (option if option >= 0 else int(forced[-1]) if forced else 1):
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
+    if (needed := call.spool_bytes) == 0:
+        return None
+    size = os.fstat(fd).st_size
+    if size < needed:
+        # Reading past the end of a mapped file would kill the process.
+        raise ValueError(
+            f"the spool holds {size} bytes and the call needs {needed}: write_arrays was not run or failed"
+        )
+    return mmap.mmap(fd, needed, access=mmap.ACCESS_READ)
+
+
+def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
+    dtype = dtype_from_name(spec.dtype)
+    if spool is None or spec.nbytes == 0:
+        return np.zeros(spec.data_shape, dtype)
+    flat = np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset)
+    return flat.reshape(spec.data_shape[::-1]).T if spec.is_transposed else flat.reshape(spec.data_shape)
+
+
+def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
+    """Returns the place of an array in this process; None for one that is free to be anywhere."""
+    if spec.is_committed:
+        place: Sharding = jax.device_put(np.zeros(())).sharding  # where JAX puts what nobody has placed
+        return place
+    if spec.sharding is None:
+        return None
+    if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
+        return own
+    return NamedSharding(mesh_like(spec.sharding.mesh), PartitionSpec(*spec.sharding.partitions))
+
+
+def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:
+    def is_reference(leaf: Any) -> bool:
+        return isinstance(leaf, ArrayRef)
+
+    return with_leaves(call.args, call.kwargs, is_reference, lambda leaf: make_array(call.specs[leaf.index]))

@@ -11,9 +11,8 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.measure import rounding
-from quarantune.transport import arrays
 from quarantune.transport.arrays import restore_array
-from quarantune.transport.call import Call
+from quarantune.transport.payload import Call, materialize
 from quarantune.transport.problem import Arguments
 
 _SEED = 0
@@ -35,7 +34,7 @@ class CallArguments:
         Args:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            supply: how arrays without data are made, as `arrays.materialize` takes it.
+            supply: how arrays without data are made, as `payload.materialize` takes it.
         """
         self._call = call
         self._arrays_fd = arrays_fd
@@ -55,7 +54,7 @@ class CallArguments:
 
     def fresh(self) -> Arguments:
         """Returns newly made arguments of the call."""
-        args, kwargs = arrays.materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._supply)
+        args, kwargs = materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._supply)
         if self.jit is None:
             return args, kwargs
         # A jitted function's numpy arguments are carried to the device here and not with every timed call. jnp.asarray

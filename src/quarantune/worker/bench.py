@@ -22,7 +22,7 @@ from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
-from quarantune.transport.call import Call
+from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
 from quarantune.values.configs import Config, restore
 from quarantune.values.trial import CompilerFigures, CompileTarget, OutputArray
@@ -188,7 +188,7 @@ class Bench:
             program = self._compile_deviceless(config, target, announce, show, is_check=is_check)
             figures = figures or program.figures
             return dataclasses.replace(program, compile_s=time.perf_counter() - start, figures=figures)
-        args, kwargs = arrays.call_as_structs(self._call) if away else self._arguments.shared()
+        args, kwargs = call_as_structs(self._call) if away else self._arguments.shared()
         jitted, keywords = jitted_with(self._jitted, config)
         traced = jitted.trace(*args, **kwargs, **keywords)
         if self._options.platform == "tpu":
@@ -213,7 +213,7 @@ class Bench:
             is_check: whether nobody will run it.
         """
         with abstract_device(target, is_check=is_check) as sharding:
-            args, kwargs = arrays.call_as_structs(self._call, sharding=sharding)
+            args, kwargs = call_as_structs(self._call, sharding=sharding)
             jitted, keywords = jitted_with(self._jitted, restore(config, self._call.config_values))
             traced = jitted.trace(*args, **kwargs, **keywords)
             if target.platform == "tpu":

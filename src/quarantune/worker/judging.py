@@ -25,9 +25,9 @@ from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.transport import arrays, differentiation, executable, pickling
+from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
-from quarantune.transport.call import Call
+from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import OutputArray
@@ -172,7 +172,7 @@ class Judge:
         _write(fd, kept)
 
     def _trace_defaults(self) -> Any:
-        args, kwargs = arrays.call_as_structs(self._call)
+        args, kwargs = call_as_structs(self._call)
         jitted: Any = self._call.fn
         return jitted.trace(*args, **kwargs)
 

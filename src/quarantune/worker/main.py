@@ -25,7 +25,7 @@ from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
 from quarantune.transport import payload
-from quarantune.transport.call import Call
+from quarantune.transport.payload import Call
 from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import Frame

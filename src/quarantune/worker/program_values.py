@@ -41,8 +41,8 @@ from quarantune.cache.fingerprint import (
 )
 from quarantune.host.process import is_imported_early
 from quarantune.transport import pickling
-from quarantune.transport.call import ProgramValue
 from quarantune.transport.importable import can_import
+from quarantune.transport.payload import ProgramValue
 from quarantune.transport.pickling import LEFT_OUT, dump_state, home_of
 from quarantune.values import texts
 
