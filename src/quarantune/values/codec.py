@@ -44,8 +44,7 @@ class Record:
 
     def to_json(self) -> JsonObject:
         """Returns the record as JSON-able data."""
-        kind: Any = type(self)
-        return {name: _plain(getattr(self, name)) for name in _fields(kind)}
+        return _plain_fields(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Self:
@@ -78,9 +77,8 @@ def encode(message: Any) -> Frame:
     Args:
         message: a dataclass instance whose fields `decode` supports.
     """
-    kind: Any = type(message)
-    _check_name(kind)
-    return {name: _plain(getattr(message, name)) for name in _fields(kind)} | {_KIND: kind.__name__}
+    _check_name(type(message))
+    return _plain_fields(message) | {_KIND: type(message).__name__}
 
 
 def decode(frame: object, *expected: type[_Message]) -> _Message:
@@ -115,6 +113,10 @@ def prepare(*message_types: type) -> None:
         _checks(message_type)
 
 
+def _plain_fields(value: Any) -> JsonObject:
+    return {name: _plain(getattr(value, name)) for name in _fields(type(value))}
+
+
 def _plain(value: Any) -> Any:
     """Returns a field's value as JSON can hold it."""
     if type(value) in _SCALARS:
@@ -124,7 +126,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Record):
         return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in _fields(type(value))}
+        return _plain_fields(value)
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -183,30 +185,27 @@ def _check_for(hint: Any) -> _Check:
         return lambda value: value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _ruled(_check_for(arguments[0]), arguments[1])
+        check_type, rule = _check_for(arguments[0]), arguments[1]
+        return lambda value: rule(check_type(value))
     if origin is Literal:
         return one_of(*arguments)
     if origin in (typing.Union, types.UnionType):
-        return _union([_check_for(argument) for argument in arguments], hint)
+        return functools.partial(_any_of, [_check_for(argument) for argument in arguments], hint)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _sequence(_check_for(arguments[0]))
+        return functools.partial(_sequence, _check_for(arguments[0]))
     if origin is tuple:
-        return _row([_check_for(argument) for argument in arguments])
+        return functools.partial(_row, [_check_for(argument) for argument in arguments])
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping(_check_for(arguments[1]))
+        return functools.partial(_mapping, _check_for(arguments[1]))
     if dataclasses.is_dataclass(hint):
         return getattr(hint, "from_json", None) or functools.partial(_check_dataclass, hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _member(hint)
+        return functools.partial(_member, hint)
     if hint is float:
         return _number
     if hint in (bool, int, str, type(None)):
-        return _exactly(hint)
+        return functools.partial(_exactly, hint)
     raise TypeError(f"messages cannot hold fields of type {hint}")
-
-
-def _ruled(check_type: _Check, rule: _Check) -> _Check:
-    return lambda value: rule(check_type(value))
 
 
 def one_of(*known: str) -> _Check:
@@ -220,13 +219,10 @@ def one_of(*known: str) -> _Check:
     return check
 
 
-def _exactly(kind: type) -> _Check:
-    def check(value: Any) -> Any:
-        if type(value) is not kind:
-            raise DamageError(f"{value!r:.100} is no {kind.__name__}")
-        return value
-
-    return check
+def _exactly(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise DamageError(f"{value!r:.100} is no {kind.__name__}")
+    return value
 
 
 def _number(value: Any) -> float:
@@ -241,54 +237,37 @@ def _number(value: Any) -> float:
     return number
 
 
-def _member(kind: type[enum.Enum]) -> _Check:
-    def check(value: Any) -> enum.Enum:
+def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
+    try:
+        return kind(value)
+    except ValueError:
+        raise DamageError(f"{value!r:.100} is no {kind.__name__}") from None
+
+
+def _sequence(check_item: _Check, value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise DamageError(f"{value!r:.100} is no list")
+    return tuple([check_item(item) for item in value])
+
+
+def _row(checks: list[_Check], value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list) or len(value) != len(checks):
+        raise DamageError(f"{value!r:.100} is no list of {len(checks)}")
+    return tuple([check_item(item) for check_item, item in zip(checks, value, strict=True)])
+
+
+def _mapping(check_item: _Check, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DamageError(f"{value!r:.100} is no object")
+    return {key: check_item(item) for key, item in value.items()}
+
+
+def _any_of(checks: list[_Check], hint: Any, value: Any) -> Any:
+    if value is None and type(None) in typing.get_args(hint):  # at once, since most optional fields are
+        return None
+    for check_one in checks:
         try:
-            return kind(value)
+            return check_one(value)
         except ValueError:
-            raise DamageError(f"{value!r:.100} is no {kind.__name__}") from None
-
-    return check
-
-
-def _sequence(check_item: _Check) -> _Check:
-    def check(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, (list, tuple)):
-            raise DamageError(f"{value!r:.100} is no list")
-        return tuple([check_item(item) for item in value])
-
-    return check
-
-
-def _row(checks: list[_Check]) -> _Check:
-    def check(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or len(value) != len(checks):
-            raise DamageError(f"{value!r:.100} is no list of {len(checks)}")
-        return tuple([check_item(item) for check_item, item in zip(checks, value, strict=True)])
-
-    return check
-
-
-def _mapping(check_item: _Check) -> _Check:
-    def check(value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise DamageError(f"{value!r:.100} is no object")
-        return {key: check_item(item) for key, item in value.items()}
-
-    return check
-
-
-def _union(checks: list[_Check], hint: Any) -> _Check:
-    may_be_none = type(None) in typing.get_args(hint)
-
-    def check(value: Any) -> Any:
-        if value is None and may_be_none:  # at once, since most optional fields are
-            return None
-        for check_one in checks:
-            try:
-                return check_one(value)
-            except ValueError:
-                continue
-        raise DamageError(f"{value!r:.100} is no {hint}")
-
-    return check
+            continue
+    raise DamageError(f"{value!r:.100} is no {hint}")

@@ -142,7 +142,7 @@ def text_of(value: Any) -> str:
 def originals(configs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the values that JSON alone does not preserve, by their texts, for `restore`."""
     values = (value for config in configs for value in config.values())
-    return {text_of(value): value for value in values if _has_tagged(value)}
+    return {text_of(value): value for value in values if has_tag(encode(value))}
 
 
 def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,8 +154,6 @@ def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str
         config: the config as `encode` returned it.
         originals: the values to restore, by their texts.
     """
-    if not originals:
-        return {name: freeze(value) for name, value in config.items()}
     return {
         name: originals[text] if (text := text_of(value)) in originals else freeze(value)
         for name, value in config.items()
@@ -167,12 +165,6 @@ def has_tag(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(str(key).startswith("$") for key in value) or any(map(has_tag, value.values()))
     return isinstance(value, (list, tuple)) and any(map(has_tag, value))
-
-
-def _has_tagged(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_tagged, value.values()))
-    return is_tagged(value) or (isinstance(value, (list, tuple)) and any(map(_has_tagged, value)))
 
 
 # --- what users give ---
@@ -205,7 +197,6 @@ def configs_made_by(
     source = f"{fn_name}: {getattr(configs_fn, '__qualname__', configs_fn)}() "
     if made is None:
         raise TypeError(f"{source}returned None; let it return a list of dicts, or yield them.")
-    first: list[Any] = []
     if isinstance(made, Iterable) and not isinstance(made, (Mapping, str, bytes, list, tuple)):
         rest = iter(made)
         first = list(itertools.islice(rest, 1))

@@ -26,7 +26,7 @@ from quarantune.values.trial import Trial
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-LONGEST_S = 1e9
+_LONGEST_S = 1e9
 """The longest accepted time in seconds: thirty years."""
 _LEAST_MEMORY = 16 * 2**20
 _PREFIX = "QUARANTUNE_"
@@ -43,9 +43,10 @@ DEFAULTS = "defaults"
 """The `ref_fn` that stands for the function with its own defaults."""
 TIME, ENERGY = "time", "energy"
 """The objectives that have names."""
-_BUDGETS = {"max_trials": 1, "patience": 1}
 _TOLERANCES = ("rtol", "atol", "max_mismatched_ratio")
-"""Options that may be left out, and the least value of each."""
+_LEAST = {"warmup": 0, "rep": 1, "devices_per_trial": 1, "max_trials": 1, "patience": 1, "seed": 0}
+"""The options that are whole numbers, with the least value of each."""
+_DURATIONS = ("compile_timeout", "timeout", "time_budget")
 SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
 OPTUNA = "optuna:"
@@ -149,6 +150,8 @@ class Options:
     partial: bool = False
 
     def __post_init__(self) -> None:
+        fields = dataclasses.fields(self)
+        given = {field.name: value for field in fields if (value := getattr(self, field.name)) is not field.default}
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
             raise ValueError(f"name={self.name!r} is not valid: give a non-empty string, or leave it out")
         if isinstance(self.ref_fn, str) and self.ref_fn != DEFAULTS:
@@ -162,18 +165,13 @@ class Options:
                 others = "".join(f"{name!r}, " for name in names)
                 raise TypeError(f"{field}={value!r} is not callable: give {others}a function, or leave it out")
         check_search(self.search)
-        for field, least in (("warmup", 0), ("rep", 1), ("devices_per_trial", 1), *_BUDGETS.items(), ("seed", 0)):
-            value = getattr(self, field)
-            if value is None and field in _BUDGETS:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        for field, value in given.items():
+            least = _LEAST.get(field)
+            if least is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{field}={shown(value)} is not valid: give a whole number of at least {least}")
-        for field in ("compile_timeout", "timeout", *(["time_budget"] if self.time_budget is not None else [])):
-            value = getattr(self, field)
-            if not is_number(value) or not 0 < value <= LONGEST_S:
-                raise ValueError(
-                    f"{field}={shown(value)} is not valid: give a number of seconds above 0 and at most {LONGEST_S:.0e}"
-                )
+            if field in _DURATIONS and (not is_number(value) or not 0 < value <= _LONGEST_S):
+                accepted = f"a number of seconds above 0 and at most {_LONGEST_S:.0e}"
+                raise ValueError(f"{field}={shown(value)} is not valid: give {accepted}")
         if self.memory_limit is not None:
             parse_memory(self.memory_limit)
         _ = self.device_memory_bytes  # raises where it is no amount
@@ -426,7 +424,7 @@ def _number(*, above: float = -math.inf, least: float = -math.inf, most: float =
     return parse
 
 
-_SECONDS = _number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9"
+_SECONDS = _number(above=0, most=_LONGEST_S), "a number of seconds above 0 and at most 1e9"
 
 
 def _integer(*, least: int) -> Callable[[Any], int]:
@@ -439,14 +437,14 @@ def _integer(*, least: int) -> Callable[[Any], int]:
     return parse
 
 
-def _choice(*names: str) -> Callable[[Any], str]:
+def _choice(*names: str) -> tuple[Callable[[Any], str], str]:
     def parse(value: Any) -> str:
         name = str(value).strip().lower()
         if name not in names:
             raise ValueError
         return name
 
-    return parse
+    return parse, f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
 
 
 def _search(value: Any) -> str | Search:
@@ -552,9 +550,7 @@ class Settings:
     cache_path: tuple[Path, ...] = _setting(_paths, f"directories separated by '{os.pathsep}', and none a URL", ())
     disable_cache: bool = _setting(_flag, "0 or 1", False)
     always_tune: bool = _setting(_flag, "0 or 1", False)
-    on_miss: str = _setting(
-        _choice("tune", "default", "nearest", "error"), "'tune', 'default', 'nearest' or 'error'", "tune"
-    )
+    on_miss: str = _setting(*_choice("tune", "default", "nearest", "error"), "tune")
     version_check: bool = _setting(_flag, "0 or 1", False)
     cpu_utilization: float = _setting(_number(above=0, most=1), "a number above 0 and at most 1", 0.9)
     cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 to choose one", -1)
@@ -569,17 +565,15 @@ class Settings:
     time_budget: float | None = _setting(*_SECONDS)
     devices: tuple[str, ...] | None = _setting(_names, "different indices or UUIDs, as in '0,2'", unset="all")
     configs_per_worker: int | None = _setting(_integer(least=1), "a whole number of at least 1", unset="auto")
-    start_method: str | None = _setting(_choice("fork", "spawn"), "'fork' or 'spawn'", unset="auto")
-    isolation: str = _setting(
-        _choice("auto", "process", "compile", "none"), "'auto', 'process', 'compile' or 'none'", "auto"
-    )
+    start_method: str | None = _setting(*_choice("fork", "spawn"), unset="auto")
+    isolation: str = _setting(*_choice("auto", "process", "compile", "none"), "auto")
     agree: bool = _setting(_flag, "0", True, unset="auto")
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
     record: Path | Callable[..., None] | None = _setting(  # noqa: RUF009 - makes a field
         lambda value: value if callable(value) else _path(value), _DIRECTORY
     )
     log_dir: Path | None = _setting(_path, _DIRECTORY)  # noqa: RUF009 - makes a field
-    lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
+    lock_timeout: float = _setting(_number(least=0, most=_LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
     executor: Executor | None = _setting(  # noqa: RUF009 - makes a field
         _executor,
         "a concurrent.futures.Executor, given in Python: Dask's client.get_executor(pure=False), "

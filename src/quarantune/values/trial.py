@@ -135,7 +135,7 @@ class ProbedDevice:
     num_cores: int | None
 
 
-_Bytes: TypeAlias = Annotated[int, within(0, 1 << 63)]
+_Bytes: TypeAlias = Annotated[int, within(0, _LARGEST_NUMBER)]
 _Estimate: TypeAlias = Annotated[float, within(0, math.inf)]
 
 
@@ -268,7 +268,7 @@ class Trial(Record):
     samples_ms: tuple[Milliseconds, ...] = ()
     own_ms: Milliseconds | None = None
     compile_s: _Seconds | None = None
-    peak_memory_bytes: Annotated[int, within(0, _LARGEST_NUMBER)] | None = None
+    peak_memory_bytes: _Bytes | None = None
     message: str = ""
     log_tail: str = ""
     route: Route | None = None
