@@ -518,7 +518,10 @@ def describe_options(describe_value: Callable[[Any], Any], *, own: str | None = 
             return {"type": type(value).__qualname__}
 
     found = {name: described(value) for name, value in {**options, **contexts()}.items()}
-    if users := [value for value in user_contexts() if value is not None and value != own]:
+    # The contexts made by `jax.make_user_context`; None for each that is not set.
+    named_values = zip(trace_context_names(), trace_context(), strict=False)
+    set_by_users = (value for name, value in named_values if name == "user_context" and value is not None)
+    if users := [value for value in set_by_users if value != own]:
         found["user_context"] = [described(value) for value in users]
     return found
 
@@ -604,12 +607,6 @@ def set_contexts(values: Mapping[str, Any]) -> None:
     """
     for name, value in values.items():
         getattr(config, name).set_global(value)
-
-
-def user_contexts() -> list[Any]:
-    """Returns the values of the contexts made by `jax.make_user_context`; None for each that is not set."""
-    named = zip(trace_context_names(), trace_context(), strict=False)
-    return [value for name, value in named if name == "user_context"]
 
 
 # --- backends, and the processes of one program ---------------------------------------------------------------

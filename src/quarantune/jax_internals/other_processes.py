@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import logging
 import operator
@@ -26,24 +27,26 @@ _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device
 _PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
 """The other names of a platform whose devices are asked for."""
 _KERNELS_OF_JAX = "jax.experimental.pallas.ops."
-_has_plugins = False
-"""Whether `load_plugins` has done its work, in this process or in the one that it was forked from."""
+_CACHE_DIRECTORY = "jax_compilation_cache_dir"
+_CACHE_OPTIONS: dict[str, Any] = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
 
 
 # --- devices ---
 
 
+@functools.cache
 def load_plugins() -> None:
     """Loads JAX's plugins for accelerators, and the libraries they need, without initialising a backend.
+
+    It does so once, in this process or in the one that it was forked from.
 
     Private because JAX loads plugins only when it initialises a backend. Loading CUDA's takes 0.08 s, which every fork
     of this process is spared. JAX's check of CUDA library versions is skipped: it would initialise CUDA, which no fork
     could use afterwards, and the caller's JAX has made it already.
     """
-    global _has_plugins
-    if _has_plugins:
-        return
-    _has_plugins = True
     missing = contextlib.suppress(AttributeError)  # another version of JAX: every fork loads the plugins
     with environment_variables({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}), missing:
         xla_bridge._discover_and_register_pjrt_plugins()
@@ -70,7 +73,7 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
     """
     from jax.extend import backend as extension
 
-    real, real_local_devices, real_default = xla_bridge.get_backend, jax.local_devices, extension.get_default_device
+    real, real_local_devices = xla_bridge.get_backend, jax.local_devices
     names = {device.platform, *_PLATFORM_NAMES.get(device.platform, ())}
     backend = types.SimpleNamespace(
         platform=device.platform,
@@ -118,15 +121,26 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
         tell("Array.device", asker)
         return device
 
-    def answer_with(*answers: Any) -> None:
-        xla_bridge.get_backend, jax.local_devices, extension.get_default_device = answers[:3]
-        array_type.devices, array_type.device = answers[3:]
+    with (
+        _replaced(xla_bridge, get_backend=get_backend),
+        _replaced(jax, local_devices=local_devices),
+        _replaced(extension, get_default_device=get_default_device),
+        _replaced(ArrayImpl, devices=devices, device=property(device_of)),
+    ):
+        yield
 
-    answer_with(get_backend, local_devices, get_default_device, devices, property(device_of))
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives a module or class other attributes while the block runs."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        answer_with(real, real_local_devices, real_default, real_devices, real_device)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def _is_jax(frame: types.FrameType) -> bool:
@@ -313,7 +327,7 @@ def executable_from_parts(parts: ExecutableParts, *, in_tree: Any, out_tree: Any
 
 
 class _MemoryCache(CacheInterface):
-    """Compiled programs by JAX's key.
+    """Compiled programs by JAX's key, in place of JAX's cache while a `compilation_cache_in_memory` block runs.
 
     Private because the interface of JAX's persistent compilation cache is.
     """
@@ -324,6 +338,8 @@ class _MemoryCache(CacheInterface):
         self.programs: dict[str, bytes] = {}
         self.modules: dict[str, bytes] = {}
         self.used: set[str] = set()
+        self.open_blocks = 0
+        self.before = contextlib.ExitStack()
 
     def get(self, key: str) -> bytes | None:
         found = self.programs.get(key) or self.modules.pop(key.rpartition("-")[0], None)
@@ -335,33 +351,19 @@ class _MemoryCache(CacheInterface):
         self.programs[key] = value
 
 
-class _MemoryCacheBlocks:
-    """The cache in use and the state of JAX before it, shared by overlapping `compilation_cache_in_memory` blocks."""
-
-    def __init__(self) -> None:
-        self.lock = new_lock()
-        self.open_count = 0
-        self.cache: Any = None
-        self.before = contextlib.ExitStack()
+_cache_lock = new_lock()
+_cache: _MemoryCache | None = None
 
 
-_blocks = _MemoryCacheBlocks()
+def _restore_compilation_cache() -> None:
+    """Restores JAX's cache after the last block, or in a fork, where a block that was open in another thread stays."""
+    global _cache
+    if _cache is not None:
+        _cache.before.close()
+        _cache = None
 
 
-def _restore_in_fork() -> None:
-    """Restores JAX's cache in a fork, where a block that was open in another thread never ends."""
-    if _blocks.open_count:
-        _blocks.open_count = 0
-        _restore_compilation_cache()
-
-
-os.register_at_fork(after_in_child=_restore_in_fork)
-
-
-_CACHE_OPTIONS: dict[str, Any] = {
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
+os.register_at_fork(after_in_child=_restore_compilation_cache)
 
 
 @contextlib.contextmanager
@@ -384,20 +386,17 @@ def compilation_cache_in_memory(
     Yields:
         The cache, with attributes `programs` (by key) and `used` (the keys that were found).
     """
-    with _blocks.lock:
-        if not _blocks.open_count:
-            _blocks.cache = _MemoryCache()
-            state = {"_cache": _blocks.cache, "_cache_initialized": True, "_cache_checked": True, "_cache_used": True}
-            for name, value in state.items():
-                _blocks.before.callback(setattr, compilation_cache, name, getattr(compilation_cache, name))
-                setattr(compilation_cache, name, value)
-            for name, value in (
-                _CACHE_OPTIONS | ({} if named is None else {"jax_compilation_cache_dir": named})
-            ).items():
-                _blocks.before.callback(jax.config.update, name, jax.config.values[name])
+    global _cache
+    with _cache_lock:
+        if _cache is None:
+            _cache = _MemoryCache()
+            state = {"_cache": _cache, "_cache_initialized": True, "_cache_checked": True, "_cache_used": True}
+            _cache.before.enter_context(_replaced(compilation_cache, **state))
+            for name, value in (_CACHE_OPTIONS | ({} if named is None else {_CACHE_DIRECTORY: named})).items():
+                _cache.before.callback(jax.config.update, name, jax.config.values[name])
                 jax.config.update(name, value)
-        _blocks.open_count += 1
-        cache = _blocks.cache
+        cache = _cache
+        cache.open_blocks += 1
         cache.programs.update(programs)
         for name, executable in (modules or {}).items():
             whole = compilation_cache.combine_executable_and_time(executable, 0)
@@ -405,21 +404,15 @@ def compilation_cache_in_memory(
     try:
         yield cache
     finally:
-        with _blocks.lock:
-            if _blocks.cache is cache:  # False in a fork, which has restored JAX's cache already
-                _blocks.open_count -= 1
-                if not _blocks.open_count:
-                    _restore_compilation_cache()
-
-
-def _restore_compilation_cache() -> None:
-    _blocks.before.close()
-    _blocks.cache = None
+        with _cache_lock:
+            cache.open_blocks -= 1
+            if _cache is cache and not cache.open_blocks:  # a fork has restored JAX's cache already
+                _restore_compilation_cache()
 
 
 def has_compilation_cache() -> bool:
     """Returns whether the caller has configured a persistent compilation cache."""
-    return bool(jax.config.values["jax_compilation_cache_dir"] and jax.config.values["jax_enable_compilation_cache"])
+    return bool(jax.config.values[_CACHE_DIRECTORY] and jax.config.values["jax_enable_compilation_cache"])
 
 
 def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
@@ -520,15 +513,10 @@ def pytree_registrations_held_back() -> Iterator[HeldBack]:
     Private (`tree_util._all_registries`) because a class that registers itself while it is made, in its metaclass or
     `__init_subclass__`, may use any of JAX's functions for this, and all of them use these registries.
     """
-    real, held = getattr(tree_util, "_all_registries", None), HeldBack()
-    if real is None:  # another version of JAX: the registration stays
+    held, is_known = HeldBack(), hasattr(tree_util, "_all_registries")
+    # Where another version of JAX has other registries, the registration stays.
+    with _replaced(tree_util, _all_registries=(held,)) if is_known else contextlib.nullcontext():
         yield held
-        return
-    setattr(tree_util, "_all_registries", (held,))  # noqa: B010 - mypy does not know the name
-    try:
-        yield held
-    finally:
-        setattr(tree_util, "_all_registries", real)  # noqa: B010
 
 
 class HeldBack:

@@ -114,7 +114,8 @@ def prepare(*message_types: type) -> None:
 
 
 def _plain_fields(value: Any) -> JsonObject:
-    return {name: _plain(getattr(value, name)) for name in _fields(type(value))}
+    kind: Any = type(value)
+    return {name: _plain(getattr(value, name)) for name in _fields(kind)}
 
 
 def _plain(value: Any) -> Any:
