@@ -151,13 +151,10 @@ def _own_fields(wrapper: Any) -> Mapping[str, Any]:
     if isinstance(wrapper, jax.stages.Wrapped) or getattr(type(wrapper), "__reduce__", None) is not object.__reduce__:
         return {}
     wrapped = wrapper.__wrapped__
-    copied = {name: getattr(wrapped, name, None) for name in functools.WRAPPER_ASSIGNMENTS} | _fields(wrapped)
-    fields = _without_caches(wrapper, _fields(wrapper))
+    copied = {name: getattr(wrapped, name, None) for name in functools.WRAPPER_ASSIGNMENTS}
+    copied |= getattr(wrapped, "__dict__", {})
+    fields = _without_caches(wrapper, getattr(wrapper, "__dict__", {}))
     return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
-
-
-def _fields(value: Any) -> JsonObject:
-    return getattr(value, "__dict__", {})
 
 
 def _describe_inside(part: Any, outer: tuple[int, ...], *, strictly: bool = False) -> Any:

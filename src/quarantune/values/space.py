@@ -179,7 +179,11 @@ class Space(Sequence[Config]):
 
     def positions(self) -> Iterator[int]:
         """Yields the positions of the configs that are kept, in order."""
-        return filter(self.keeps, self._all())
+        for position in itertools.count():
+            if position >= self._source.reach(position + 1):
+                return
+            if self.keeps(position):
+                yield position
 
     def listed(self) -> range:
         """Returns the positions of all configs, to do something with each.
@@ -197,10 +201,6 @@ class Space(Sequence[Config]):
     def __len__(self) -> int:
         """Returns the number of configs, dropped ones included."""
         return self.whole()
-
-    def __iter__(self) -> Iterator[Config]:
-        """Yields the configs in order, dropped ones included."""
-        return map(self.__getitem__, self._all())
 
     @overload
     def __getitem__(self, position: int) -> Config: ...
@@ -280,9 +280,6 @@ class Space(Sequence[Config]):
         rows = self.codes(range(len(self)))[:, [self.names.index(name) for name in ordered]].tolist()
         return ("{" + ",".join(part[code] for part, code in zip(parts, row, strict=True)) + "}" for row in rows)
 
-    def _all(self) -> Iterator[int]:
-        return itertools.takewhile(lambda position: position < self._source.reach(position + 1), itertools.count())
-
     def _answer(self, position: int, config: Config) -> bool:
         """Returns the predicate's answer, which is asked for where it is not known."""
         if (kept := self._kept.get(position)) is None:
@@ -338,7 +335,7 @@ for _name in ("items", "values", "copy", "pop", "popitem", "__eq__", "__ne__", "
     setattr(WatchedConfig, _name, _noting_all(_name))
 
 
-MOST_IN_GRID = 2**62
+_MOST_IN_GRID = 2**62
 """Positions in a grid are 64-bit integers."""
 _FIRST = 301
 """A generator yields so many configs before the first is tried: their keys are those of all, and `auto` counts them."""
@@ -394,12 +391,12 @@ class Grid:
         check_classes((value for values in self.values for value in values.listed), fn_name, {})
         sizes = [len(values.listed) for values in self.values]
         self.size: int = math.prod(sizes)
-        if self.size > MOST_IN_GRID:
+        if self.size > _MOST_IN_GRID:
             raise ValueError(
-                f"{fn_name}: configs is a grid of {self.size:,} configs, more than {MOST_IN_GRID:,}; leave out values."
+                f"{fn_name}: configs is a grid of {self.size:,} configs, more than {_MOST_IN_GRID:,}; leave out values."
             )
         self._sizes = np.array(sizes, np.int64)
-        self._strides = np.array([math.prod(sizes[at + 1 :]) for at in range(len(sizes))], np.int64)
+        self._strides = np.array(_strides(sizes), np.int64)
 
     def reach(self, count: int) -> int:
         """Makes sure that so many configs are known, if there are as many; returns how many are."""
@@ -512,7 +509,7 @@ class Listed:
         """Leaves out configs that are there already, and makes the others ready to be found."""
         sizes = [len(values.listed) for values in self.values]
         if math.prod(sizes) < 2**63:
-            self._strides = np.array([math.prod(sizes[at + 1 :]) for at in range(len(sizes))], np.uint64)
+            self._strides = np.array(_strides(sizes), np.uint64)
         else:  # sums with odd numbers modulo 2**64 are the same for two of a million rows once in ten million spaces
             self._strides = np.random.default_rng(0).integers(2**63, size=len(sizes), dtype=np.uint64) * 2 + 1
         keys = self._keys_of(self._table())
@@ -528,3 +525,8 @@ class Listed:
         for column, stride in enumerate(self._strides):
             keys += codes[:, column].astype(np.uint64) * stride
         return keys
+
+
+def _strides(sizes: Sequence[int]) -> list[int]:
+    """Returns how far apart two neighbouring values of each name are in a grid, whose last name varies fastest."""
+    return [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
