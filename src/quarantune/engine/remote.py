@@ -407,7 +407,7 @@ class _Shard:
             parcel = unpack(self._task["parcel"])
             self._check_device(parcel)
             self._say(Entered(phase=(NO_CONFIG, Phase.LOAD)))
-            with prepared(parcel.threads):
+            with _prepared(parcel.threads):
                 swept = self._sweep(parcel)
         except (_RefusalError, ImportError) as refusal:
             return self._refused(str(refusal))
@@ -490,12 +490,12 @@ _LINGER_S = 20.0
 
 _lock = new_lock()
 _running = 0
-_begun = 0
+_timer: threading.Timer | None = None
 _variables = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def prepared(threads: Mapping[str, str | None]) -> Iterator[None]:
+def _prepared(threads: Mapping[str, str | None]) -> Iterator[None]:
     """Prepares this process for a shard, and keeps its template for the next one unless the shard is interrupted.
 
     Args:
@@ -503,37 +503,33 @@ def prepared(threads: Mapping[str, str | None]) -> Iterator[None]:
             when it is loaded, in the template, and engines set them to 1 for their own workers. Where shards of several
             sweeps run in one process at a time, those of the first hold.
     """
-    global _running, _begun
+    global _running, _timer
     with _lock:
         _running += 1
-        _begun += 1
         if _running == 1:
             _variables.enter_context(environment_variables(threads))
-    linger_s = 0.0
+        if _timer is not None:
+            _timer.cancel()
+    is_interrupted = True
     try:
         yield
-        linger_s = _LINGER_S
+        is_interrupted = False
     finally:
         with _lock:
             _running -= 1
             if not _running:
                 _variables.close()
-        _end_template_after(linger_s, _begun)
+            is_worker = "quarantune.engine.distributed" not in sys.modules  # else this process tunes, too
+            if is_worker and not _running and not is_interrupted:
+                _timer = threading.Timer(_LINGER_S, _end_template)
+                _timer.daemon = True
+                _timer.start()
+        if is_worker and is_interrupted:
+            _end_template()
 
 
-def _end_template_after(linger_s: float, begun: int) -> None:
-    """Ends the template unless a shard runs by then, or another has."""
-    if "quarantune.engine.distributed" in sys.modules:
-        return  # this process tunes, too, and keeps its template
-
-    def end() -> None:
-        with _lock:
-            if not _running and begun == _begun:
-                template.close_shared()
-
-    if not linger_s:
-        end()
-        return
-    timer = threading.Timer(linger_s, end)
-    timer.daemon = True
-    timer.start()
+def _end_template() -> None:
+    """Ends the template unless a shard runs."""
+    with _lock:
+        if not _running:
+            template.close_shared()
