@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from helpers import SweepWatch
+
     from quarantune.scheduler.reference import Reference
+    from quarantune.sweep.request import SweepRequest, Swept
+    from quarantune.values.configs import Config
 
 pytest.register_assert_rewrite("helpers", "scripted")
 # Else, every process that a test starts would compile every module again.
@@ -52,35 +56,52 @@ def _has_cuda() -> bool:
 
 
 @pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Notes the function of every sweep that starts."""
+def sweep_watch(monkeypatch: pytest.MonkeyPatch) -> SweepWatch:
+    """Watches the sweeps of this process; only here does anything stand between a call and its sweep."""
+    from helpers import SweepWatch
+
     from quarantune.sweep import sweep
 
+    watch, run = SweepWatch(), sweep.run
+
+    def watched(request: SweepRequest, configs: Mapping[int, Config], **rest: Any) -> Swept:
+        for listen in watch.on_begin:
+            listen(request, configs)
+        found = run(request, configs, **rest)
+        for listen in watch.on_end:
+            listen(found)
+        return found
+
+    monkeypatch.setattr(sweep, "run", watched)
+    return watch
+
+
+@pytest.fixture
+def sweeps(sweep_watch: SweepWatch) -> list[str]:
+    """Notes the function of every sweep that starts."""
     started: list[str] = []
-    run = sweep.run
-
-    def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
-        started.append(request.problem.name)
-        return run(request, *args, **kwargs)
-
-    monkeypatch.setattr(sweep, "run", noting)
+    sweep_watch.on_begin.append(lambda request, configs: started.append(request.problem.name))
     return started
 
 
 @pytest.fixture
-def swept(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+def swept_configs(sweep_watch: SweepWatch) -> list[list[Config]]:
+    """Notes the configs of every sweep."""
+    started: list[list[Config]] = []
+    sweep_watch.on_begin.append(lambda request, configs: started.append(list(configs.values())))
+    return started
+
+
+@pytest.fixture
+def swept(sweep_watch: SweepWatch) -> list[list[Any]]:
     """Notes the values of n that every sweep measures."""
-    from quarantune.sweep import sweep
-
     started: list[list[Any]] = []
-    run = sweep.run
 
-    def noting(request: Any, configs: Any, **rest: Any) -> Any:
+    def note(request: SweepRequest, configs: Mapping[int, Config]) -> None:
         if configs:
             started.append([config["n"] for config in configs.values()])
-        return run(request, configs, **rest)
 
-    monkeypatch.setattr(sweep, "run", noting)
+    sweep_watch.on_begin.append(note)
     return started
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ import pytest
 
 import quarantune
 from quarantune.sweep import sweep
+from quarantune.sweep.request import SweepRequest, Swept
+from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
 
 SOURCE = Path(quarantune.__file__).parents[1]
@@ -49,9 +53,26 @@ def ends(trials: Iterable[Trial]) -> list[str]:
     return ["ok" if trial.outcome is Outcome.SLOW else trial.outcome.value for trial in trials]
 
 
+def change_version(directory: Path, package: str, version: str) -> None:
+    """Has all files of a cache say that they were made with another version of a package."""
+    for file in filter(Path.is_file, directory.rglob("*")):
+        text = re.sub(rf'("{package}": ?)"[^"]*"', rf'\1"{version}"', file.read_text())
+        # Each record of a journal begins with its checksum.
+        text = re.sub(r"(?m)^[0-9a-f]{8} (.*)$", lambda line: f"{zlib.crc32(line[1].encode()):08x} {line[1]}", text)
+        file.write_text(text)
+
+
 def deadline_s(quiet_s: float) -> float:
     """Returns a deadline that most configs meet and one that hangs misses: longer where much else wants to run."""
     return round(quiet_s * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1))), 1)
+
+
+class SweepWatch:
+    """The functions that are called with the request and the configs of every sweep, and with its findings."""
+
+    def __init__(self) -> None:
+        self.on_begin: list[Callable[[SweepRequest, Mapping[int, Config]], object]] = []
+        self.on_end: list[Callable[[Swept], object]] = []
 
 
 def child_environ(*path: Path | str, **changes: str | None) -> dict[str, str]:

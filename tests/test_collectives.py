@@ -23,16 +23,23 @@ from quarantune.values.settings import Options, current
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 PRELUDE = """
-import functools, json, os, sys
+import functools, json, logging, os, sys
 import jax, jax.numpy as jnp, numpy as np
 import psutil
 import quarantune
 from jax.sharding import Mesh, PartitionSpec as P
-from quarantune.sweep import sweep
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
-sweeps, run = [], sweep.run
-sweep.run = lambda *args, **kwargs: (sweeps.append(args[0].problem.name), run(*args, **kwargs))[1]
+sweeps = []
+
+class Ends(logging.Handler):
+    def emit(self, record):
+        name, _, told = record.getMessage().partition(": ")
+        if told.startswith("best of "):
+            sweeps.append(name)
+
+logging.getLogger("quarantune").setLevel(logging.INFO)
+logging.getLogger("quarantune").addHandler(Ends())
 """
 run_script = functools.partial(run_on_devices, program=PRELUDE, devices=4)
 

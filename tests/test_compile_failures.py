@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import python
+from helpers import change_version, python
 
 import quarantune
 from quarantune.cache import CacheWarning, TuningCache
@@ -21,7 +21,6 @@ from quarantune.resolve.call_key import CallKey
 from quarantune.resolve.sweep_records import CompileFailures
 from quarantune.results.report import CompileReport
 from quarantune.sweep.limits import SweepLimits
-from quarantune.values import describe
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
 LIMITS = SweepLimits(
@@ -94,8 +93,7 @@ def test_failures_count_only_for_the_same_device_call_and_compilers(
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
         assert not failures(tmp_path).known()
-    changed = describe.compilers("cuda") | {"jaxlib": "99.0"}
-    monkeypatch.setattr(describe, "compilers", lambda platform: changed)
+    change_version(tmp_path, "jaxlib", "99.0")
     assert not failures(tmp_path).known()
 
 

@@ -17,7 +17,6 @@ import pytest
 
 import quarantune
 from quarantune import Outcome
-from quarantune.sweep import sweep
 from quarantune.values import space
 from quarantune.values.configs import FrozenDict, encode, format_config, originals, restore
 
@@ -120,9 +119,7 @@ def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., An
     return fn
 
 
-def test_objects_in_configs_reach_workers_caller_and_cache_unchanged(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_in_configs_reach_workers_caller_and_cache_unchanged(cache_dir: Path, sweeps: list[str]) -> None:
     x = jnp.ones(4)
     fn = planned()
     result = fn.tune(x)  # type: ignore[attr-defined]
@@ -146,11 +143,11 @@ def test_objects_in_configs_reach_workers_caller_and_cache_unchanged(
     assert type(restored.best_config["config"]).__name__ == "TuningConfig"
     assert quarantune.TuningResult.load(cache_dir / "saved").best_config["config"]["tile"] == 2
 
-    monkeypatch.setattr(sweep, "run", None)
     again = planned()  # other classes of the same names, as in another process
     config = again.lookup(x)  # type: ignore[attr-defined]
     assert dataclasses.asdict(config["config"])["more"] is Way.FORTH
     np.testing.assert_array_equal(again(x), np.full(4, 4.0))
+    assert len(sweeps) == 1
 
 
 def test_objects_in_configs_reach_compile_only_and_in_process_runs() -> None:

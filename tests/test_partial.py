@@ -68,19 +68,3 @@ def test_without_the_option_the_tuner_steps_aside(sweeps: list[str]) -> None:
     with pytest.raises(TypeError, match="bm is tuned here"):
         fn.tune(X, bm=2)
     assert sweeps == []
-
-
-@pytest.fixture
-def swept_configs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Notes the configs of every sweep."""
-    from quarantune.sweep import sweep
-
-    started: list[Any] = []
-    run = sweep.run
-
-    def noting(problem: Any, configs: Any, **rest: Any) -> Any:
-        started.append(list(configs.values()))
-        return run(problem, configs, **rest)
-
-    monkeypatch.setattr(sweep, "run", noting)
-    return started

@@ -20,13 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers import deadline_s, python
+from helpers import change_version, deadline_s, python
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.cache import SCHEMA
 from quarantune.host.process import in_sandbox
-from quarantune.values import describe
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -238,15 +237,13 @@ def test_disable_cache_touches_no_file_and_remembers_in_memory(
 def test_results_of_other_versions_warn_once_or_are_measured_again(
     version_check: str, name: str, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
-    now = describe.versions()
-    with monkeypatch.context() as then:
-        then.setattr(describe, "versions", lambda: {**now, "jax": "0.0.1"})
-        scaled(name)(X)
+    scaled(name)(X)
+    change_version(cache_dir, "jax", "0.0.1")
     monkeypatch.setenv("QUARANTUNE_VERSION_CHECK", version_check)
     if version_check == "1":
         np.testing.assert_array_equal(scaled(name)(X), X * 2)
         assert swept == [[1, 2], [1, 2]]
-        assert entry_of(cache_dir)["versions"] == now
+        assert entry_of(cache_dir)["versions"] == versions()
     else:
         with one_warning(f"jax 0.0.1 (now {jax.__version__})", "VERSION_CHECK=1"):
             for _ in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import itertools
 import json
@@ -25,7 +24,7 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import ends, everywhere, isolated, python
+from helpers import SweepWatch, ends, everywhere, isolated, python
 from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
@@ -35,8 +34,8 @@ from quarantune.measure import finals
 from quarantune.resolve.tuning_job import CompilationSeeds
 from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.sweep import sweep, sweep_inputs
-from quarantune.sweep.request import SweepRequest, Swept
+from quarantune.sweep import sweep_inputs
+from quarantune.sweep.request import Swept
 from quarantune.transport import arrays, payload, programs
 from quarantune.values.configs import format_config
 from quarantune.values.settings import Tolerance
@@ -70,16 +69,10 @@ def notes(tmp_path: Path) -> Notes:
 
 
 @pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Swept]:
+def findings(sweep_watch: SweepWatch) -> list[Swept]:
     """Notes what every sweep found out."""
     done: list[Swept] = []
-    run = sweep.run
-
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        done.append(run(*args, **kwargs))
-        return done[-1]
-
-    monkeypatch.setattr(sweep, "run", noting)
+    sweep_watch.on_end.append(done.append)
     return done
 
 
@@ -330,7 +323,7 @@ def test_check_grad_finds_a_wrong_gradient_behind_a_right_output(isolation: str)
 # --- slow and level -----------------------------------------------------------------------------------------
 
 
-def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(sweeps: list[Swept]) -> None:
+def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(findings: list[Swept]) -> None:
     # So much slower that nothing on a busy machine disturbs the faster one as much.
     result = tuned(lambda x, do: after(do, x), [20, 100_000], rep=20).tune(X)
     fast, slow = result.trials
@@ -340,7 +333,7 @@ def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(sweeps: 
     assert result.best_config == fast.config
     assert slow.config not in result.tie
     # On a busy machine it may get a second look, which changes nothing.
-    assert sweeps[0].final == finals.Final() or len(slow.samples_ms) < 4
+    assert findings[0].final == finals.Final() or len(slow.samples_ms) < 4
 
 
 def test_samples_are_kept_raw_with_the_clock_that_took_them() -> None:
@@ -354,12 +347,12 @@ def test_samples_are_kept_raw_with_the_clock_that_took_them() -> None:
 
 
 @everywhere
-def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: str, sweeps: list[Swept]) -> None:
+def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: str, findings: list[Swept]) -> None:
     # A busy machine may rule out all but one of them, and one needs no final.
     for _ in range(5):
         with isolated(isolation):
             result = tuned(lambda x, do: after(do, x), [300, 301, 302, 303, 304], rep=3).tune(X)
-        if (swept := sweeps[-1]).final.rounds_ms:
+        if (swept := findings[-1]).final.rounds_ms:
             break
     assert 2 <= len(swept.final.rounds_ms) <= finals.MOST_FINALISTS
     for index, rounds_ms in swept.final.rounds_ms.items():
@@ -562,7 +555,7 @@ def called_back(run: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
 @pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("mood", ["crash", "raise"])
 def test_a_finalist_that_fails_only_in_the_final_breaks_no_sweep(
-    mood: str, notes: Notes, caplog: pytest.LogCaptureFixture, sweeps: list[Swept]
+    mood: str, notes: Notes, caplog: pytest.LogCaptureFixture, findings: list[Swept]
 ) -> None:
     def fails_in_its_second_process(do: str) -> None:
         notes.add(do, os.getpid())
@@ -577,7 +570,7 @@ def test_a_finalist_that_fails_only_in_the_final_breaks_no_sweep(
     with nothing_is_left(), caplog.at_level(logging.WARNING, "quarantune"):
         result = kernel.tune(X)
     assert ends(result.trials) == ["ok", "ok"]
-    assert sweeps[0].final == finals.Final()
+    assert findings[0].final == finals.Final()
     assert "could not be compared" in caplog.text
     assert len({line for line in notes.lines() if line.startswith(mood)}) > 1
     fastest = min(result.trials, key=lambda trial: trial.merit or 0)
@@ -855,29 +848,27 @@ def test_a_plain_function_never_sees_its_earlier_writes_to_an_argument() -> None
     assert set(seen) == {-1.0}
 
 
-def test_a_big_argument_is_in_memory_once_for_any_number_of_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_big_argument_is_in_memory_once_for_any_number_of_configs() -> None:
     big = np.zeros(16 << 20, np.uint8)
     kernel = tuned(lambda x, do: x[:8] + np.uint8(do), [1, 2, 3])
     kernel.tune(X)  # what is imported and set up once
-    process = psutil.Process()
+    process, is_over = psutil.Process(), threading.Event()
     held: list[int] = []
     resident: list[int] = []
-    run = sweep.run
 
-    def watching(request: SweepRequest, *args: Any, **kwargs: Any) -> Any:
-        events = request.events
-
-        def tick() -> None:
+    def watch() -> None:
+        while not is_over.wait(0.01):
             held.append(_held_in_nameless_files())
             resident.append(process.memory_info().rss)
-            events.on_tick()
 
-        watched = dataclasses.replace(request, events=dataclasses.replace(events, on_tick=tick))
-        return run(watched, *args, **kwargs)
-
-    monkeypatch.setattr(sweep, "run", watching)
     before = process.memory_info().rss
-    trials = kernel.tune(big).trials
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        trials = kernel.tune(big).trials
+    finally:
+        is_over.set()
+        watcher.join()
     assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.SLOW}
     assert big.nbytes <= max(held) < 1.2 * big.nbytes
     assert max(resident) - before < 1.5 * big.nbytes
@@ -897,7 +888,7 @@ def _held_in_nameless_files() -> int:
 # --- the key ------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_one_bucket_share_one_sweep(sweeps: list[Swept], cache_dir: Path) -> None:
+def test_calls_of_one_bucket_share_one_sweep(sweeps: list[str], cache_dir: Path) -> None:
     kernel = tuned(lambda x, do: x * 2 + 0 * do, [1, 2], key_fn=lambda x: {"rows": max(16, x.shape[0])})
     for size in (3, 9, 16):
         np.testing.assert_array_equal(kernel(X[:size]), 2 * X[:size])
@@ -917,7 +908,7 @@ def test_a_bucket_that_json_cannot_hold_is_refused_by_value(bucket: Any) -> None
         kernel(X)
 
 
-def test_what_was_judged_otherwise_is_a_miss(sweeps: list[Swept]) -> None:
+def test_what_was_judged_otherwise_is_a_miss(sweeps: list[str]) -> None:
     def variant(**options: Any) -> Any:
         return tuned(lambda x, do: x * do, [1, 2], **{"name": "judged", "ref_fn": lambda x: x, **options})
 
@@ -939,7 +930,7 @@ def test_what_was_judged_otherwise_is_a_miss(sweeps: list[Swept]) -> None:
     assert len(sweeps) == 1
 
 
-def test_a_failed_reference_is_no_result_to_remember(sweeps: list[Swept]) -> None:
+def test_a_failed_reference_is_no_result_to_remember(sweeps: list[str]) -> None:
     moods = iter([boom, lambda x: x, lambda x: x])
     kernel = tuned(lambda x, do: x * do, [1], ref_fn=lambda x: next(moods)(x))
     with here():

@@ -16,30 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import change_version
 from jax.experimental import pallas as pl
 
 import quarantune
 from quarantune import Outcome, metrics, spaces
-from quarantune.sweep import sweep, sweep_inputs
-from quarantune.values import describe
+from quarantune.sweep import sweep_inputs
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 QUICK: dict[str, Any] = {"warmup": 1, "rep": 3}
-
-
-@pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """Notes the configs of every sweep."""
-    started: list[list[Any]] = []
-    run = sweep.run
-
-    def noting(request: sweep.SweepRequest, configs: Any, **rest: Any) -> Any:
-        started.append(list(configs.values()))
-        return run(request, configs, **rest)
-
-    monkeypatch.setattr(sweep, "run", noting)
-    return started
 
 
 def tiled_matmul() -> Callable[..., jax.Array]:
@@ -78,7 +64,7 @@ def entries(cache_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_tonnos_usage_tunes_once_per_shape_and_respects_explicit_tunables(
-    sweeps: list[list[Any]], cache_dir: Path
+    swept_configs: list[list[Any]], cache_dir: Path
 ) -> None:
     pallas_matmul = tiled_matmul()
     configs = [{"BM": 32, "BN": 32}, {"BM": 32, "BN": 64}]
@@ -91,11 +77,11 @@ def test_tonnos_usage_tunes_once_per_shape_and_respects_explicit_tunables(
 
     a, b = matrices()
     overridden = matmul(a, b, BM=16, BN=32)
-    assert sweeps == []
+    assert swept_configs == []
     for _ in range(2):
         np.testing.assert_allclose(matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(overridden, a @ b, rtol=1e-4, atol=1e-4)
-    assert sweeps == [configs]
+    assert swept_configs == [configs]
     (entry,) = entries(cache_dir)
     assert entry["config"] in configs
     assert entry["time_ms"] > 0
@@ -103,7 +89,7 @@ def test_tonnos_usage_tunes_once_per_shape_and_respects_explicit_tunables(
 
 
 @pytest.mark.slow
-def test_tonnos_non_tunable_static_argument_is_part_of_the_key(sweeps: list[list[Any]], cache_dir: Path) -> None:
+def test_tonnos_non_tunable_static_argument_is_part_of_the_key(swept_configs: list[list[Any]], cache_dir: Path) -> None:
     @quarantune.autotune(configs=[{"BM": 32}, {"BM": 64}], warmup=1, rep=3)
     @jax.jit(static_argnames=["BM", "transpose"])
     def matmul(a: jax.Array, b: jax.Array, transpose: bool = False, BM: int = 32) -> jax.Array:
@@ -113,11 +99,13 @@ def test_tonnos_non_tunable_static_argument_is_part_of_the_key(sweeps: list[list
     a, b = matrices(m=96)
     np.testing.assert_allclose(matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(matmul(a, b, transpose=True), (a @ b).T, rtol=1e-4, atol=1e-4)
-    assert len(sweeps) == len(entries(cache_dir)) == 2
+    assert len(swept_configs) == len(entries(cache_dir)) == 2
 
 
 @pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
-def test_tonnos_sweep_inside_a_trace_bakes_the_winner_into_the_program(transform: str, sweeps: list[list[Any]]) -> None:
+def test_tonnos_sweep_inside_a_trace_bakes_the_winner_into_the_program(
+    transform: str, swept_configs: list[list[Any]]
+) -> None:
     @quarantune.autotune(configs=[{"BM": 1}, {"BM": 2}], warmup=1, rep=3)
     @jax.jit(static_argnames=["BM"])
     def scaled(a: jax.Array, BM: int = 0) -> jax.Array:
@@ -132,7 +120,7 @@ def test_tonnos_sweep_inside_a_trace_bakes_the_winner_into_the_program(transform
         "vmap": jax.vmap(scaled),
     }
     np.testing.assert_array_equal(calls[transform](a), np.full((2, 8), 2.0))
-    assert sweeps == [[{"BM": 1}, {"BM": 2}]]
+    assert swept_configs == [[{"BM": 1}, {"BM": 2}]]
 
 
 # --- TileLang -------------------------------------------------------------------------------------------------
@@ -155,7 +143,7 @@ def blocks(*sizes: int) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 def test_tilelangs_decorator_takes_a_problems_space_and_a_blocks_inputs(
-    sweeps: list[list[Any]],
+    swept_configs: list[list[Any]],
 ) -> None:
     def matmul_configs(A: Any, B: Any) -> Iterator[dict[str, int]]:
         (M, K), N = A.shape, B.shape[1]
@@ -177,10 +165,10 @@ def test_tilelangs_decorator_takes_a_problems_space_and_a_blocks_inputs(
     with quarantune.set_autotune_inputs(given, B):
         np.testing.assert_array_equal(matmul(A, B), np.full((64, 64), 16.0))
         np.testing.assert_array_equal(matmul(A, B), np.full((64, 64), 16.0))
-    assert [[config["block_M"] for config in configs] for configs in sweeps] == [[16, 16, 32, 32]]
+    assert [[config["block_M"] for config in configs] for configs in swept_configs] == [[16, 16, 32, 32]]
     with quarantune.set_autotune_inputs([jnp.full((64, 32), 2.0), jnp.ones((32, 64))]):
         matmul(jnp.ones((64, 32)), jnp.ones((32, 64)))
-    assert [config["block_M"] for config in sweeps[1]] == [64, 64]
+    assert [config["block_M"] for config in swept_configs[1]] == [64, 64]
 
 
 @pytest.mark.parametrize("form", [list, tuple])
@@ -457,20 +445,20 @@ def gemm_function() -> quarantune.Autotuned:
 
 
 def test_triton_distributeds_space_is_pruned_and_equal_keys_share_a_sweep(
-    sweeps: list[list[Any]], cache_dir: Path
+    swept_configs: list[list[Any]], cache_dir: Path
 ) -> None:
     my_gemm_function = gemm_function()
     for rows in (64, 128):
         A, B = matrices(m=rows)
         np.testing.assert_allclose(my_gemm_function(A, B), A @ B, rtol=1e-4, atol=1e-4)
-    assert sweeps == [[{"BLOCK_SIZE_M": BM, "BLOCK_SIZE_K": BK} for BM, BK in ((32, 32), (32, 64), (64, 32))]]
+    assert swept_configs == [[{"BLOCK_SIZE_M": BM, "BLOCK_SIZE_K": BK} for BM, BK in ((32, 32), (32, 64), (64, 32))]]
     (entry,) = entries(cache_dir)
     assert entry["key_values"] == {"key_fn": [True, [32, 64], "float32"]}
     assert entry["trials"]["pruned"] == 1
 
 
 @pytest.mark.slow
-def test_triton_distributeds_key_and_prune_functions_may_omit_statics(sweeps: list[list[Any]]) -> None:
+def test_triton_distributeds_key_and_prune_functions_may_omit_statics(swept_configs: list[list[Any]]) -> None:
     def configs(A: Any) -> list[dict[str, int]]:
         return [{"BLOCK": size} for size in (1, 2) if size <= A.size]
 
@@ -482,7 +470,7 @@ def test_triton_distributeds_key_and_prune_functions_may_omit_statics(sweeps: li
     for call in (lambda A: doubled(A, transpose=True), lambda A: doubled(A, True), doubled):
         for size in (2, 4):  # one key for all sizes
             np.testing.assert_array_equal(call(jnp.ones((size, 2))).sum(), size * 4)
-    assert len(sweeps) == 2  # the static argument still counts
+    assert len(swept_configs) == 2  # the static argument still counts
 
 
 def test_triton_distributeds_config_objects_prune_and_run_as_listed() -> None:
@@ -535,7 +523,7 @@ def test_triton_distributeds_plain_function_needs_no_defaults() -> None:
 
 @pytest.mark.slow
 def test_triton_distributeds_environment_retunes_and_checks_versions(
-    sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+    swept_configs: list[list[Any]], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def double(A: Any, BLOCK: int = 1) -> Any:
         return A * 2
@@ -544,30 +532,28 @@ def test_triton_distributeds_environment_retunes_and_checks_versions(
         tuned = quarantune.autotune([{"BLOCK": 1}], ref_fn=None, name="double", **QUICK)
         np.testing.assert_array_equal(tuned(jax.jit(double, static_argnames=["BLOCK"]))(jnp.ones(4)), 2)
 
-    now = describe.versions()
-    with monkeypatch.context() as then:
-        then.setattr(describe, "versions", lambda: {**now, "jax": "0.0.1"})
-        call()
-    assert len(sweeps) == 1
+    call()
+    change_version(cache_dir, "jax", "0.0.1")
+    assert len(swept_configs) == 1
     with monkeypatch.context() as strict:
         strict.setenv("QUARANTUNE_VERSION_CHECK", "1")
         call()
-        assert len(sweeps) == 2
+        assert len(swept_configs) == 2
         call()
-        assert len(sweeps) == 2
+        assert len(swept_configs) == 2
     monkeypatch.setenv("QUARANTUNE_ALWAYS_TUNE", "1")
     call()
-    assert len(sweeps) == 3
+    assert len(swept_configs) == 3
 
 
 @pytest.mark.slow
 def test_triton_distributeds_per_call_switches_run_untuned_and_log_more(
-    sweeps: list[list[Any]], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    swept_configs: list[list[Any]], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     my_gemm_function = gemm_function()
     A, B = matrices()
     np.testing.assert_allclose(my_gemm_function.default(A, B), A @ B, rtol=1e-4, atol=1e-4)
-    assert sweeps == []
+    assert swept_configs == []
     with quarantune.settings(progress=1), caplog.at_level(logging.INFO, logger="quarantune"):
         np.testing.assert_allclose(my_gemm_function(A, B), A @ B, rtol=1e-4, atol=1e-4)
     assert ": 4 configs in " in capsys.readouterr().err
@@ -576,7 +562,7 @@ def test_triton_distributeds_per_call_switches_run_untuned_and_log_more(
 
 @pytest.mark.slow
 def test_triton_distributeds_contextual_example_tunes_every_kernel(
-    sweeps: list[list[Any]],
+    swept_configs: list[list[Any]],
 ) -> None:
     pallas_matmul = tiled_matmul()
 
@@ -601,7 +587,7 @@ def test_triton_distributeds_contextual_example_tunes_every_kernel(
     assert run_ag_gemm.lookup(A, B) == {(kernel.name, kernel.key): kernel.config for kernel in result.kernels}
     assert "consumer" in result.table()
 
-    found_out = len(sweeps)
+    found_out = len(swept_configs)
     for fn in (run_ag_gemm, run_ag_gemm.default):
         np.testing.assert_allclose(fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
-    assert len(sweeps) == found_out > 0
+    assert len(swept_configs) == found_out > 0

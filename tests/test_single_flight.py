@@ -7,8 +7,10 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -25,11 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import MARK, carriers, eventually
+from helpers import SweepWatch
 
 import quarantune
 from quarantune.measure import finals
-from quarantune.results.progress import Progress
-from quarantune.sweep import sweep
 
 NAME = "shared"
 
@@ -388,27 +389,26 @@ def test_threads_with_function_objects_of_their_own_sweep_once(swept: list[list[
 
 
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def hold(sweep_watch: SweepWatch, caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], None]]:
     """Returns a function from whose call on every sweep is held up until two threads have waited for one."""
+    all_wait, waiting = threading.Event(), set[int]()
 
-    def hold() -> None:
-        all_wait, waiting = threading.Event(), set[int]()
-        run = sweep.run
-
-        def running(*args: Any, **kwargs: Any) -> Any:
-            assert all_wait.wait(200)
-            return run(*args, **kwargs)
-
-        def saying(progress: Any, text: str) -> None:
-            if "another job" not in text:  # a waiter that has not seen the holder yet would not take its failure
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # A waiter that has not seen the holder yet, but "another job", would not take its failure.
+            if re.search(r": waiting for (?!another job).* to tune it", record.getMessage()):
                 waiting.add(threading.get_ident())
             if len(waiting) == 2:
                 all_wait.set()
 
-        monkeypatch.setattr(sweep, "run", running)
-        monkeypatch.setattr(Progress, "say", saying)
+    def hold() -> None:
+        sweep_watch.on_begin.append(lambda *_: all_wait.wait(200) or pytest.fail("no two threads wait"))
 
-    return hold
+    listener = Listener()
+    with caplog.at_level(logging.INFO, "quarantune"):
+        logging.getLogger("quarantune").addHandler(listener)
+        yield hold
+        logging.getLogger("quarantune").removeHandler(listener)
 
 
 @pytest.mark.parametrize("tunes", [False, True], ids=["calls", "tune"])
