@@ -125,6 +125,17 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def cpu_only() -> Iterator[None]:
+    """Has JAX choose the CPU, so that no process looks for other devices."""
+    import jax
+
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "cpu")
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+@pytest.fixture
 def compiles() -> Iterator[list[str]]:
     """Notes everything that JAX compiles in this process."""
     import jax

@@ -223,13 +223,12 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("targets all", "quarantune targets: unrecognized arguments: all"),
     ],
 )
-@pytest.mark.usefixtures("filled", "no_process")
+@pytest.mark.usefixtures("filled", "cpu_only", "no_process")
 def test_bad_input_ends_with_code_2_and_one_line_that_names_the_fix(
     words: str, fix: str, run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "h100" in words:
         monkeypatch.setattr("quarantune.devices.targets.has_plugin", lambda platform: platform == "cpu")
-    monkeypatch.setattr("quarantune.devices.discovery.accelerators", lambda: None)
     for library in ("distributed", "ray"):
         monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
     for name, text in (
@@ -707,10 +706,8 @@ def test_configs_are_checked_for_a_target(run: Run, kernels: str) -> None:
     assert "RuntimeError: no 1" in out
 
 
-def test_targets_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quarantune.devices import discovery
-
-    monkeypatch.setattr(discovery, "accelerators", lambda: None)
+@pytest.mark.usefixtures("cpu_only")
+def test_targets_are_listed(run: Run) -> None:
     code, out, _ = run("targets", "--json")
     listed = {it["name"]: it for it in json.loads(out)}
     assert code == 0

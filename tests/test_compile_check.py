@@ -242,9 +242,8 @@ def test_a_report_raises_only_where_every_config_failed() -> None:
     ],
 )
 def test_a_bad_request_is_refused_before_any_work(
-    change: dict[str, Any], error: type[Exception], message: str, no_process: None, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], error: type[Exception], message: str, cpu_only: None, no_process: None
 ) -> None:
-    monkeypatch.setattr(targets.discovery, "accelerators", lambda: None)
     request: dict[str, Any] = {"fn": rolled, "configs": {"n": [1]}, "target": "cpu"} | change
     fn, configs = request.pop("fn"), request.pop("configs")
     with pytest.raises(error, match=message):

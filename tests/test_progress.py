@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 import rich.text
 from aftermath import eventually
-from helpers import child_environ, selected
+from helpers import child_environ, isolated, selected
 from terminals import Recording, python, record
 
 import quarantune
 from quarantune.resolve import tuning_job
 from quarantune.results import progress as display
 from quarantune.results.progress import Progress
-from quarantune.sweep import sweep
 from quarantune.values.texts import array_text
 from quarantune.values.trial import READY, Findings, Outcome, Trial
 
@@ -375,8 +374,7 @@ def test_a_sweep_reports_phases_and_the_time_of_the_untuned_function(
         return jax.numpy.sort(x) * n / n
 
     monkeypatch.setattr(tuning_job, "Progress", Noting)
-    monkeypatch.setattr(sweep, "_warn", lambda reason: None)
-    with quarantune.settings(isolation=isolation):
+    with isolated(isolation):
         on_progress = lambda index, phase: given.append((index, phase))  # noqa: E731
         quarantune.AutoTuner(scale, {"n": [2, 3, 4, 5]}, rep=5, on_progress=on_progress).run(
             np.ones(1 << 16, np.float32)

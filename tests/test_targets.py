@@ -32,8 +32,8 @@ def test_a_tpu_is_found_by_its_name_and_by_jaxs(name: str) -> None:
     )
 
 
-def test_no_two_targets_have_the_same_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets.discovery, "accelerators", lambda: None)
+@pytest.mark.usefixtures("cpu_only")
+def test_no_two_targets_have_the_same_short_name() -> None:
     listed = quarantune.targets()
     assert [targets.find(target.name) for target in listed] == list(listed)
     assert [targets.find(target.device_kind) for target in listed] == list(listed)
@@ -56,8 +56,8 @@ def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
         targets.find(5)  # type: ignore[arg-type]
 
 
-def test_every_target_states_where_its_description_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets.discovery, "accelerators", lambda: None)
+@pytest.mark.usefixtures("cpu_only")
+def test_every_target_states_where_its_description_comes_from() -> None:
     listed = quarantune.targets()
     names = [target.name for target in listed]
     assert names[:2] == ["cpu", "TPU v4"]
