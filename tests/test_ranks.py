@@ -137,6 +137,7 @@ def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Client:
     """Makes this process rank 0 of two, with a store of its own."""
     from jax._src import distributed
 
+    jax.devices()  # else JAX would make its CPU devices with this client
     client = Client()
     monkeypatch.setattr(distributed.global_state, "client", client)
     monkeypatch.setattr(distributed.global_state, "num_processes", 2)
