@@ -512,3 +512,28 @@ def test_a_method_is_tuned_like_a_function() -> None:
     assert chosen(model.forward.tune(X)) == {"only": 1}
     assert model.forward(X)[0] == 1
     assert len(model.forward.lookup(X)) == 1
+
+
+def test_a_search_is_told_of_each_kernels_own_configs() -> None:
+    class InOrder:
+        def __init__(self) -> None:
+            self.left = [{"ms": 0}, {"ms": 1}, {"ms": 2}]
+            self.told: list[tuple[Any, Any]] = []
+
+        def ask(self, n: int) -> list[Any]:
+            taken, self.left = self.left[:n], self.left[n:]
+            return taken
+
+        def tell(self, config: Any, trial: Any) -> None:
+            self.told.append((config, trial.config))
+
+    searched = kernel("searched", {"ms": [0, 1, 2]}, lambda x, ms: x + 0 * ms)
+    search = InOrder()
+
+    @quarantune.contextual_autotune(n_repeat=1)
+    def one(x: Any) -> Any:
+        return searched(x)
+
+    with quarantune.settings(search=search):
+        one.tune(X)
+    assert sorted(search.told, key=str) == [({"ms": ms}, {"ms": ms}) for ms in (0, 1, 2)]

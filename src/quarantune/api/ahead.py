@@ -8,13 +8,12 @@ import io
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, cast
 
-from quarantune.api.autotune import Autotuned, AutoTuner
-from quarantune.api.contextual import Contextual
+from quarantune.api.autotune import Autotuned, AutoTuner, Tuned
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
 from quarantune.resolve.recorded import RecordedCall
-from quarantune.resolve.resolver import Resolver, keyed_for_engine
+from quarantune.resolve.resolver import keyed_for_engine
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep
 from quarantune.sweep.isolation import Isolation
@@ -25,35 +24,22 @@ from quarantune.values.codec import JsonObject
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Trial
 
-Tuned: TypeAlias = "Autotuned[..., Any] | Contextual[..., Any] | AutoTuner"
-
-
-def is_tuned(value: object) -> TypeGuard[Tuned]:
-    """Returns whether an object is a function with a tuner."""
-    return isinstance(value, (Autotuned, Contextual, AutoTuner))
-
 
 def function_of(tuned: Tuned) -> TunedFunction:
     """Returns a function with its configs and options."""
-    return tuned._resolver.function
+    return cast("TunedFunction", tuned._resolver.function)
 
 
 def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a result is remembered for a call on the devices that would tune it, and is thorough enough."""
-    resolver, call = _bound(tuned, args, kwargs)
+    resolver, call = tuned._bind(args, kwargs)
     return resolver.is_known(call)
 
 
 def is_same(recorded: RecordedCall, tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a call that was made again from its record has the key of that call."""
-    described = keyed_for_engine(_bound(tuned, args, kwargs)[1], environment.current())
+    described = keyed_for_engine(tuned._bind(args, kwargs)[1], environment.current())
     return RecordedCall.of(described).identity == recorded.identity
-
-
-def _bound(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
-    if isinstance(tuned, Autotuned):
-        return tuned._bind(args, kwargs)
-    return tuned._resolver, tuned._resolver.bind(args, kwargs)
 
 
 def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, anew: bool) -> TuningResult:
@@ -69,7 +55,7 @@ def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
         TuningFailedError: every config failed.
         TypeError: the function does not take these arguments.
     """
-    resolver, call = _bound(tuned, args, kwargs)
+    resolver, call = tuned._bind(args, kwargs)
     return resolver.tune(call) if anew else resolver.result(call)
 
 

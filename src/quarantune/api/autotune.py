@@ -124,23 +124,48 @@ jit = cast("_Jit", jax.jit)
 """`jax.jit` itself. Under this name, type checkers and editors see the function's own signature."""
 
 
-class AsMethod(Generic[_P, _R]):
-    """A callable that becomes a method in the body of a class, as functions do."""
+class Tuned:
+    """A function with a tuner."""
+
+    _resolver: Any
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
+        """Binds a call, and returns its resolver."""
+        return self._resolver, self._resolver.bind(args, kwargs)
+
+
+class TunedCallable(Tuned, Generic[_P, _R]):
+    """A tuned function that is called like the function itself; in the body of a class, it becomes a method."""
+
+    __wrapped__: Callable[_P, _R]
+    _signature: inspect.Signature
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
 
     @overload
     def __get__(
-        self: AsMethod[Concatenate[_I, _Q], _R], instance: _I, owner: type | None = None
+        self: TunedCallable[Concatenate[_I, _Q], _R], instance: _I, owner: type | None = None
     ) -> BoundMethod[_Q, _R]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""
         return self if instance is None else BoundMethod(self, instance)
 
+    def forget(self, device: str = "", key: str = "") -> None:
+        """Has all calls ask for their choices again; see `settings.Keeper`."""
+        raise NotImplementedError
 
-class Autotuned(AsMethod[_P, _R]):
+    def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            with own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
+                resolver, call = self._bind(args, kwargs)
+                return resolver.tune(call, resume=resume)
+        finally:
+            self.forget()
+
+
+class Autotuned(TunedCallable[_P, _R]):
     """A jitted function with tuned static parameters; made by `autotune`.
 
     A call runs the function with the best config for the shapes of the arguments on their device: the first such call
@@ -149,7 +174,6 @@ class Autotuned(AsMethod[_P, _R]):
     It has the name, signature and docstring of the function, which is its `__wrapped__`, and works as a method.
     """
 
-    __wrapped__: Callable[_P, _R]
     __qualname__: str
 
     def __init__(self, fn: Callable[_P, _R], configs: Any, options: Options) -> None:
@@ -190,16 +214,8 @@ class Autotuned(AsMethod[_P, _R]):
 
     def _resolver_of(self, configs: Any, options: Options) -> Resolver:
         function_type, resolver_type = _resolving()
-        function = function_type(
-            self.__wrapped__,
-            configs,
-            name=self.name,
-            signature=self._signature,
-            static_names=self._jit_options.static_names,
-            options=options,
-            need_defaults=True,
-        )
-        return resolver_type(function)
+        options = dataclasses.replace(options, name=self.name)
+        return resolver_type(function_type.of(self.__wrapped__, configs, options, need_defaults=True))
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
         """Binds a call, and returns its resolver: that of the other tunables where `partial` lets the call set some."""
@@ -272,12 +288,7 @@ class Autotuned(AsMethod[_P, _R]):
             EngineError: the executor could not run the sweep.
             TypeError: a tunable parameter is given by hand.
         """
-        try:
-            with own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
-                resolver, call = self._bind(args, kwargs)
-                return resolver.tune(call, resume=resume)
-        finally:
-            self.forget()
+        return cast("TuningResult", self._tune(args, kwargs))
 
     def tune_for(
         self, calls: Sequence[Any], weights: Sequence[float] | None = None, *, by: Literal["total", "worst"] = "total"
@@ -313,7 +324,7 @@ class Autotuned(AsMethod[_P, _R]):
             self.forget()
 
     def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `remembered.Keeper`."""
+        """Has all calls ask for their choices again; see `settings.Keeper`."""
         self._own_memo.clear()
         self._last = _NOTHING
 
@@ -441,7 +452,7 @@ class BoundMethod(Generic[_P, _R]):
         return functools.partial(getattr(self.__wrapped__, name), self._instance)
 
 
-class AutoTuner:
+class AutoTuner(Tuned):
     """Tunes any callable that takes a config as keyword arguments.
 
     Args:
@@ -487,12 +498,13 @@ class AutoTuner:
             CacheMissError: nothing is cached and `ON_MISS` is `error`.
         """
         with own_frames_hidden(), on_engine(self._resolver.function.signature, kwargs) as (kwargs, resume):
-            call = self._resolver.bind(args, kwargs)
-            return self._resolver.tune(call, resume=True) if resume else self._resolver.result(call)
+            resolver, call = self._bind(args, kwargs)
+            return resolver.tune(call, resume=True) if resume else resolver.result(call)
 
     def result(self, call: Arguments) -> TuningResult:
         """Returns the result for a call, as `run` does; for `tune_many`."""
-        return self._resolver.result(self._resolver.bind(*call))
+        resolver, bound = self._bind(*call)
+        return resolver.result(bound)
 
 
 class MemoKeys:

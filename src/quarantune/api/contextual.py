@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from quarantune import jax_internals
-from quarantune.api.autotune import AsMethod, Autotuned, Memo, MemoKeys, on_engine, read_context
+from quarantune.api.autotune import Autotuned, Memo, MemoKeys, TunedCallable, read_context
 from quarantune.host.process import lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
@@ -87,14 +87,12 @@ def contextual_autotune(
     return decorate if fn is None else decorate(fn)
 
 
-class Contextual(AsMethod[_P, _R]):
+class Contextual(TunedCallable[_P, _R]):
     """A function whose autotuned kernels are tuned together; made by `contextual_autotune`.
 
     A call runs the function with the best config for each kernel in it: the first such call tunes, and later ones
     remember.
     """
-
-    __wrapped__: Callable[_P, _R]
 
     def __init__(self, fn: Callable[_P, _R], options: Options) -> None:
         """Wraps a function; use `contextual_autotune`."""
@@ -113,7 +111,7 @@ class Contextual(AsMethod[_P, _R]):
         register_keeper(self)
 
     def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `remembered.Keeper`."""
+        """Has all calls ask for their choices again; see `settings.Keeper`."""
         self._memo.clear()
 
     @lazy
@@ -163,12 +161,7 @@ class Contextual(AsMethod[_P, _R]):
         Raises:
             TuningFailedError: the function failed with every config of a kernel.
         """
-        try:
-            with own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
-                call = self._resolver.bind(args, kwargs)
-                return cast("ContextualResult", self._resolver.tune(call, resume=resume))
-        finally:
-            self.forget()
+        return cast("ContextualResult", self._tune(args, kwargs))
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from quarantune.api import ahead
+from quarantune.api.autotune import Tuned
 from quarantune.api.contextual import Contextual
 from quarantune.cli.call_texts import ArrayText, GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
@@ -63,7 +63,7 @@ def load_tuned(text: str) -> Any:
         InputError: there is none of that name.
     """
     found = load(text)
-    if not ahead.is_tuned(found):
+    if not isinstance(found, Tuned):
         raise InputError(
             f"{shown(text)} is a {type(found).__name__} without configs: put @quarantune.autotune(configs) on it, or "
             "name a quarantune.AutoTuner"
@@ -137,7 +137,7 @@ def _missing(module: ModuleType, holder: Any, name: str) -> str:
     near = did_you_mean(name, [known for known in vars(holder) if not known.startswith("_")] if has_names else ())
     if near or holder is not module:
         return f"{where!r} has no {name!r}.{near}"
-    tuned = [known for known, value in vars(module).items() if ahead.is_tuned(value)]
+    tuned = [known for known, value in vars(module).items() if isinstance(value, Tuned)]
     listed = f"Its autotuned functions are: {', '.join(tuned)}." if tuned else "It has no autotuned function."
     return f"{where!r} has no {name!r}. {listed}"
 

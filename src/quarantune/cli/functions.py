@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from quarantune import cache
 from quarantune.api import ahead
 from quarantune.api.ahead import Alone
-from quarantune.api.autotune import Autotuned
+from quarantune.api.autotune import Autotuned, Tuned
 from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
@@ -100,7 +100,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     return FAILED if any(record["error"] for record in records) else DONE
 
 
-def _ends(tuned: ahead.Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace) -> Iterator[tuple[End, bool]]:
+def _ends(tuned: Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace) -> Iterator[tuple[End, bool]]:
     """Yields what came of each call, and whether it was in the cache."""
     known: list[bool] = []
     if options.executor is not None and len(wanted) > 1 and not isinstance(tuned, Contextual):
@@ -137,7 +137,7 @@ def _check_cache() -> None:
         ) from error
 
 
-def told(tuned: ahead.Tuned, call: GivenCall, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
+def told(tuned: Tuned, call: GivenCall, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
     """Returns how a call ended, as JSON and as text."""
     if isinstance(ended, TuningFailedError):
         return _told_failure(ended)
@@ -203,14 +203,12 @@ def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
     return FAILED if counts[_FAILED] or counts[_REFUSED] else DONE
 
 
-_Made = tuple[ahead.Tuned, GivenCall]
+_Made = tuple[Tuned, GivenCall]
 _Ended = tuple[RecordedCall, str, tuple[JsonObject, str]]
 """A call, what became of it, and that as JSON and as text."""
 
 
-def _recorded_ends(
-    found: Sequence[RecordedCall], options: argparse.Namespace, named: ahead.Tuned | None
-) -> Iterator[_Ended]:
+def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, named: Tuned | None) -> Iterator[_Ended]:
     """Yields what became of each call."""
     at_a_time = 1
     if (executor := environment.current().executor) is None:
@@ -248,7 +246,7 @@ def _recorded_ends(
 
 
 def _made_again(
-    call: RecordedCall, here: str, loaded: Callable[[str, str], ahead.Tuned | str], *, force: bool
+    call: RecordedCall, here: str, loaded: Callable[[str, str], Tuned | str], *, force: bool
 ) -> tuple[str, _Made | None, str]:
     """Returns what is to become of a call, and its function and arguments without values, or why there are none."""
     if call.device != here:
@@ -265,7 +263,7 @@ def _made_again(
     return status, (tuned, GivenCall(args, kwargs)), ""
 
 
-def _loaded(function: str, name: str) -> ahead.Tuned | str:
+def _loaded(function: str, name: str) -> Tuned | str:
     """Imports a function, or the tuner of it in its module; returns what was wrong where that fails."""
     module = function.partition(":")[0]
     if "<locals>" in function or not module.replace(".", "_").isidentifier():  # a path, for one
@@ -275,7 +273,7 @@ def _loaded(function: str, name: str) -> ahead.Tuned | str:
     except InputError as error:
         found, missing = None, str(error)
     for candidate in (found, *vars(sys.modules.get(module, object)).values()):
-        if ahead.is_tuned(candidate) and ahead.function_of(candidate).name == name:
+        if isinstance(candidate, Tuned) and ahead.function_of(candidate).name == name:
             return candidate
     return f"{missing} Or name it: quarantune tune PATH/FILE.py:NAME --recorded DIR"
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
@@ -58,6 +58,7 @@ _STATE = "jax settings"
 """The name of JAX's settings in an entry, among those of the parameters."""
 
 
+@dataclasses.dataclass(eq=False)
 class TunedFunction:
     """A function with its configs and its author's options.
 
@@ -66,66 +67,51 @@ class TunedFunction:
         configs: the space of configs, or a callable that makes them for a call.
         name: the function's name in the cache.
         signature: its signature.
-        static_names: its static parameters; None where it is not jitted.
+        static_names: its static parameters; None for a function that is not jitted, where every argument without an
+            array counts by value.
         options: its author's options.
+        need_defaults: whether every tunable must have a default, because the function is also called without it.
         tunables: the names that its configs set; empty for a callable that makes configs and has not been called.
         most_configs: how many configs a sweep may try; None for those of its config space.
     """
 
-    most_configs: int | None = None
+    fn: Callable[..., Any]
+    configs: Space | Callable[..., Any]
+    _: dataclasses.KW_ONLY
+    name: str
+    signature: inspect.Signature
+    static_names: frozenset[str] | None
+    options: Options
+    need_defaults: bool = False
+    tunables: frozenset[str] = dataclasses.field(init=False)
+    most_configs: ClassVar[int | None] = None
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        configs: Sequence[Config] | Callable[..., Any],
-        *,
-        name: str,
-        signature: inspect.Signature,
-        static_names: frozenset[str] | None,
-        options: Options,
-        need_defaults: bool = False,
-    ) -> None:
-        """Describes a function; nothing is read or started.
-
-        Args:
-            fn: the function.
-            configs: the configs, or a callable that makes them for a call.
-            name: the function's name in the cache.
-            signature: its signature.
-            static_names: its static parameters; None for a function that is not jitted, where every argument without
-                an array counts by value.
-            options: its author's options.
-            need_defaults: whether every tunable must have a default, because the function is also called without it.
+    def __post_init__(self) -> None:
+        """Checks the options; nothing is read or started.
 
         Raises:
             TypeError: an option needs a jitted function, and it is none.
         """
         for option, does in (("time_grad", "differentiates"), ("max_device_memory", "bounds the compiled program of")):
-            if getattr(options, option) and static_names is None:
+            if getattr(self.options, option) and not self.is_jitted:
                 raise TypeError(
-                    f"{name}: {option} {does} the function, which jax.jit must have wrapped for that: put jax.jit on "
-                    f"it, or leave {option} out"
+                    f"{self.name}: {option} {does} the function, which jax.jit must have wrapped for that: put jax.jit "
+                    f"on it, or leave {option} out"
                 )
-        self.fn = fn
-        self.configs: Space | Callable[..., Any] = (
-            configs if callable(configs) else Space.of(configs, fn_name=name, parameters=signature)
-        )
-        self.name = name
-        self.signature = signature
-        self.static_names = static_names
-        self.options = options
-        self.tunables: frozenset[str] = frozenset() if callable(self.configs) else frozenset(self.configs.names)
-        self._need_defaults = need_defaults
+        self.tunables = frozenset() if callable(self.configs) else frozenset(self.configs.names)
         self._fingerprints: dict[bool, Fingerprint] = {}
 
     @classmethod
-    def of(cls, fn: Any, configs: Any, options: Options, *, compiled_by: str = "") -> TunedFunction:
+    def of(
+        cls, fn: Any, configs: Any, options: Options, *, need_defaults: bool = False, compiled_by: str = ""
+    ) -> TunedFunction:
         """Returns a function as its author gives it, checked as far as that is possible without a call.
 
         Args:
             fn: the function, autotuned or not.
             configs: its configs in any form.
             options: its author's options.
+            need_defaults: as in `TunedFunction`.
             compiled_by: the function of ours that only compiles configs, for which `fn` must be jitted.
 
         Raises:
@@ -141,23 +127,23 @@ class TunedFunction:
             )
         if static_names is not None:
             check_jit_options(fn, label)
-        listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
-        name = options.name or label
-        function = cls(fn, listed, name=name, signature=signature, static_names=static_names, options=options)
-        if isinstance(listed, Space):
-            function.check(listed.examples())
+        function = cls(
+            fn,
+            configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature),
+            name=options.name or label,
+            signature=signature,
+            static_names=static_names,
+            options=options,
+            need_defaults=need_defaults,
+        )
+        if isinstance(function.configs, Space):
+            function.check(function.configs.examples())
         return function
 
     def with_options(self, options: Options, configs: Sequence[Config] | None = None) -> TunedFunction:
         """Returns the function with other options, and other configs if they are given."""
-        return TunedFunction(
-            self.fn,
-            self.configs if configs is None else configs,
-            name=self.name,
-            signature=self.signature,
-            static_names=self.static_names,
-            options=options,
-        )
+        space = self.configs if configs is None else Space.of(configs, fn_name=self.name, parameters=self.signature)
+        return dataclasses.replace(self, options=options, configs=space)
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -177,7 +163,7 @@ class TunedFunction:
             kept[version] = cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
         return kept[version]
 
-    @functools.cached_property
+    @lazy
     def identity(self) -> str:
         """Distinguishes the function from others of the same name in this process."""
         return f"{self.fingerprint.digest} {self.listed_space.get('hash', '')}"
@@ -195,7 +181,7 @@ class TunedFunction:
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""
-        signature, need_defaults = self.signature, self._need_defaults
+        signature, need_defaults = self.signature, self.need_defaults
         check_configs(self.fn, configs, name=self.name, signature=signature, need_defaults=need_defaults)
 
 
@@ -422,7 +408,6 @@ class KeyedCall:
         values: the values of the call that the key holds, by parameter.
         jax_state: JAX's settings that the key holds.
         axes: the axes of the mesh that the function communicates over, where it does so inside `shard_map`.
-        tunables_given: the tunable parameters that the caller sets by hand.
     """
 
     call: BoundCall
@@ -431,7 +416,6 @@ class KeyedCall:
     values: JsonObject
     jax_state: JsonObject
     axes: Axes | None
-    tunables_given: frozenset[str]
 
     @property
     def readable(self) -> JsonObject:
@@ -525,7 +509,6 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
         values=values,
         jax_state=state,
         axes=axes,
-        tunables_given=description.tunables_given,
     )
 
 
@@ -542,7 +525,7 @@ def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
     if call.is_symbolic:
         raise TypeError(f"{call.name}: symbolic shapes have no data to measure with: tune it with concrete shapes")
     described = keyed(call, target)
-    if given := described.tunables_given:
+    if given := _description(call).tunables_given:
         verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
         raise TypeError(f"{call.name}: {', '.join(sorted(given))} {verb} tuned here: leave {them} out")
     return described

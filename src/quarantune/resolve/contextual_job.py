@@ -22,7 +22,7 @@ from quarantune.resolve.tuning_job import TuningJob
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
-from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource
+from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep import sweep
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
@@ -159,15 +159,18 @@ class ContextualJob(TuningJob):
             The rule for kernels without a config: the first of their configs, or their defaults where the function
             fails with these; the configs to start from where it fails with the defaults too; and the run.
         """
-        try:
-            return FIRST, {}, self._try([assignment.encode({}, others=FIRST)], [{"configs": "first"}], "all kernels")
-        except TuningFailedError as error:
-            _logger.info("%s: starting from the kernels' defaults: %s", self._name, error)
-        try:
-            default = assignment.encode({}, others=DEFAULT)
-            return DEFAULT, {}, self._try([default], [{"configs": "default"}], "all kernels")
-        except TuningFailedError as error:
-            _logger.info("%s: looking for configs with which it runs: %s", self._name, error)
+        for others, then in (
+            (FIRST, "starting from the kernels' defaults"),
+            (DEFAULT, "looking for configs with which it runs"),
+        ):
+            try:
+                return (
+                    others,
+                    {},
+                    self._try([assignment.encode({}, others=others)], [{"configs": others}], "all kernels"),
+                )
+            except TuningFailedError as error:
+                _logger.info("%s: %s: %s", self._name, then, error)
         with tempfile.TemporaryDirectory(prefix="quarantune-") as reports:
             return DEFAULT, *self._find_a_start(Runner(self._call.function.fn, reports))
 
@@ -221,7 +224,7 @@ class ContextualJob(TuningJob):
     ) -> _Step:
         """Tries the configs of one kernel, all or those that a search asks."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
-        step = self._try(texts, seen.configs, slot.name, share=share.resolved(Space({"config": range(len(texts))})))
+        step = self._try(texts, seen.configs, slot.name, share=share.resolved(Space(seen.configs)))
         best = format_config(step.best.config)
         _logger.info("%s: %s is best with %s: %.4g ms", self._name, slot.name, best, step.time_ms)
         return step
@@ -255,11 +258,33 @@ class ContextualJob(TuningJob):
             untuned={KEY: untuned},
             default=texts.index(untuned) if untuned in texts else None,
         )
-        searching = None
-        if share is not None and not share.tries_all:
-            trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
-            searching = Searching(share, Space(shown), defaults=0, trial_s=trial_s)
-        trials, swept = self._sweep_assignments(problem, texts, shown, label, searching)
+        trials: dict[int, Trial] = {}
+        progress = Progress(
+            label, len(texts), shown=self._settings.progress, config_of=shown.__getitem__, default=shown[0]
+        )
+
+        def on_trial(index: int, trial: Trial) -> None:
+            trials[index] = dataclasses.replace(trial, config=dict(shown[index]), ended_s=time.time())
+            self._records.refresh()
+            progress.step(trials[index])
+
+        with contextlib.closing(progress):
+            possible: list[Config] = [{KEY: text} for text in texts]
+            configs, search = dict(enumerate(possible)), None
+            if share is not None and not share.tries_all:
+                search = KernelSearch(share, shown, texts, self._limits.compile_timeout_s + self._limits.timeout_s)
+                progress.expect(search.total, is_bound=True, budget_s=search.time_budget_s)
+                configs = search.take(1)
+            request = SweepRequest(
+                problem=problem,
+                options=self._options,
+                settings=self._settings,
+                limits=self._limits.compiling_as_it_runs(),
+                events=SweepEvents(on_trial=on_trial, on_tick=self._records.refresh, on_phase=progress.enter),
+                space=Space(possible),
+                source=search or NOTHING_MORE,
+            )
+            swept = sweep.run(request, configs)
         if swept.complaint:
             _logger.warning("%s: %s", label, swept.complaint)
         if not any(trial.outcome is Outcome.OK for trial in trials.values()):
@@ -274,60 +299,11 @@ class ContextualJob(TuningJob):
             tuple(settled[index].config for index in verdict.tie),
             slots,
             Searched(
-                EXHAUSTED if searching is None else searching.stopped,
+                EXHAUSTED if search is None else search.stopped,
                 sum(trial.outcome is not Outcome.NOT_RUN for trial in settled.values()),
                 len(texts),
             ),
         )
-
-    def _sweep_assignments(
-        self, problem: Problem, texts: Sequence[str], shown: Sequence[Config], label: str, searching: Searching | None
-    ) -> tuple[dict[int, Trial], Swept]:
-        """Runs assignments, all or those that a search asks.
-
-        Args:
-            problem: the call of the whole function.
-            texts: the assignments.
-            shown: the config that trials and messages show for each.
-            label: the name of the sweep in messages.
-            searching: the search; None runs all.
-
-        Returns:
-            The trials by index, and the findings beside them.
-        """
-        trials: dict[int, Trial] = {}
-        possible = [{KEY: text} for text in texts]
-        progress = Progress(
-            label,
-            len(texts),
-            shown=self._settings.progress,
-            config_of=shown.__getitem__,
-            default=shown[0],
-        )
-        configs: Mapping[int, Config] = dict(enumerate(possible))
-        source: ConfigSource = NOTHING_MORE
-        if searching is not None:
-            progress.expect(searching.total, is_bound=True, budget_s=searching.time_budget_s)
-            source = KernelSearch(searching, texts)
-            configs = source.take(1)
-
-        def on_trial(index: int, trial: Trial) -> None:
-            trials[index] = dataclasses.replace(trial, config=dict(shown[index]), ended_s=time.time())
-            self._records.refresh()
-            progress.step(trials[index])
-
-        with contextlib.closing(progress):
-            request = SweepRequest(
-                problem=problem,
-                options=self._options,
-                settings=self._settings,
-                limits=self._limits.compiling_as_it_runs(),
-                events=SweepEvents(on_trial=on_trial, on_tick=self._records.refresh, on_phase=progress.enter),
-                space=Space(possible),
-                source=source,
-            )
-            swept = sweep.run(request, configs)
-        return trials, swept
 
     def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
@@ -384,29 +360,30 @@ class ContextualJob(TuningJob):
         return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=known.findings.baseline_ms)
 
 
-class KernelSearch(ConfigSource):
-    """The search over one kernel's configs, each as an assignment of configs to all kernels."""
+class KernelSearch(Searching):
+    """The search over one kernel's configs, each of which runs as an assignment of configs to all kernels."""
 
-    def __init__(self, searching: Searching, texts: Sequence[str]) -> None:
-        self._searching = searching
+    def __init__(self, limits: SearchLimits, configs: Sequence[Config], texts: Sequence[str], trial_s: float) -> None:
+        """Begins a search, as `Searching` does.
+
+        Args:
+            limits: the search and its budgets.
+            configs: the kernel's configs.
+            texts: the assignment for each of them.
+            trial_s: seconds that one trial may take.
+        """
+        super().__init__(limits, Space(configs), defaults=0, trial_s=trial_s)
+        self._configs = configs
         self._texts = texts
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether no more configs will be asked."""
-        return self._searching.is_closed
-
     def take(self, count: int) -> dict[int, Config]:
-        """Returns the next configs to try, at most `count`, by index."""
-        return {index: {KEY: self._texts[index]} for index in self._searching.take(count)}
+        """Returns the next configs to try as assignments, at most `count`, by index."""
+        return {index: {KEY: self._texts[index]} for index in super().take(count)}
 
     def ended(self, index: int, trial: Trial) -> None:
-        """Tells the search of a trial."""
-        self._searching.ended(index, trial)
-
-    def reason_to_stop(self) -> str:
-        """Returns why configs that are not being measured should not go on."""
-        return self._searching.reason_to_stop()
+        """Tells the search of the trial of an assignment, as that of the kernel's config."""
+        if index >= 0:
+            super().ended(index, dataclasses.replace(trial, config=self._configs[index]))
 
 
 _MOST_CONFIGS = 256
@@ -424,7 +401,7 @@ class ContextualFunction(TunedFunction):
 
     def __init__(self, fn: Callable[..., Any], **about: Any) -> None:
         """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune."""
-        super().__init__(fn, [{KEY: assignment.encode({}, others=OWN)}], **about)
+        super().__init__(fn, Space([{KEY: assignment.encode({}, others=OWN)}]), **about)
         self.runner = Runner(fn)
 
 

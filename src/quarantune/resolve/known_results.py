@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,14 +134,9 @@ class KnownResults:
         if (block := environment.block_of("always_tune")) is not None:
             block.tuned.add((self, key))
 
-    def raise_failure(self, key: CallKey) -> None:
-        """Raises the error with which tuning for a key ended earlier in this process, if it did."""
-        if key in self._failures:
-            raise _without_traceback(self._failures[key])
-
     def failure(self, key: CallKey) -> TuningFailedError | None:
         """Returns the error with which tuning for a key ended earlier in this process, if it did."""
-        return self._failures.get(key)
+        return _without_traceback(self._failures[key]) if key in self._failures else None
 
     def remember(self, key: CallKey, result: TuningResult, settings: Settings) -> None:
         """Remembers a result in this process."""
@@ -166,16 +161,6 @@ class KnownResults:
         return format_config(config)
 
     # Entries of the cache
-
-    def saved_now(self, settings: Settings) -> Callable[[CallKey], Entry | None]:
-        """Returns a function that gives the entry of a key as it is now, whenever an engine has named the key."""
-        if settings.disable_cache:
-            return lambda key: None
-        store, name = open_store(settings), self._function.name
-        if settings.executor is None:  # the key is known at once
-            return lambda key: store.get(name, key.device, key.text)
-        entries = store.read(name)
-        return lambda key: entries.get(key.device, {}).get(key.text)
 
     def saved(self, keyed: KeyedCall, settings: Settings, *, other_than: Entry | None = None) -> Known | None:
         """Returns the result that the user's cache holds now, or None where there is none to use, or no other."""

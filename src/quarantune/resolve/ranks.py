@@ -31,7 +31,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 
@@ -336,35 +336,30 @@ class Answer(Record):
         return cls.from_json(json.loads(text))
 
 
-@dataclasses.dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """Read a key of the store; its result is the text, or None."""
 
     key: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Write:
+class Write(NamedTuple):
     """Write a key of the store unless it is there; its result is whether it was not."""
 
     key: str
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Count:
+class Count(NamedTuple):
     """Count the keys of a directory; its result is their number."""
 
     directory: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Tune:
+class Tune(NamedTuple):
     """Tune for the call; its result is an answer, or None where every config failed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """Wait for a moment.
 
     Attributes:

@@ -13,7 +13,7 @@ from quarantune import cache, jax_internals
 from quarantune.cache import Entry
 from quarantune.host.process import in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
-from quarantune.resolve.known_results import Known, KnownResults, Resolved
+from quarantune.resolve.known_results import Known, KnownResults, Resolved, open_store
 from quarantune.transport.problem import assignments_in_force
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
@@ -142,7 +142,8 @@ class Resolver:
         if (known := found.known) is not None:
             origin: FromCache = "nearest" if found.is_nearest else True
             return call_result(described, known.config, known.findings, from_cache=origin)
-        self._known.raise_failure(described.key)
+        if (failure := self._known.failure(described.key)) is not None:
+            raise failure
         if settings.on_miss == "tune":
             raise TuningFailedError(f"{call.name}: {found.reason}", trials=(), key=described.key.text)
         self._allow_defaults(described, settings, where=() if call.untuned is None else ("default",))
@@ -162,9 +163,11 @@ class Resolver:
             TypeError: the call sets a tunable parameter by hand.
         """
         settings = environment.current()
-        saved = self._known.saved_now(settings)
+        # As it is now: naming the key may take an engine long.
+        saved = {} if settings.disable_cache else open_store(settings).read(call.name)
         described = keyed_for_engine(call, settings)
-        result = self._tune(described, settings, start_over=not resume, earlier=saved(described.key))
+        earlier = saved.get(described.key.device, {}).get(described.key.text)
+        result = self._tune(described, settings, start_over=not resume, earlier=earlier)
         if (agreement := self._agreement(described, settings)) is not None:
             agreement.compare(found=result)
         return result
@@ -267,7 +270,8 @@ class Resolver:
         if (found := own()) is not None:
             return Resolved(known=found)
         if not start_over:
-            known.raise_failure(key)
+            if (failure := known.failure(key)) is not None:
+                raise failure
             if (found := near()) is not None:
                 return Resolved(known=found, is_nearest=True)
         if not must_end_in_sweep:

@@ -9,7 +9,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from quarantune import jax_internals
@@ -139,9 +138,13 @@ class TuningJob:
                 return self._result_of(answer)
             goes_on = self._follows and self._records.has_waited
             self._start_over = self._must_tune and not goes_on and not self._may_go_on()
-            if self._directory is not None:
+            if self._records.directory is not None:
                 stack.push(self._records.forget_another_program)
-                self._trials = self._read_journal()
+                found = self._records.read(self._configs)
+                if self._start_over:
+                    self._records.discard()
+                else:
+                    self._trials = found
                 progress.on_interrupt(
                     "they are kept: the next run of the program goes on from there (here: tune or run with resume=True)"
                 )
@@ -195,14 +198,6 @@ class TuningJob:
         return TuningFailedError(report.failure_message(self._name, trials), trials=trials, key=self._key.text)
 
     # The journal
-
-    def _read_journal(self) -> dict[int, Trial]:
-        """Returns the trials of an interrupted sweep; none where the job starts over, which discards them."""
-        found = self._records.read(self._configs)
-        if not self._start_over:
-            return found
-        self._records.discard()
-        return {}
 
     def _record(self, index: int, trial: Trial) -> None:
         self._records.append(trial, was_troubled=index in self._troubled)
@@ -261,7 +256,7 @@ class TuningJob:
         estimates = self._records.estimates(self._configs)
         far = self._far_behind(estimates)
         failures = self._known_not_to_compile() | far
-        first = [] if self._directory is None else starts(self._keyed, self._known, self._settings)
+        first = [] if self._records.directory is None else starts(self._keyed, self._known, self._settings)
         first += [self._configs[index] for index in [*estimates][:_FIRST]]
         default = self._call.default_index
         searching = Searching(
@@ -330,11 +325,6 @@ class TuningJob:
 
         return distributed.run(request, configs, known=self._trials)
 
-    @property
-    def _directory(self) -> Path | None:
-        """The cache directory; None where nothing is saved."""
-        return self._records.directory
-
     @lazy
     def _search(self) -> SearchLimits:
         """The search and its budgets."""
@@ -342,7 +332,7 @@ class TuningJob:
 
     def _may_go_on(self) -> bool:
         """Returns whether an earlier search was ended by a budget that is not spent by now."""
-        if self._directory is None or self._search.tries_all:
+        if self._records.directory is None or self._search.tries_all:
             return False
         known = self._known.saved(self._keyed, self._settings)
         searched = Searched() if known is None else known.findings.search
@@ -370,12 +360,7 @@ class TuningJob:
         usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
         if not usable:
             progress.end(f"all {len(self._trials):,} configs failed")
-            ran = [trial for index, trial in self._trials.items() if index not in self._not_compiling]
-            only_there = None if swept.is_traced else lambda: self._failure(self._all_trials())
-            if (error := callers_error(self._call, ran, only_there=only_there)) is not None:
-                self._records.discard(with_failures=True)
-                raise error
-            raise self._leave_failure()
+            raise self._error(swept)
         default = self._call.default_index
         if swept.untuned is not None and finals.default_among(self._trials, default) == UNTUNED:
             self._trials[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
@@ -415,6 +400,16 @@ class TuningJob:
             noise=swept.noise,
         )
 
+    def _error(self, swept: Swept) -> Exception:
+        """Returns the error where every config failed; jobs that wait now get it, too, and later ones tune again."""
+        failure = self._failure(self._all_trials())
+        ran = [trial for index, trial in self._trials.items() if index not in self._not_compiling]
+        if (error := callers_error(self._call, ran, only_there=None if swept.is_traced else failure)) is not None:
+            self._records.discard(with_failures=True)
+            return error
+        self._records.leave_failure(self._terms(), failure.trials)
+        return failure
+
     def _log_winner(
         self, best: Trial, tie: Sequence[Config], usable: Sequence[Trial], *, tried: int, is_untuned: bool
     ) -> None:
@@ -452,17 +447,11 @@ class TuningJob:
             result = call_result(self._keyed, best.config, findings, trials)
             self._known.remember(self._key, result, self._settings)
 
-    def _leave_failure(self) -> TuningFailedError:
-        """Returns the error that every config failed; jobs that wait now get it too, and later ones tune again."""
-        trials = self._all_trials()
-        self._records.leave_failure(self._terms(), trials)
-        return self._failure(trials)
-
     def _entry(self, config: Config, findings: Findings) -> Entry:
         return entry_for(self._keyed, config, findings, {"name": self._search.label, "seed": self._search.seed})
 
     def _save(self, entry: Entry) -> None:
-        if self._directory is not None:
+        if self._records.directory is not None:
             with self._records.saving():
                 contents = {self._key.device: {self._key.text: entry}}
                 open_store(self._settings).merge(self._name, contents, prefer=more_thorough)
@@ -472,7 +461,7 @@ class TuningJob:
 
 
 def callers_error(
-    call: BoundCall, trials: Iterable[Trial], *, only_there: Callable[[], TuningFailedError] | None
+    call: BoundCall, trials: Iterable[Trial], *, only_there: TuningFailedError | None
 ) -> Exception | None:
     """Returns the error that all configs ended with, if tracing the function with its defaults raises it here, too.
 
@@ -482,7 +471,7 @@ def callers_error(
     Args:
         call: the call.
         trials: those of the configs that ran, and of any that `prune_fn` dropped.
-        only_there: makes the error for where only workers raise it while they trace; None if one has traced a config.
+        only_there: the error where only workers raise it while they trace; None if one has traced a config.
     """
     from quarantune.worker.failures import describe_error  # cached calls do not need it
 
@@ -500,9 +489,8 @@ def callers_error(
     outcome, phase, message = ends.pop()
     if only_there is None or (outcome, phase) != (Outcome.ERROR, Phase.COMPILE):
         return None
-    failure = only_there()
-    failure.add_note(str(DifferentProgramError(call.name, f"only workers raise {message} while they trace it")))
-    return failure
+    only_there.add_note(str(DifferentProgramError(call.name, f"only workers raise {message} while they trace it")))
+    return only_there
 
 
 def check_outside(call: BoundCall) -> None:
