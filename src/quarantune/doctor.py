@@ -38,6 +38,7 @@ from quarantune.host.shared_files import Directory, SideLock
 from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.settings import SettingKeywords, Settings
+from quarantune.values.texts import first_line
 from quarantune.values.trial import Outcome, SandboxError, Trial, TuningFailedError
 
 __all__ = ["Check", "Status", "failed", "run"]
@@ -105,7 +106,7 @@ def _all() -> Iterator[Check]:
     try:
         settings = environment.current()
     except ValueError as error:
-        yield fail("settings", _first_line(error), "correct the variable, or unset it")
+        yield fail("settings", first_line(error), "correct the variable, or unset it")
         settings = Settings()
     if in_sandbox():
         yield fail("sandbox", "this process is a worker of another sweep", "run the doctor outside of a tuned function")
@@ -131,7 +132,7 @@ def _all() -> Iterator[Check]:
             found = step()
             yield from [found] if isinstance(found, Check) else found
         except Exception as error:  # one check that cannot be made says nothing about the others
-            yield warn(name, f"could not be looked at: {_first_line(error)}", "report this as an error of quarantune")
+            yield warn(name, f"could not be looked at: {first_line(error)}", "report this as an error of quarantune")
 
 
 def ok(name: str, found: str) -> Check:
@@ -152,12 +153,6 @@ def fail(name: str, found: str, remedy: str) -> Check:
 def _judged(name: str, found: str, remedy: str, *, is_good: bool, is_needed: bool = False) -> Check:
     """Returns a finding that needs nothing where it is good; else one with which tuning works, unless it is needed."""
     return ok(name, found) if is_good else (fail if is_needed else warn)(name, found, remedy)
-
-
-def _first_line(error: BaseException) -> str:
-    """Returns an error as one line."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 # --- JAX: its versions, and its plugins for the devices that are here ---
@@ -397,7 +392,7 @@ def _try_in_another_process(fd: int) -> str:
         command = [interpreter(), "-c", _TRY]
         done = subprocess.run(command, stdin=fd, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        return _first_line(error)
+        return first_line(error)
     return done.stdout.strip() or (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
 
 
@@ -457,7 +452,7 @@ def devices() -> Iterator[Check]:
     try:
         backend = discovery.accelerators()
     except SandboxError as error:
-        yield fail("devices", _first_line(error), f"{command} the whole error, or set JAX_PLATFORMS=cpu")
+        yield fail("devices", first_line(error), f"{command} the whole error, or set JAX_PLATFORMS=cpu")
         return
     if backend is None or all(device.platform == "cpu" for device in backend.devices):
         found = f"the CPU, {cpu_device().kind}"
@@ -579,9 +574,9 @@ def trials() -> Iterator[Check]:
             found = "no config was measured"
         except TuningFailedError as error:
             messages = {f"{it.outcome.value}: {it.message.strip()}".splitlines()[0] for it in error.trials}
-            found = "; ".join(sorted(messages)) or _first_line(error)
+            found = "; ".join(sorted(messages)) or first_line(error)
         except Exception as error:  # any failure is a finding
-            found = _first_line(error)
+            found = first_line(error)
         if ended is not None:
             route = f", {ended.route.value}" if ended.route else ""
             found = f"worked in {time.monotonic() - began:.1f} s ({ended.clock or 'no'} clock{route})"

@@ -13,7 +13,7 @@ from quarantune.host.process import lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import assignments_in_force, describe_function
-from quarantune.values.configs import Config
+from quarantune.values.configs import Config, is_whole
 from quarantune.values.settings import ContextualKeywords, Options, checked_options, register_keeper
 from quarantune.values.texts import cache_name
 
@@ -76,7 +76,7 @@ def contextual_autotune(
         if name in options:
             raise TypeError(f"contextual_autotune() has no option {name!r}: use {instead}")
     for name, count, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+        if not is_whole(count, least):
             raise ValueError(f"{name}={count!r} is not valid: give a whole number of at least {least}")
     checked = checked_options("contextual_autotune", {**options, "warmup": n_warmup, "rep": n_repeat})
     assignment.context()

@@ -21,7 +21,7 @@ from quarantune.transport.problem import Arguments
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config, as_given
 from quarantune.values.settings import forget_choices, settings
-from quarantune.values.texts import call_text
+from quarantune.values.texts import call_text, first_line
 from quarantune.values.trial import Findings, Outcome, SandboxError, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
@@ -165,7 +165,7 @@ def _verify(
     except CannotRebuildError as error:
         return _verified(record, Verdict.UNKNOWN, f"{error}: give its arguments, as in verify(..., arguments=...)")
     except (TypeError, ValueError, SandboxError) as error:
-        return _verified(record, Verdict.UNKNOWN, f"its arguments do not fit the function: {_line(error)}")
+        return _verified(record, Verdict.UNKNOWN, f"its arguments do not fit the function: {first_line(error)}")
     if now.key.device != record.key.device:
         return _verified(record, Verdict.UNKNOWN, f"it is for another device; this machine has {now.key.device}")
     if now.key.text != record.key.problem_size:
@@ -194,7 +194,7 @@ def _measured(
     try:
         result = Resolver(call.function).tune(call)
     except (SandboxError, TuningFailedError) as error:
-        return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {_line(error)}")
+        return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
     forget_choices(record.key.device, record.key.problem_size)
     reason = f"{found.reason}; tuned again: {result.config_text}, {times_text(result)}"
     return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
@@ -208,7 +208,7 @@ def _compared(record: CacheRecord, call: BoundCall, config: Config) -> Verified:
     except TuningFailedError as error:
         return _verified(record, Verdict.STALE, _failure(error.trials[0]))
     except (SandboxError, TypeError, ValueError) as error:
-        return _verified(record, Verdict.UNKNOWN, f"it could not be measured: {_line(error)}")
+        return _verified(record, Verdict.UNKNOWN, f"it could not be measured: {first_line(error)}")
     return _judged(record, config, default, result)
 
 
@@ -264,8 +264,3 @@ def _verified(record: CacheRecord, verdict: Verdict, reason: str, **times: float
 def _failure(trial: Trial) -> str:
     text = (trial.message or "").strip()
     return f"it fails now: {trial.outcome.value}{f': {text.splitlines()[0]}' if text else ''}"
-
-
-def _line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

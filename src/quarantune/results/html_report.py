@@ -133,10 +133,15 @@ _UNSET: JsonObject = {"$unset": None}
 def page_data(results: Sequence[ResultData]) -> JsonObject:
     """Returns the data of a report on some problems of one function, which are sorted by device and size."""
     texts: _Texts = {"": 0}
-    budget = _Budget(_MOST_TRIALS, _MOST_SAMPLES)
+    trials_left, samples_left = _MOST_TRIALS, _MOST_SAMPLES
     ordered = sorted(results, key=lambda data: (data.result.device, call_size(data.key_values)))
     is_of_one_device = len({data.result.device for data in ordered}) == 1
-    problems = [_problem(data, texts, budget, names_device=not is_of_one_device) for data in ordered]
+    problems = []
+    for data in ordered:
+        problem = _problem(data, texts, trials_left, samples_left, names_device=not is_of_one_device)
+        problems.append(problem)
+        trials_left -= problem["trials"]["n"]
+        samples_left -= sum(map(len, problem["trials"]["samples"]))
     return {
         "title": _label(ordered[0].result.name or "a tuned function"),
         "outcomes": [[outcome.value, outcome.is_failure] for outcome in Outcome],
@@ -155,21 +160,13 @@ def _index(texts: _Texts, text: str) -> int:
     return texts.setdefault(shown, len(texts))
 
 
-@dataclasses.dataclass
-class _Budget:
-    """What the report may still hold."""
-
-    trials: int
-    samples: int
-
-
-def _problem(data: ResultData, texts: _Texts, budget: _Budget, *, names_device: bool) -> JsonObject:
+def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: int, *, names_device: bool) -> JsonObject:
+    """Returns the data of one problem, with as many trials and samples as the report may still hold."""
     result, notes = data.result, [data.note] if data.note else []
     trials: Sequence[Trial] = result.trials
-    if len(trials) > budget.trials:
+    if len(trials) > trials_left:
         trials = ()
         notes.append(f"Its {len(result.trials)} trials are left out, because the report would be too large.")
-    budget.trials -= len(trials)
     places = {text_of(trial.config): index for index, trial in enumerate(trials)}
     final = {text_of(trial.config): trial for trial in result.finalists if trial.samples_ms}
     finalists = {places[text] for text in final.keys() & places.keys()}
@@ -206,7 +203,7 @@ def _problem(data: ResultData, texts: _Texts, budget: _Budget, *, names_device: 
         "peaks": _peaks(data),
         "pareto": _places([trial.config for trial in result.pareto()], places),
         "tunables": (columns := _columns(trials))[0],
-        "trials": _encoded(trials, columns[1], texts, budget, finalists),
+        "trials": _encoded(trials, columns[1], texts, samples_left, finalists),
     }
 
 
@@ -270,7 +267,7 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _encoded(
-    trials: Sequence[Trial], columns: list[list[int]], texts: _Texts, budget: _Budget, finalists: set[int]
+    trials: Sequence[Trial], columns: list[list[int]], texts: _Texts, samples_left: int, finalists: set[int]
 ) -> JsonObject:
     """Returns trials column by column, which takes less space than row by row."""
     outcomes = list(Outcome)
@@ -290,19 +287,19 @@ def _encoded(
         "log": [_index(texts, trial.log_tail) for trial in trials],
         "device": [_index(texts, trial.device) for trial in trials],
         "clock": [trial.clock for trial in trials],
-        "samples": _kept_samples(trials, budget, finalists),
+        "samples": _kept_samples(trials, samples_left, finalists),
         "ended": ended_s,
         "paused": paused_s,
     } | {name: [_rounded(getattr(trial, name)) for trial in trials] for name in report.scored_by(trials)}
 
 
-def _kept_samples(trials: Sequence[Trial], budget: _Budget, finalists: set[int]) -> list[list[float | None]]:
+def _kept_samples(trials: Sequence[Trial], samples_left: int, finalists: set[int]) -> list[list[float | None]]:
     """Returns the samples of the fastest trials, as far as the budget allows; those of finalists are elsewhere."""
     kept: list[list[float | None]] = [[] for _ in trials]
     for index in sorted(range(len(trials)), key=lambda index: trials[index].time_ms or math.inf):
-        if index not in finalists and len(trials[index].samples_ms) <= budget.samples:
+        if index not in finalists and len(trials[index].samples_ms) <= samples_left:
             kept[index] = _samples(trials[index])
-            budget.samples -= len(kept[index])
+            samples_left -= len(kept[index])
     return kept
 
 

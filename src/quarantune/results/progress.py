@@ -324,14 +324,16 @@ class Screen(abc.ABC):
 
     interval_s = 0.25
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, in_log: bool = False) -> None:
         """Shows nothing yet.
 
         Args:
             stream: the stream to write to; None for stderr.
+            in_log: whether lines go to the log until the last one.
         """
         self.sweeps: list[Sweep] = []
         self._stream = stream
+        self._in_log = in_log
         self._lock = threading.Lock()
         self._writing = threading.RLock()
         self._stop: threading.Event | None = None
@@ -398,22 +400,17 @@ class Screen(abc.ABC):
 
 
 class _Lines(Screen):
-    """Without a terminal, where somebody reads along: a line on the stream every 10 s."""
+    """Without a terminal: a line every 10 s, on the stream where somebody reads along, and else in the log."""
 
     interval_s = 10.0
 
     def _show(self, views: Sequence[View]) -> None:
         for view in views:
-            self._tell("; ".join(view.lines()))
-
-    _tell = Screen._write_line
-
-
-class _Log(_Lines):
-    """Without a terminal: a line in the log every 10 s, and the last line of a sweep on the stream."""
-
-    def _tell(self, line: str) -> None:
-        _logger.info("%s", line)
+            line = "; ".join(view.lines())
+            if self._in_log:
+                _logger.info("%s", line)
+            else:
+                self._write_line(line)
 
 
 class _Notebook(Screen):
@@ -477,13 +474,7 @@ class Terminal(Screen):
         from rich.console import Console
         from rich.live import Live
 
-        class OpenConsole(Console):
-            """Leaves the cursor to `_Raw`."""
-
-            def show_cursor(self, show: bool = True) -> bool:
-                return False
-
-        console = OpenConsole(file=_Raw(self._target()), highlight=False)  # type: ignore[arg-type]
+        console = Console(file=_Raw(self._target()), highlight=False)  # type: ignore[arg-type]
         live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
         live.start()
         for stream in dict.fromkeys((self._target(), sys.stderr, sys.stdout)):
@@ -582,15 +573,16 @@ def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -
         return None
     target = sys.stderr if stream is None else stream
     kind: type[Screen]
+    in_log = False
     if _is_notebook():
         kind, stream = _Notebook, None
     elif may_redraw and target is not None and _is_terminal(target):
         kind, stream = Terminal, target
     else:
         is_read = may_redraw and (_is_ci() or (target is not None and _is_terminal(target, of_any_kind=True)))
-        kind = _Lines if (is_read if shown is None else shown) else _Log
+        kind, in_log = _Lines, not is_read and shown is None
     with _making:
-        return _shared.setdefault((kind, stream), kind(stream))
+        return _shared.setdefault((kind, stream, in_log), kind(stream, in_log=in_log))
 
 
 def _is_ci() -> bool:

@@ -20,7 +20,7 @@ from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
 from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, is_number, text_of
+from quarantune.values.configs import Config, is_number, is_whole, text_of
 from quarantune.values.settings import Search, check_search
 from quarantune.values.texts import columns, shown
 from quarantune.values.trial import Outcome, Phase, Trial
@@ -135,9 +135,9 @@ def replay(
         raise TypeError(f"seeds is {shown(seeds)}: give several whole numbers, such as range(20)")
     seeds = list(seeds)
     for name, value in (("max_trials", max_trials), ("batch", batch), ("the number of seeds", len(seeds))):
-        if not _is_whole(value) or value < 1:
+        if not is_whole(value, 1):
             raise ValueError(f"{name} is {shown(value)}: give a whole number of at least 1")
-    if odd := [seed for seed in seeds if not _is_whole(seed) or seed < 0]:
+    if odd := [seed for seed in seeds if not is_whole(seed, 0)]:
         raise ValueError(f"seeds holds {shown(odd[0])}: give whole numbers of at least 0, such as range(20)")
     if not is_number(within) or not 0 <= within < 1:
         raise ValueError(f"within is {shown(within)}: give a share from 0 to 1, such as 0.01")
@@ -163,10 +163,6 @@ def replay(
 def _figure(trial: Trial) -> float:
     """Returns the figure of a trial that is ok, less being better, which a score may make 0 or less; else infinity."""
     return math.inf if trial.outcome is not Outcome.OK or trial.merit is None else trial.merit
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _checked(search: Strategy | Iterable[Strategy]) -> dict[str, Strategy]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from quarantune import device_table
 from quarantune.measure import finals
 from quarantune.values.configs import Config, encode, format_config, format_value, text_of
-from quarantune.values.texts import printable
+from quarantune.values.texts import cut, printable
 from quarantune.values.trial import (
     NO_FIGURES,
     Outcome,
@@ -206,7 +206,7 @@ def _note(number: int, alike: Sequence[Trial]) -> str:
     one = alike[0]
     how_many = f", {len(alike)} configs" if len(alike) > 1 else ""
     first = f", for {format_config(one.config)}" if len(set(map(_reason, alike))) > 1 else ""
-    text = _cut(_reason(one), _MOST_REASON_CHARS)
+    text = cut(_reason(one), _MOST_REASON_CHARS)
     return f"[{number}] {_ending(one)}{how_many}{first}: {text}{_place(one)}"
 
 
@@ -296,7 +296,7 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
     alike = _alike(trials)
     for first, *others in alike[:_REASON_ROWS]:
         more = f" and {len(others)} more" if others else ""
-        text = f"{_ending(first)} {_cut(_reason(first), 400)}".rstrip()
+        text = f"{_ending(first)} {cut(_reason(first), 400)}".rstrip()
         lines.append(f"  {format_config(first.config)}{more}: {text}{_place(first)}")
     if len(alike) > _REASON_ROWS:
         lines.append(f"  ... and {len(alike) - _REASON_ROWS} other reasons")
@@ -314,10 +314,6 @@ def _place(trial: Trial) -> str:
     """Returns the line of the author's own files where an exception was raised, as its log tells it."""
     found = _OWN_LINE.search(trial.log_tail) if trial.outcome is Outcome.ERROR else None
     return f" ({os.path.basename(found[1])}:{found[2]})" if found else ""
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
 
 
 def _same(config: Config, other: Config | None) -> bool:

@@ -43,6 +43,11 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def is_whole(value: object, least: int) -> TypeGuard[int]:
+    """Returns whether a value is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
 # --- how values are held, encoded and restored ---
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypedDict, 
 
 from quarantune.host import shared_files
 from quarantune.host.process import warn
-from quarantune.values.configs import Config, is_number
+from quarantune.values.configs import Config, is_number, is_whole
 from quarantune.values.texts import check_options, did_you_mean, shown
 from quarantune.values.trial import Trial
 
@@ -167,7 +167,7 @@ class Options:
         check_search(self.search)
         for field, value in given.items():
             least = _LEAST.get(field)
-            if least is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if least is not None and not is_whole(value, least):
                 raise ValueError(f"{field}={shown(value)} is not valid: give a whole number of at least {least}")
             if field in _DURATIONS and (not is_number(value) or not 0 < value <= _LONGEST_S):
                 accepted = f"a number of seconds above 0 and at most {_LONGEST_S:.0e}"

@@ -63,7 +63,18 @@ def shown(value: object) -> str:
     except Exception as error:
         is_too_long = isinstance(value, int) and isinstance(error, ValueError)  # Python refuses to write it
         text = f"a very large {type(value).__name__}" if is_too_long else f"an object of {type(value).__qualname__}"
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+    return cut(text, _MOST_SHOWN)
+
+
+def cut(text: str, most: int) -> str:
+    """Returns a text, or its beginning and three dots where it has more characters than `most`."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """Returns an error as one line."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def printable(text: str) -> str:
