@@ -34,8 +34,7 @@ from quarantune.devices.discovery import Device
 from quarantune.measure import finals
 from quarantune.resolve.sweep_records import Suspects
 from quarantune.sweep import sweep
-from quarantune.sweep.isolation import Isolation, choose
-from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.limits import Isolation, SweepLimits, choose
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.this_process import Watched
 from quarantune.transport import executable

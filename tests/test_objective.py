@@ -21,7 +21,7 @@ from quarantune import AutoTuner, Outcome, Trial, TuningFailedError, TuningResul
 from quarantune.measure import clocks, finals
 from quarantune.resolve.call_key import TunedFunction
 from quarantune.search import log_time
-from quarantune.sweep.search_limits import SearchLimits
+from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values.settings import Options
 from quarantune.values.space import Space

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scripted import TARGET, Act, FakeWorker, Step, behaves, compiles, for_config, plan_for, run, when
 
-from quarantune.scheduler import confirmation
+from quarantune.scheduler import side_tasks
 from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Phase, Route, Trial
@@ -192,7 +192,7 @@ def settled(
             finish(index, Trial(config=config, outcome=outcome, phase=phase, message="with", route=Route.TOGETHER), "")
         return Leftovers(raised_at=places)
 
-    confirmation.settle(left, confirmed, lambda index, trial, log: trials.setdefault(index, trial), run_there)
+    side_tasks.settle(left, confirmed, lambda index, trial, log: trials.setdefault(index, trial), run_there)
     return trials, runs
 
 

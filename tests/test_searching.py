@@ -18,7 +18,7 @@ from quarantune.resolve.known_results import more_thorough
 from quarantune.resolve.similar import difference
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
-from quarantune.sweep.search_limits import SearchLimits
+from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values import settings as environment
 from quarantune.values.configs import Config, text_of

@@ -16,8 +16,7 @@ from quarantune.resolve.recorded import RecordedCall
 from quarantune.resolve.resolver import keyed_for_engine
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep
-from quarantune.sweep.isolation import Isolation
-from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.limits import Isolation, SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject

@@ -19,13 +19,13 @@ from quarantune.host.process import new_lock
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
 from quarantune.scheduler.plan import NOTHING_MORE, Proof
-from quarantune.sweep.isolation import AUTO, Isolation
+from quarantune.sweep.limits import Isolation
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport.problem import Problem
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
-from quarantune.values.settings import TIME
+from quarantune.values.settings import AUTO, TIME
 from quarantune.values.trial import END, UNTUNED, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")

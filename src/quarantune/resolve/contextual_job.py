@@ -24,9 +24,8 @@ from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep import sweep
-from quarantune.sweep.isolation import Isolation, isolation_of
+from quarantune.sweep.limits import EXHAUSTED, Isolation, SearchLimits, isolation_of
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
-from quarantune.sweep.search_limits import EXHAUSTED, SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot

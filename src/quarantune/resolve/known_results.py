@@ -29,7 +29,7 @@ from quarantune.values.trial import SCORES, Findings, Searched, Trial, TuningFai
 
 if TYPE_CHECKING:
     from quarantune.results.result import FromCache, TuningResult
-    from quarantune.sweep.search_limits import SearchLimits
+    from quarantune.sweep.limits import SearchLimits
 
 _logger = logging.getLogger("quarantune")
 
@@ -120,7 +120,7 @@ class KnownResults:
         return wanted is None or wanted <= searched.budget
 
     def _limits(self, settings: Settings) -> SearchLimits:
-        from quarantune.sweep.search_limits import SearchLimits  # a call that is found does not need it
+        from quarantune.sweep.limits import SearchLimits  # a call that is found does not need it
 
         return SearchLimits.of(self._function.options, settings)
 

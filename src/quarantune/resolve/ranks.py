@@ -41,9 +41,7 @@ from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.known_results import Known, KnownResults, Resolved
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
-from quarantune.sweep.isolation import Isolation, isolation_of
-from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.search_limits import SearchLimits
+from quarantune.sweep.limits import Isolation, SearchLimits, SweepLimits, isolation_of
 from quarantune.values.codec import JsonObject, Record
 from quarantune.values.configs import encode
 from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings

@@ -19,8 +19,7 @@ from quarantune import cache, device_table
 from quarantune.cache import CacheWriteError, Claim, Journal, journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.known_results import Known
-from quarantune.sweep.isolation import Isolation, isolation_of
-from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
 from quarantune.values import describe
 from quarantune.values.codec import DamageError, JsonObject, Record
 from quarantune.values.configs import Config, encode, text_of

@@ -37,10 +37,16 @@ from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep import sweep
-from quarantune.sweep.isolation import Isolation, isolation_of
-from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.limits import (
+    EXHAUSTED,
+    MAX_TRIALS,
+    TIME_BUDGET,
+    Isolation,
+    SearchLimits,
+    SweepLimits,
+    isolation_of,
+)
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
-from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.transport import programs
 from quarantune.transport.problem import jitted_with, split_config

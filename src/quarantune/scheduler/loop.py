@@ -20,7 +20,6 @@ from quarantune.sandbox.pool import Damaged, Event, Said, Sandbox
 from quarantune.sandbox.template_messages import Ended
 from quarantune.scheduler.bursts import Bursts
 from quarantune.scheduler.conclusions import Conclusions
-from quarantune.scheduler.confirmation import Confirmation
 from quarantune.scheduler.jobs import Jobs, SamePrograms
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
@@ -28,7 +27,7 @@ from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.routes import steps_of
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.scarcity import Scarcity
-from quarantune.scheduler.side_tasks import TRIES, ReferenceTask, idle_on, start_on
+from quarantune.scheduler.side_tasks import TRIES, Confirmation, ReferenceTask, idle_on, start_on
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
 from quarantune.scheduler.workers import DeviceState, Verdict, Workers
 from quarantune.values.configs import Config, encode

@@ -22,14 +22,13 @@ from quarantune.measure import finals
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
-from quarantune.scheduler.confirmation import settle
 from quarantune.scheduler.jobs import SamePrograms
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.side_tasks import NoReferenceError
-from quarantune.sweep.isolation import Isolation
+from quarantune.scheduler.side_tasks import NoReferenceError, settle
+from quarantune.sweep.limits import Isolation
 from quarantune.sweep.request import Finish, SweepRequest, Swept, worker_options
 from quarantune.values.configs import Config
 from quarantune.values.settings import TIME

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from quarantune import search
 from quarantune.scheduler.plan import ConfigSource
 from quarantune.search import Space
-from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, PATIENCE, TIME_BUDGET, SearchLimits
+from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, PATIENCE, TIME_BUDGET, SearchLimits
 from quarantune.values.configs import Config
 from quarantune.values.settings import LEAST_GAIN
 from quarantune.values.trial import Outcome, Trial

@@ -26,7 +26,7 @@ from quarantune.host.shared_files import Directory
 from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.scheduler.plan import Proof
 from quarantune.sweep import sweep_inputs
-from quarantune.sweep.isolation import Isolation, isolation_of
+from quarantune.sweep.limits import Isolation, isolation_of
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Finish, SweepRequest, Swept
 from quarantune.transport import payload
