@@ -267,17 +267,6 @@ class Judged(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Imported(Reply):
-    """An answer that tells which modules the worker had to import.
-
-    Attributes:
-        modules: their names.
-    """
-
-    modules: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Probed(Reply):
     """The devices of a backend.
 
@@ -296,8 +285,14 @@ class PhaseEntered(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ready(Imported):
-    """The worker has its device and waits for a config."""
+class Ready(Reply):
+    """The worker has its device and waits for a config.
+
+    Attributes:
+        modules: the names of the modules that the worker had to import.
+    """
+
+    modules: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -325,14 +320,16 @@ class Lowered(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiled(Imported):
+class Compiled(Reply):
     """The config was compiled.
 
     Attributes:
+        modules: the names of the modules that the worker had to import.
         compile_s: seconds spent tracing, lowering and compiling it.
         figures: the compiler's figures; None for a function that is not jitted.
     """
 
+    modules: tuple[str, ...]
     compile_s: _Duration
     figures: CompilerFigures | None = None
 

@@ -153,7 +153,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         self._inherited: tuple[int | None, frozenset[machine.FileId]] | None = None
         self._imported: set[str] = set()
         self._next_check = 0.0
-        self._pending: list[Event] = []
+        self._events: list[Event] = []
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -428,69 +428,67 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         Raises:
             SandboxError: templates keep dying.
         """
-        ready = self._selector.select(0 if self._pending else max(0.0, timeout_s))
-        events = self._take_pending()
-        for key, _ in ready:
-            events += self._read(key.data) if isinstance(key.data, _Worker) else self._read_template(key.data)
+        for key, _ in self._selector.select(0 if self._events else max(0.0, timeout_s)):
+            if isinstance(key.data, _Worker):
+                self._read(key.data)
+            else:
+                self._read_template(key.data)
         if (now := time.monotonic()) >= self._next_check:
             self._next_check = now + _CHECK_S
             for worker in self._workers.values():
-                events += self._read(worker)  # which notices a frame that is never finished
+                self._read(worker)  # which notices a frame that is never finished
             self._check_templates()
-        return events + self._take_pending()
+        events, self._events = self._events, []
+        return events
 
-    def _take_pending(self) -> list[Event]:
-        pending, self._pending = self._pending, []
-        return pending
-
-    def _read(self, worker: _Worker) -> list[Event]:
-        """Returns the messages that have arrived from a worker; never waits.
+    def _read(self, worker: _Worker) -> bool:
+        """Reads the messages that have arrived from a worker, and returns whether there were any; never waits.
 
         A worker whose connection is closed or damaged is disconnected.
         """
         if not worker.connection.is_open:
-            return []
+            return False
         try:
             received = worker.connection.receive()
         except wire.WireError as error:
             self._disconnect(worker)
-            return [] if isinstance(error, wire.WireClosedError) else [Damaged(worker.number, str(error))]
+            if not isinstance(error, wire.WireClosedError):
+                self._events.append(Damaged(worker.number, str(error)))
+            return False
         wire.close_all([fd for _, fds in received for fd in fds])  # a worker has no reason to send descriptors
         if received:
             self._deaths = 0  # a template whose worker sends messages is sound, so a config killed the others
             if worker.pid is None and isinstance(pid := received[0][0].get("pid"), int):
                 worker.pid = pid  # in its first message, which it sends before any config runs
-        return [Said(worker.number, message) for message, _ in received]
+        self._events += [Said(worker.number, message) for message, _ in received]
+        return bool(received)
 
-    def _read_template(self, link: Connection) -> list[Event]:
-        """Returns the ends of workers that a template reports; none where it was replaced meanwhile."""
+    def _read_template(self, link: Connection) -> None:
+        """Reads what a template reports of workers, unless it was replaced meanwhile."""
         if link not in self._links:
-            return []
+            return
         try:
             received = link.receive_messages(*CHILD_EVENTS)
         except wire.WireError:
             self._replace(link)
-            return []
-        events: list[Event] = []
+            return
         for event, _ in received:
             if (worker := self._workers.get(event.number)) is None:
                 continue
             if isinstance(event, Ended):
-                events += self._end(worker, event.status)
+                self._end(worker, event.status)
             else:
                 worker.pid = event.pid
-        return events
 
-    def _end(self, worker: _Worker, status: int | None) -> list[Event]:
-        """Returns a worker's last messages, then its end; nothing where its end is known already."""
+    def _end(self, worker: _Worker, status: int | None) -> None:
+        """Adds a worker's last messages, then its end, to the events, unless its end is known already."""
         if worker.has_ended:
-            return []
-        events: list[Event] = []
-        while received := self._read(worker):
-            events += received
+            return
+        while self._read(worker):
+            pass
         self._disconnect(worker)
         worker.has_ended = True
-        return [*events, Ended(worker.number, status)]
+        self._events.append(Ended(worker.number, status))
 
     # Templates that stop, hang or die
 
@@ -515,7 +513,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             SandboxError: templates keep dying, or no other can be started.
         """
         for worker in self._workers.values():
-            self._pending += self._end(worker, None)
+            self._end(worker, None)
         self._deaths += 1
         if self._deaths > _MAX_DEATHS:
             raise SandboxError(f"the template process died {self._deaths} times in one sweep")

@@ -88,17 +88,13 @@ class Template:
         """
         connection, theirs = wire.connection_pair()
         try:
-            with self._sending:
-                self._connection.send_message(
-                    Open(environ=environ, cwd=cwd),
-                    [theirs.fileno(), *(fd for fd in (payload_fd, arrays_fd) if fd >= 0)],
-                )
+            with self._sending, theirs:
+                fds = [theirs.fileno(), *(fd for fd in (payload_fd, arrays_fd) if fd >= 0)]
+                self._connection.send_message(Open(environ=environ, cwd=cwd), fds)
         except wire.WireError as error:
             connection.close()
             self.await_end()
             raise SandboxError(f"the template process is gone: {error}\n{self.log()}") from error
-        finally:
-            theirs.close()
         self._links = [link for link in self._links if link.is_open] + [connection]
         return connection
 

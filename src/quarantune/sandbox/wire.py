@@ -53,18 +53,6 @@ def encode(message: Mapping[str, Any]) -> bytes:
     return _HEADER.pack(_MAGIC, len(body), zlib.crc32(body)) + body
 
 
-def _parse(body: bytes, checksum: int) -> Frame:
-    if zlib.crc32(body) != checksum:
-        raise WireError("a frame's checksum does not match its bytes")
-    try:
-        message = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise WireError("a frame is not JSON") from error
-    if not isinstance(message, dict):
-        raise WireError("a frame holds no message")
-    return message
-
-
 class Connection:
     """One end of a socket pair that carries messages and descriptors.
 
@@ -203,7 +191,15 @@ class Connection:
             return None
         body = bytes(self._buffer[_HEADER.size : end])
         del self._buffer[:end]
-        return _parse(body, checksum)
+        if zlib.crc32(body) != checksum:
+            raise WireError("a frame's checksum does not match its bytes")
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise WireError("a frame is not JSON") from error
+        if not isinstance(message, dict):
+            raise WireError("a frame holds no message")
+        return message
 
     def _note_partial(self, *, is_new: bool) -> None:
         """Starts the deadline of an incomplete frame, which further bytes of the same frame do not extend."""
