@@ -377,7 +377,7 @@ def test_what_is_not_finite_stays_where_inputs_are_moved() -> None:
 
 def test_an_infinity_or_nan_is_wrong_in_a_single_element_whatever_the_noise() -> None:
     wanted = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
-    noise = rounding.Noise(wanted, coarsest=None)
+    noise = rounding.RoundingNoise(wanted, coarsest=None)
     noise.add(wanted * 1.5)
     allowance = noise.allowance()
     for odd in (np.nan, np.inf, -np.inf):
@@ -391,7 +391,7 @@ def test_an_infinity_or_nan_is_wrong_in_a_single_element_whatever_the_noise() ->
 
 def test_neighbouring_numbers_below_the_normal_range_agree() -> None:
     wanted = np.repeat(np.array([3 * 2.0**-24, 0.01], np.float16), 640)
-    noise = rounding.Noise(wanted, coarsest=None)
+    noise = rounding.RoundingNoise(wanted, coarsest=None)
     noise.add(wanted)
     for steps, agree in ((1, True), (10, False)):
         got = np.where(wanted < 0.001, wanted + np.float16(steps * 2.0**-24), wanted)

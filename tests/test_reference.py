@@ -23,7 +23,7 @@ from helpers import ends, everywhere, isolated
 import quarantune
 from quarantune.measure import compare
 from quarantune.measure.compare import Mismatches
-from quarantune.measure.rounding import Allowance, Noise
+from quarantune.measure.rounding import Allowance, RoundingNoise
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import Reference
 from quarantune.values.settings import Options, Tolerance
@@ -377,7 +377,7 @@ def test_a_kept_output_is_compared_by_programs_compiled_ahead() -> None:
     comparer.expect([OutputArray(array.shape, array.dtype.name) for array in output])
     comparer.keep(output, on_host)
     ahead = set(comparer.programs)
-    noise = Noise(output[0], coarsest=None, run=comparer.run)
+    noise = RoundingNoise(output[0], coarsest=None, run=comparer.run)
     noise.add(output[0])
     assert comparer(output[0], on_host[0], noise.allowance()) == Mismatches(0)
     assert set(comparer.programs) == ahead

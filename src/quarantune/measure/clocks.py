@@ -8,7 +8,7 @@ import importlib.util
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import jax
 
@@ -19,26 +19,16 @@ _SAMPLE_TARGET_S = 200e-6
 _QUEUE_TARGET_S = 2e-3
 """A queued sample lasts at least this long, so that launching the first run and waiting for the last do not count."""
 _MAX_INNER = 1000
+"""Runs: the most within one sample."""
 
 
-class Clock(Protocol):
-    """Takes samples of one run.
+class WallClock:
+    """The wall-clock time from a call to the end of its work; short runs are repeated within a sample.
 
     Attributes:
         name: the name in `Trial.clock` and in `model.CLOCKS`.
         is_exact: whether samples are free of the effects of other processes.
     """
-
-    name: str
-    is_exact: bool
-
-    def take(self, count: int) -> Sequence[RunTime]:
-        """Returns `count` samples, in milliseconds."""
-        ...
-
-
-class WallClock:
-    """The wall-clock time from a call to the end of its work; short runs are repeated within a sample."""
 
     name = "wall"
     is_exact = False
@@ -60,23 +50,21 @@ class WallClock:
     def take(self, count: int) -> Sequence[RunTime]:
         """Returns `count` samples, in milliseconds."""
         with Watch(spins=self._spins) as watch:
-            if self._prepare is not None or not self._inner:
-                first = self._once(watch)
-                self._inner = max(1, min(_MAX_INNER, round(1e3 * _SAMPLE_TARGET_S / max(first.cpu, 1e-9))))
-                return [first, *(self._once(watch) for _ in range(count - 1))]
-            return [self._several(watch) for _ in range(count)]
+            if self._prepare is None and self._inner:
+                return [self._sample(watch, self._inner) for _ in range(count)]
+            samples = [self._sample(watch, 1) for _ in range(count)]
+        self._inner = max(1, min(_MAX_INNER, round(1e3 * _SAMPLE_TARGET_S / max(samples[0].cpu, 1e-9))))
+        return samples
 
-    def _once(self, watch: Watch) -> RunTime:
+    def _sample(self, watch: Watch, runs: int) -> RunTime:
         if self._prepare is not None:
             self._prepare()
-        return watch.time(self._run)[0].scaled(1e3)
 
-    def _several(self, watch: Watch) -> RunTime:
-        def runs() -> None:
-            for _ in range(self._inner):
+        def work() -> None:
+            for _ in range(runs):
                 self._run()
 
-        return watch.time(runs)[0].scaled(1e3 / self._inner)
+        return watch.time(work)[0].scaled(1e3 / runs)
 
 
 class QueuedClock:
@@ -143,6 +131,10 @@ class DeviceClock:
         runs, self._first = self._first[:count], []
         runs += _kernels(self._run, count - len(runs)) if count > len(runs) else []
         return [RunTime.exactly(sum(ms for _, ms in kernels[self._own :])) for kernels in runs]
+
+
+Clock: TypeAlias = WallClock | QueuedClock | DeviceClock
+"""Takes samples of one run."""
 
 
 class Flush:
@@ -248,7 +240,9 @@ _QUEUED_S = 0.01
 """How long the runs take that are queued at a time, with others behind them, so that the GPU is not idle while the
 counter is read: 3.4 ms on an H200."""
 _MOST_QUEUED = 1000
+"""Runs: the most that are queued at a time."""
 _PAUSE_S = 2e-4
+"""Between two readings of the counter: a small part of the time for which runs are queued."""
 
 
 def why_no_energy(platform: str, kind: str) -> str:

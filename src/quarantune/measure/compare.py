@@ -22,7 +22,7 @@ from quarantune.measure.rounding import (
     CHUNK_ELEMENTS,
     NEVER,
     Allowance,
-    Noise,
+    RoundingNoise,
     Run,
     allowed,
     chunks,
@@ -236,10 +236,10 @@ def _describe(leaf: Any) -> str:
     return "None" if leaf is None else f"a Python {type(leaf).__name__}"
 
 
-def noise_of(leaf: Any, *, coarsest: int | None, run: Run | None = None) -> Noise | None:
+def noise_of(leaf: Any, *, coarsest: int | None, run: Run | None = None) -> RoundingNoise | None:
     """Returns what collects the deviations of a leaf; None for one that is compared exactly."""
     leaf = np.asarray(leaf) if type(leaf) in (float, complex) else leaf
-    return Noise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None
+    return RoundingNoise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None
 
 
 def _on_host(leaf: Any) -> _Array:

@@ -225,7 +225,7 @@ def smoothed(xp: Any, squares: Any, wanted: Any, base: Any, multiple: Any) -> tu
     return block, column, noise, xp.sqrt(mean_square)
 
 
-class Noise:
+class RoundingNoise:
     """Collects the deviations of one leaf, and makes its allowance."""
 
     def __init__(self, wanted: Any, *, coarsest: int | None, run: Run | None = None) -> None:

@@ -46,8 +46,8 @@ class Winner:
         self._jitted, self._keywords = jitted_with(fn, config)
         self._jit = jax_internals.jit_options(fn)
         dynamic, self._statics = self._split(args, kwargs)
-        self._read: executable.Loaded | None = None
-        if isinstance(compiled, executable.Loaded):
+        self._read: executable.ReadProgram | None = None
+        if isinstance(compiled, executable.ReadProgram):
             self._read = compiled
             self._call = None if compiled.out_tree is None else compiled.with_trees(_tree(dynamic), compiled.out_tree)
         else:

@@ -79,7 +79,7 @@ def _device_ids(compiled: Any) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class ReadProgram:
     """A program that was read but is not loaded yet.
 
     Attributes:
@@ -116,7 +116,7 @@ def to_data(compiled: Any) -> bytes:
     return struct.pack("<Q", len(text)) + text + parts.program
 
 
-def from_data(blob: bytes, *, onto: jax.Device | None = None) -> Loaded:
+def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ReadProgram:
     """Returns the program that `to_data` wrote, for the devices of this process with the same numbers.
 
     No byte is interpreted as Python code. XLA loads the machine code, which runs only when the program is called.
@@ -162,7 +162,7 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> Loaded:
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"the compiled program cannot be loaded: {error}") from error
 
-    return Loaded(out_tree, with_trees)
+    return ReadProgram(out_tree, with_trees)
 
 
 # --- the parts of a program as data ---
