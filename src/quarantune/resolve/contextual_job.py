@@ -223,7 +223,7 @@ class ContextualJob(TuningJob):
     ) -> _Step:
         """Tries the configs of one kernel, all or those that a search asks."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
-        step = self._try(texts, seen.configs, slot.name, share=share.resolved(Space(seen.configs)))
+        step = self._try(texts, seen.configs, slot.name, share=share.resolved(Space({"config": range(len(texts))})))
         best = format_config(step.best.config)
         _logger.info("%s: %s is best with %s: %.4g ms", self._name, slot.name, best, step.time_ms)
         return step
