@@ -301,23 +301,32 @@ def test_the_first_steps_alone_are_no_estimate_of_more(steps: int, told: str, mo
     assert estimates.estimate(bench, {}, target).no_estimate == told
 
 
-def test_the_directory_of_a_worker_that_is_killed_goes_with_its_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_used", [False, True], ids=["as soon as it is made", "while it is used"])
+def test_the_directory_of_a_worker_that_is_killed_goes_with_its_names(is_used: bool, tmp_path: Path) -> None:
     fd = os.open(tmp_path / "names", os.O_RDWR | os.O_CREAT)
     code = textwrap.dedent(
         f"""
-        import os, time
+        import os
         from quarantune.sandbox import contain
-        contain.note_in({fd})
-        with contain.directory() as path:
-            open(path + "/file", "w").close()
+
+        def die(path, mode=0o777, real=os.mkdir):
+            real(path, mode)
             print(path, flush=True)
             os.kill(os.getpid(), 9)
+
+        if not {is_used}:
+            os.mkdir = die
+        contain.note_in({fd})
+        with contain.directory() as path:
+            os.mkdir = die
+            os.mkdir(path + "/another")
         """
     )
     done = subprocess.run([sys.executable, "-c", code], pass_fds=[fd], capture_output=True, text=True, check=False)
-    path = Path(done.stdout.strip())
+    made = Path(done.stdout.strip())
+    path = made.parent if is_used else made
     assert done.returncode == -signal.SIGKILL
-    assert path.is_dir()
+    assert made.is_dir()
     contain.remove_shared_memory(fd)
     assert not path.exists()
 

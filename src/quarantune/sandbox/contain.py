@@ -16,7 +16,6 @@ import shutil
 import signal
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -164,18 +163,21 @@ def directory() -> Iterator[str]:
     Raises:
         OSError: the system has no room for it.
     """
-    path = tempfile.mkdtemp(prefix="quarantune-", dir=_SHARED_MEMORY)
+    path = f"{_SHARED_MEMORY}/quarantune-{os.urandom(8).hex()}"
+    _note(path)  # first: a worker may be killed as soon as it is made
+    os.mkdir(path, 0o700)
     try:
-        _note(path, os.stat(path))
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _note(path: str, about: os.stat_result) -> None:
+def _note(path: str, about: os.stat_result | None = None) -> None:
+    """Notes a name in shared memory, and what has it; None for a name that only this worker gives."""
+    device, inode = (about.st_dev, about.st_ino) if about else (0, 0)
     for fd in _noted_in:
         with contextlib.suppress(OSError, ValueError):  # the config may have closed the file
-            os.write(fd, b"%d %d %b\0" % (about.st_dev, about.st_ino, os.fsencode(os.path.basename(path))))
+            os.write(fd, b"%d %d %b\0" % (device, inode, os.fsencode(os.path.basename(path))))
 
 
 def note_in(fd: int) -> None:
@@ -231,6 +233,7 @@ def remove_shared_memory(fd: int) -> None:
             device, inode, name = record.split(b" ", 2)
             path = os.path.join(os.fsencode(_SHARED_MEMORY), name.lstrip(b"/"))
             about = os.lstat(path)
-            if (about.st_dev, about.st_ino) == (int(device), int(inode)):  # not what another process made since
+            # Not what another process has made since.
+            if (int(device), int(inode)) in ((0, 0), (about.st_dev, about.st_ino)):
                 shutil.rmtree(path) if stat.S_ISDIR(about.st_mode) else os.unlink(path)
     os.close(fd)
