@@ -28,6 +28,7 @@ from aftermath import eventually
 from helpers import SOURCE
 
 import quarantune
+from quarantune.cache import Journal
 from quarantune.engine import contact, distributed, remote, shards
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import EngineError, Outcome, Trial
@@ -325,6 +326,30 @@ def test_a_broken_pool_is_named_and_its_trials_are_kept(tmp_path: Any) -> None:
         result = noted.run(X, str(tmp_path), executor=pool)
     assert sorted(ended) == list(range(8))
     assert len(result.trials) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    append = Journal.append
+
+    def append_as_slow(journal: Journal, record: Any) -> None:
+        append(journal, {**record, "trial": {**record["trial"], "outcome": "slow"}})
+
+    def interrupt(index: int, phase: str) -> None:
+        if (index, phase) == (1, "end"):
+            raise KeyboardInterrupt
+
+    begun = quarantune.AutoTuner(engine_kernels.plain, {"n": [0, 1, 2]}, rep=2, name="slow", on_progress=interrupt)
+    with ThreadPoolExecutor(1) as pool:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Journal, "append", append_as_slow)
+            begun.run(X, executor=pool)
+        left = quarantune.AutoTuner(engine_kernels.plain, {"n": [1, 3, 4]}, rep=2, name="slow")
+        result = left.run(X, executor=pool)
+    assert [trial.config["n"] for trial in result.trials] == [1, 3, 4]
+    assert {trial.config["n"] for trial in result.finalists} >= {1}
+    assert result.default_time_ms is not None
 
 
 class NeverCancelled(Future[Any]):

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future, wait
 from typing import Any
 
@@ -71,8 +71,8 @@ def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[
         dict(configs) | {index: trial.config for index, trial in measured.items()},
         request,
     )
-    is_alone = source.is_closed and not is_check and not any(map(is_usable, measured.values()))
-    is_whole = is_alone and (whole is not None or len(configs) <= shards.LEAST) and bool(configs)
+    is_small = whole is not None or len(configs) <= shards.LEAST
+    is_whole = is_small and bool(configs) and source.is_closed and not is_check and _has_all(configs, problem, measured)
     first = [Shard(indices=[*configs], is_whole=True)]
     if not is_whole:
         first = shards.partition([*configs], [index for index in configs if index in request.troubled])
@@ -80,7 +80,7 @@ def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[
         ends = given.run(first, request.events.on_trial, source)
         if is_check:
             return Swept()
-        if is_whole and len(ends) == 1 and not _lacks(ends[0], measured):
+        if is_whole and len(ends) == 1 and _has_all(ends[0][0].given, problem, measured):
             return ends[0][1].swept
         return _final(given, problem, measured, next((end.complaint for _, end in ends if end.complaint), ""))
 
@@ -105,9 +105,14 @@ def _relayed(events: SweepEvents, measured: dict[int, Trial], whole: WholeSweeps
     return SweepEvents(on_trial=on_trial, on_tick=on_tick, on_phase=on_phase)
 
 
-def _lacks(ended: tuple[Shard, End], trials: Mapping[int, Trial]) -> bool:
-    """Returns whether configs may win that a shard did not have, because another shard died with them."""
-    return any(index not in ended[0].given for index, trial in trials.items() if is_usable(trial))
+def _has_all(indices: Collection[int], problem: Problem, trials: Mapping[int, Trial]) -> bool:
+    """Returns whether a shard with some configs has all that the final needs: those that may win, and the defaults.
+
+    Another shard that died with them, or an earlier sweep, may have measured them.
+    """
+    needed = {index for index, trial in trials.items() if is_usable(trial)}
+    needed.add(finals.default_among(trials, problem.default))
+    return needed <= {*indices, UNTUNED}
 
 
 def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], complaint: str) -> Swept:
