@@ -24,7 +24,7 @@ import textwrap
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from quarantune.cache.store import canonical_json, short_hash
 from quarantune.host.process import is_installed
@@ -211,7 +211,7 @@ class _Walk:
             if name in function.__globals__:
                 self.reached[function.__globals__.get("__name__", ""), name] = function.__globals__[name]
                 self._visit("global", prefix + name, function.__globals__[name])
-        for name in _imports(function.__code__):
+        for name in (chain.root for chain in chains if chain.kind == "import"):
             # No part, as it may or may not be imported by now.
             for module in (sys.modules.get(name), sys.modules.get(f"{function.__globals__.get('__package__')}.{name}")):
                 if module is not None and not is_library(module.__name__):
@@ -220,7 +220,7 @@ class _Walk:
         for chain in chains:
             if chain.kind == "first":
                 self._visit_chain("class", owner, chain.path[:1], function)
-            else:
+            elif chain.kind != "import":
                 scope = function.__globals__ if chain.kind == "global" else free
                 value = scope.get(chain.root, NOTHING)
                 self._visit_chain("global", value, chain.path, function, prefix + chain.root)
@@ -403,19 +403,19 @@ def _hash(description: Any) -> str:
 # --- the names in code, and whose code it is ---
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class _Chain:
+class _Chain(NamedTuple):
     """A dotted name in a function's code: `kernels.body` is the root `kernels` and the path `("body",)`.
 
     Attributes:
-        kind: `global`, `closure` for a free variable, or `first` for the function's first parameter.
-        root: the variable.
+        kind: `global`, `closure` for a free variable, `first` for the function's first parameter, or `import` for a
+            module in an import statement.
+        root: the variable, or the module.
         path: the attributes that follow; empty if the variable is used by itself.
     """
 
     kind: str
     root: str
-    path: tuple[str, ...]
+    path: tuple[str, ...] = ()
 
 
 def _nested_code(code: types.CodeType) -> list[types.CodeType]:
@@ -423,51 +423,48 @@ def _nested_code(code: types.CodeType) -> list[types.CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
+def _code_within(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields the code of a function, and of all functions defined in it."""
+    yield code
+    for inner in _nested_code(code):
+        yield from _code_within(inner)
+
+
 @functools.lru_cache(maxsize=4096)
 def _chains_of(code: types.CodeType) -> list[_Chain]:
     """Returns the dotted names in a function's code and in the functions within it, sorted and each once."""
     first = code.co_varnames[0] if code.co_argcount else None
-    return sorted(set(_chains(code, first)))
+    return sorted({chain for inner in _code_within(code) for chain in _chains(inner, first, nested=inner is not code)})
 
 
-def _chains(code: types.CodeType, first: str | None, *, nested: bool = False) -> Iterator[_Chain]:
-    open_chain: tuple[str, str] | None = None
-    path: list[str] = []
+def _chains(code: types.CodeType, first: str | None, *, nested: bool) -> Iterator[_Chain]:
+    chain: _Chain | None = None
     for instruction in dis.get_instructions(code):
-        name = instruction.opname
-        if name in ("LOAD_ATTR", "LOAD_METHOD") and open_chain:
-            path.append(instruction.argval)
+        name, argument = instruction.opname, instruction.argval
+        if name in ("LOAD_ATTR", "LOAD_METHOD") and chain:
+            chain = chain._replace(path=(*chain.path, argument))
             continue
-        if open_chain:
-            yield _Chain(*open_chain, tuple(path))
-        open_chain, path = None, []
+        if chain:
+            yield chain
+        chain = None
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
-            open_chain = ("global", instruction.argval)
+            chain = _Chain("global", argument)
         elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
-            open_chain = ("first" if instruction.argval == first else "closure", instruction.argval)
+            chain = _Chain("first" if argument == first else "closure", argument)
         elif name.startswith("LOAD_FAST") and not nested:
             # Newer versions of Python load two variables at once; an attribute belongs to the second.
-            last = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
-            open_chain = ("first", last) if last == first else None
-    if open_chain:
-        yield _Chain(*open_chain, tuple(path))
-    for inner in _nested_code(code):
-        yield from _chains(inner, first, nested=True)
+            last = argument[-1] if isinstance(argument, tuple) else argument
+            chain = _Chain("first", last) if last == first else None
+        elif name == "IMPORT_NAME":
+            yield _Chain("import", argument)
+    if chain:
+        yield chain
 
 
-@functools.lru_cache(maxsize=4096)
-def _imports(code: types.CodeType) -> frozenset[str]:
-    """Returns the names of modules in the import statements of a function's code, including nested functions."""
-    inner = map(_imports, _nested_code(code))
-    own = (item.argval for item in dis.get_instructions(code) if item.opname == "IMPORT_NAME")
-    return frozenset(own).union(*inner)
-
-
-def _names(code: types.CodeType) -> frozenset[str]:
+def _names(code: types.CodeType) -> set[str]:
     """Returns all names of globals and attributes in a function's code, also as texts, including nested functions."""
-    inner = map(_names, _nested_code(code))
-    texts = (constant for constant in code.co_consts if isinstance(constant, str))
-    return frozenset(code.co_names).union(texts, *inner)
+    texts = {text for inner in _code_within(code) for text in inner.co_consts if isinstance(text, str)}
+    return texts.union(*(inner.co_names for inner in _code_within(code)))
 
 
 def attribute(value: Any, name: str) -> Any:
