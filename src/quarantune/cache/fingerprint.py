@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from quarantune.cache.store import canonical_json, short_hash
-from quarantune.host.process import is_installed
+from quarantune.host.process import is_installed, pickled_parts, without_caches
 from quarantune.values.texts import PROGRAMS, is_runner, module_of
 
 _LARGEST_HASHED_BYTES = 1 << 24
@@ -571,12 +571,11 @@ def stable_repr(value: Any) -> str:
 
 
 def _state(value: Any) -> Any:
-    """Returns the parts that a pickle of an object holds, or None."""
+    """Returns the arguments and the state that a pickle of an object holds, or None."""
     try:
-        _, arguments, *state = value.__reduce_ex__(4)
+        return pickled_parts(value)[1:]
     except Exception:
         return None
-    return [arguments, *[list(part) if isinstance(part, Iterator) else part for part in state]]
 
 
 def _holds_set(value: Any, outer: tuple[int, ...] = ()) -> bool:
@@ -678,14 +677,6 @@ def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
         return [*described, [[name, _describe_instance(fields[name], seen)] for name in sorted(fields)]]
     except Exception:
         return described
-
-
-def without_caches(value: Any, part: Any) -> Any:
-    """Returns the fields of an object without those that hold its cached properties; anything else as it is."""
-    if not isinstance(part, dict):
-        return part
-    kind, cached = type(value), functools.cached_property
-    return {name: item for name, item in part.items() if not isinstance(getattr(kind, str(name), None), cached)}
 
 
 def _describe_defaults(function: types.FunctionType) -> Any:

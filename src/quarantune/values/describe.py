@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ import jaxlib.version
 import numpy as np
 
 from quarantune._version import __version__
+from quarantune.host.process import pickled_parts, without_caches
 from quarantune.values.codec import JsonObject
 from quarantune.values.texts import PROGRAMS, module_of
 
@@ -153,7 +154,7 @@ def _own_fields(wrapper: Any) -> Mapping[str, Any]:
     wrapped = wrapper.__wrapped__
     copied = {name: getattr(wrapped, name, None) for name in functools.WRAPPER_ASSIGNMENTS}
     copied |= getattr(wrapped, "__dict__", {})
-    fields = _without_caches(wrapper, getattr(wrapper, "__dict__", {}))
+    fields = without_caches(wrapper, getattr(wrapper, "__dict__", {}))
     return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
 
 
@@ -220,19 +221,11 @@ def _describe_object(value: Any, outer: tuple[int, ...]) -> Any:
     if isinstance(value, np.ndarray):
         return {"type": name, "shape": list(value.shape), "items": _describe(value.tolist(), outer)}
     try:
-        build, arguments, *state = value.__reduce_ex__(4)
+        build, arguments, *state = pickled_parts(value)
     except (TypeError, ValueError):  # cannot be pickled, or is a name
         return {"type": name, "repr": stable_repr(value)}
-    parts = [list(part) if isinstance(part, Iterator) else part for part in state]
-    parts = [_without_caches(value, part) for part in parts]
-    return {"type": name, "build": [_describe(part, outer) for part in (build, arguments, *parts)]}
-
-
-def _without_caches(value: Any, state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    cached = functools.cached_property
-    return {key: item for key, item in state.items() if not isinstance(getattr(type(value), key, None), cached)}
+    parts = (build, arguments, *(without_caches(value, part) for part in state))
+    return {"type": name, "build": [_describe(part, outer) for part in parts]}
 
 
 def stable_repr(value: Any) -> str:

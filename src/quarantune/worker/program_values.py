@@ -36,10 +36,9 @@ from quarantune.cache.fingerprint import (
     reached,
     stable_repr,
     type_name,
-    without_caches,
     wrapped_by,
 )
-from quarantune.host.process import is_imported_early
+from quarantune.host.process import is_imported_early, pickled_parts, without_caches
 from quarantune.transport import pickling
 from quarantune.transport.importable import can_import
 from quarantune.transport.payload import ProgramValue
@@ -348,11 +347,7 @@ def _text(value: Any) -> str:
 def _fields(value: Any) -> list[Any]:
     """Returns the parts that a pickle of an object holds, else its fields, else its repr."""
     with contextlib.suppress(Exception):
-        reduced = value.__reduce_ex__(4)
-        if isinstance(reduced, str):
-            return [reduced]
-        parts = [list(part) if isinstance(part, Iterator) else part for part in reduced]
-        return [without_caches(value, part) for part in parts]
+        return [without_caches(value, part) for part in pickled_parts(value)]
     if isinstance(fields := getattr(value, "__dict__", None), dict):
         return [fields]
     return [stable_repr(value)]
