@@ -180,13 +180,15 @@ class FakeSandbox:
         self._compiling: set[int] = set()
         self._measuring: set[int] = set()
 
-    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+    def start(
+        self, task: codec.JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
+    ) -> int:
         worker = FakeWorker(next(self._numbers), (environ or {}).get("CUDA_VISIBLE_DEVICES", ""))
         self.workers[worker.number] = worker
         self._give(worker, task, fds)
         return worker.number
 
-    def send(self, number: int, message: codec.Frame, fds: Sequence[int] = ()) -> None:
+    def send(self, number: int, message: codec.JsonObject, fds: Sequence[int] = ()) -> None:
         worker = self.workers[number]
         if not worker.ended:
             self._give(worker, message, fds)
@@ -242,7 +244,7 @@ class FakeSandbox:
                 events.append(event)
         return events
 
-    def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+    def _give(self, worker: FakeWorker, frame: codec.JsonObject, fds: Sequence[int]) -> None:
         task: Task = codec.decode(json.loads(json.dumps(frame)), *messages.TASKS)
         worker.task, worker.do, worker.trial = task, type(task).__name__, task.trial
         if task.trial is not None:

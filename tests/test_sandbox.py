@@ -235,7 +235,7 @@ def sandbox_for(
     *args: Any,
     method: str = "fork",
     load_timeout_s: float = PATIENCE_S,
-    warm_up: codec.Frame | None = None,
+    warm_up: codec.JsonObject | None = None,
 ) -> Iterator[Sandbox]:
     """Opens a sandbox for a call, with its payload and arrays sealed as in a sweep."""
     packed = payload.pack_call(fn, args, {})

@@ -49,7 +49,9 @@ class OneOwner(FakeSandbox):
         self.owners: set[int] = set()
         self.owned = 0
 
-    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+    def start(
+        self, task: codec.JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
+    ) -> int:
         number = super().start(task, fds=fds, environ=environ)
         if self.is_together or task["message"] != "Compile":
             assert not [owner for owner in self.owners if owner in self.workers], "the device has an owner already"

@@ -67,7 +67,7 @@ def test_finalists_are_compared_in_one_worker() -> None:
 class Writing(FakeSandbox):
     """Compile workers leave an executable."""
 
-    def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+    def _give(self, worker: FakeWorker, frame: codec.JsonObject, fds: Sequence[int]) -> None:
         super()._give(worker, frame, fds)
         if worker.do == "Compile" and fds:
             spool.write_parts(fds[0], [b"executable", b"", b""])

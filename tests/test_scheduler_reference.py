@@ -164,7 +164,7 @@ def test_later_standby_workers_get_the_comparisons_that_an_earlier_one_has_compi
     loaded_by_expect: list[int] = []
 
     class Writing(FakeSandbox):
-        def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+        def _give(self, worker: FakeWorker, frame: codec.JsonObject, fds: Sequence[int]) -> None:
             super()._give(worker, frame, fds)
             if worker.do == "Expect" and fds:
                 loaded_by_expect.append(worker.number)

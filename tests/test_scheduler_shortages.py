@@ -36,7 +36,7 @@ class Crowded(FakeSandbox):
     tells = "pthread_create failed: Resource temporarily unavailable"
     failed = 0
 
-    def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+    def _give(self, worker: FakeWorker, frame: codec.JsonObject, fds: Sequence[int]) -> None:
         is_new = worker.number not in self.written and not worker.do
         super()._give(worker, frame, fds)
         rivals = [other for other in self.workers.values() if not other.ended and self.counts(other)]

@@ -17,7 +17,7 @@ import pytest
 from quarantune.sandbox import wire
 from quarantune.sandbox.template_messages import Kill, Started
 from quarantune.sandbox.wire import Connection, WireClosedError, WireError, connection_pair, encode
-from quarantune.values.codec import Frame
+from quarantune.values.codec import JsonObject
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def open_fds() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-MESSAGES: list[Frame] = [
+MESSAGES: list[JsonObject] = [
     {"type": "phase", "trial": 3, "phase": "load"},
     {},
     {"text": "ümläut \ud800 \x00", "deep": [[1, 2.5, None, True], {"a": {}}]},
@@ -52,7 +52,7 @@ def test_messages_survive_any_splitting_of_the_stream(chunk_bytes: int) -> None:
     messages = MESSAGES if chunk_bytes > 1 else MESSAGES[:3]
     stream = b"".join(encode(message) for message in messages)
     ours, theirs = connection_pair()
-    received: list[Frame] = []
+    received: list[JsonObject] = []
     with theirs, contextlib.closing(ours):
         for start in range(0, len(stream), chunk_bytes):
             theirs.sendall(stream[start : start + chunk_bytes])
@@ -192,7 +192,7 @@ def test_a_large_message_keeps_its_own_descriptors(ends: tuple[Connection, socke
 
     sender = threading.Thread(target=send)
     sender.start()
-    received: list[tuple[Frame, list[int]]] = []
+    received: list[tuple[JsonObject, list[int]]] = []
     while len(received) < 2:
         received += ours.receive()
     sender.join()

@@ -32,7 +32,7 @@ from quarantune.sandbox.template_messages import (
     was_killed,
 )
 from quarantune.sandbox.wire import Connection
-from quarantune.values.codec import Frame
+from quarantune.values.codec import JsonObject
 from quarantune.values.trial import Outcome, SandboxError
 
 _logger = logging.getLogger("quarantune")
@@ -60,7 +60,7 @@ class Said:
     """
 
     number: int
-    message: Frame
+    message: JsonObject
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         environ: Mapping[str, str] | None = None,
         modules: Sequence[str] = (),
         plugins: bool = False,
-        warm_up: Frame | None = None,
+        warm_up: JsonObject | None = None,
     ) -> None:
         """Prepares a sandbox; `open` starts it.
 
@@ -315,7 +315,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
 
     # Workers
 
-    def start(self, task: Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+    def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
         """Starts a worker with its first task.
 
         Args:
@@ -343,7 +343,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._order(order, [log_fd, theirs.fileno(), *fds])
         return number
 
-    def send(self, number: int, message: Frame, fds: Sequence[int] = ()) -> None:
+    def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
         """Sends a worker a further task; where the worker no longer reads, `Ended` follows."""
         with contextlib.suppress(wire.WireError):
             self._workers[number].connection.send(message, fds)

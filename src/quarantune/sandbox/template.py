@@ -17,7 +17,7 @@ from quarantune.host.process import SANDBOX_MARK, new_lock
 from quarantune.sandbox import shortages, spawning, spool, wire
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection
-from quarantune.values.codec import Frame
+from quarantune.values.codec import JsonObject
 from quarantune.values.trial import SandboxError
 
 _EXIT_WAIT_S = 2.0
@@ -98,7 +98,7 @@ class Template:
         self._links = [link for link in self._links if link.is_open] + [connection]
         return connection
 
-    def warm_up(self, environ: Mapping[str, str], task: Frame | None = None, modules: Sequence[str] = ()) -> None:
+    def warm_up(self, environ: Mapping[str, str], task: JsonObject | None = None, modules: Sequence[str] = ()) -> None:
         """Has the template prepare, once, for sweeps like this one, before it obeys the next order.
 
         A template that warming up has made unfit for forking exits, and no later one is warmed up.

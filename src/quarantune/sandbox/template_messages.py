@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from quarantune.values.codec import Frame
+from quarantune.values.codec import JsonObject
 from quarantune.values.trial import Outcome
 
 
@@ -43,7 +43,7 @@ class WarmUp:
     """
 
     environ: Mapping[str, str]
-    task: Frame | None = None
+    task: JsonObject | None = None
     modules: tuple[str, ...] = ()
 
 
@@ -80,7 +80,7 @@ class StartWorker:
     """
 
     number: int
-    task: Frame
+    task: JsonObject
     environ: Mapping[str, str]
     method: str
 
@@ -268,7 +268,7 @@ class WorkerOptions:
     payload_fd: int
     arrays_fd: int
     cwd: str | None
-    task: Frame
+    task: JsonObject
 
 
 RoleOptions: TypeAlias = TemplateOptions | WorkerOptions

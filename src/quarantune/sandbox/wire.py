@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from quarantune.values import codec
-from quarantune.values.codec import Frame
+from quarantune.values.codec import JsonObject
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"qtf1"
@@ -106,7 +106,7 @@ class Connection:
             except OSError as error:
                 raise WireClosedError(f"cannot send: {error.strerror or error}") from error
 
-    def receive(self) -> list[tuple[Frame, list[int]]]:
+    def receive(self) -> list[tuple[JsonObject, list[int]]]:
         """Returns the messages that have arrived, each with its descriptors.
 
         This waits for data on a blocking socket only. Where whole frames have arrived, at least the first of them is
@@ -167,10 +167,10 @@ class Connection:
         if self._damage is not None:
             raise self._damage
 
-    def _decoded(self, data: bytes) -> list[Frame]:
+    def _decoded(self, data: bytes) -> list[JsonObject]:
         """Returns the messages that further bytes complete; damage behind them is raised by the next call."""
         self._buffer += data
-        messages: list[Frame] = []
+        messages: list[JsonObject] = []
         try:
             while (message := self._next()) is not None:
                 messages.append(message)
@@ -180,7 +180,7 @@ class Connection:
                 raise
         return messages
 
-    def _next(self) -> Frame | None:
+    def _next(self) -> JsonObject | None:
         if len(self._buffer) < _HEADER.size:
             return None
         magic, size, checksum = _HEADER.unpack_from(self._buffer)

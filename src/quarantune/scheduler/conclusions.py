@@ -53,7 +53,7 @@ class Conclusions:
 
     # What workers say
 
-    def on_message(self, worker: Worker, frame: codec.Frame) -> None:
+    def on_message(self, worker: Worker, frame: codec.JsonObject) -> None:
         """Applies a worker's reply; one that cannot be true ends the worker."""
         expected = None if worker.job is None else worker.job.index
         if worker.verdict is not None or frame.get("trial") != expected:

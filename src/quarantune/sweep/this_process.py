@@ -174,7 +174,9 @@ class ThisProcess(Sandbox):
         if self._device is not None:
             super().open(load_timeout_s=load_timeout_s)
 
-    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+    def start(
+        self, task: codec.JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
+    ) -> int:
         """Starts a worker: in the sandbox one that leaves its program as data, and here any other."""
         if task["message"] == messages.Compile.__name__:
             self.begun.clear()  # configs of the last batch; all have ended
@@ -185,7 +187,7 @@ class ThisProcess(Sandbox):
         self.send(number, task, fds)
         return number
 
-    def send(self, number: int, message: codec.Frame, fds: Sequence[int] = ()) -> None:
+    def send(self, number: int, message: codec.JsonObject, fds: Sequence[int] = ()) -> None:
         """Gives a worker a further task."""
         if (worker := self._here.get(number)) is None:
             super().send(number, message, fds)

@@ -20,7 +20,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as decoded or ready to be encoded."""
-Frame = JsonObject
 _Message = TypeVar("_Message")
 _Check = Callable[[Any], Any]
 _KIND = "message"
@@ -71,7 +70,7 @@ def within(least: float, most: float) -> Callable[[Any], Any]:
     return rule
 
 
-def encode(message: Any) -> Frame:
+def encode(message: Any) -> JsonObject:
     """Returns a message as a frame: its fields, and the name of its class under `message`.
 
     Args:

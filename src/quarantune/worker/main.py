@@ -28,7 +28,7 @@ from quarantune.transport import payload
 from quarantune.transport.payload import Call
 from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
-from quarantune.values.codec import Frame
+from quarantune.values.codec import JsonObject
 from quarantune.values.trial import CompileTarget, Phase
 from quarantune.worker import deviceless, program_values
 from quarantune.worker.bench import Bench, Program
@@ -99,7 +99,7 @@ class Worker:
         self._trace_context: tuple[Any, ...] = ()
         self._modules = set(sys.modules)
 
-    def run(self, frame: Frame, fds: list[int]) -> None:
+    def run(self, frame: JsonObject, fds: list[int]) -> None:
         """Runs tasks until one is the last, one fails, or the scheduler closes the connection.
 
         A worker that only compiles, or only measures, goes on after an exception, if the scheduler lets it: the next
@@ -112,7 +112,7 @@ class Worker:
                     return
             pending = self._connection.receive()
 
-    def _run_one(self, frame: Frame, fds: list[int]) -> bool:
+    def _run_one(self, frame: JsonObject, fds: list[int]) -> bool:
         task = codec.decode(frame, *messages.TASKS)
         try:
             for reply in self.do(task, fds):
@@ -360,7 +360,7 @@ class Worker:
         return tuple(names)
 
 
-def warm_up(task: Frame) -> None:
+def warm_up(task: JsonObject) -> None:
     """Loads JAX's plugins in a template, and makes there what compiling for a device takes, once for all workers."""
     target = codec.decode(task, CompileTarget)
     load_plugins()
