@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from quarantune.scheduler.workers import Job
-from quarantune.values.configs import Config
+from quarantune.values.configs import is_number, text_of
 
-_SHRINKAGE = 1.0
-"""The prior weight of a value's effect, in configs. Replaying the compile times of 48 and 768 Triton matmuls and of 24
-attention programs in plain JAX, the last compilation ended 1% after that of an order which knew all times, and 7 to 15%
-later in the order of the list."""
+_LIKENESS = 0.5
+_MOST_EFFECTS = 64
 _GROWTH = 1 / 16
 """The order is made again once so many more configs have been compiled, as a share of those before."""
 _LEAST_S = 1e-3
@@ -23,25 +20,34 @@ _LEAST_S = 1e-3
 class CompileTimes:
     """The compile times of a run's configs, and a model of them: the logarithm is a sum of effects, one for each value.
 
+    An effect has the prior weight of one config. So has, for a tunable of three values, the difference between the
+    effects of two neighbours; with more values, the steps between them are smaller in proportion, by `_LIKENESS`.
+    Numbers are neighbours by size, other values by their order in the list of configs. Where a tunable has more than
+    `_MOST_EFFECTS` values, as the index of an opaque object may, neighbours share an effect.
+
+    Replaying the compile times of 48 and 768 Triton matmuls and of 24 attention programs in plain JAX, the last
+    compilation ended 1% after that of an order which knew all times, and 7 to 15% later in the order of the list. In
+    replays of made-up times of 24 to 120 opaque objects, 4 to 14 compile workers took 2 to 9% less time than in the
+    order of the list where neighbours compile similarly long, and as much where they do not.
+
     The longest job first is the classic rule for few idle machines at the end (Graham, Bounds on Multiprocessing Timing
     Anomalies, SIAM Journal on Applied Mathematics 1969).
     """
 
     def __init__(self) -> None:
-        self._columns: dict[tuple[str, str], int] = {}
-        self._known: list[tuple[list[int], float]] = []
+        self._known: list[tuple[Job, float]] = []
         self._ordered_with = 0
 
-    def add(self, config: Config, seconds: float) -> None:
+    def add(self, job: Job, seconds: float) -> None:
         """Records how long a config took to compile, or to fail."""
-        self._known.append((self._columns_of(config), seconds))
+        self._known.append((job, max(seconds, _LEAST_S)))
 
     @property
     def is_news(self) -> bool:
         """Whether so many configs were compiled since the last order that another one is worth making."""
         return len(self._known) > max(1.0, (1 + _GROWTH) * self._ordered_with)
 
-    def longest_first(self, jobs: Iterable[Job], running_s: Mapping[Job, float]) -> list[Job]:
+    def longest_first(self, jobs: Sequence[Job], running_s: Mapping[Job, float]) -> list[Job]:
         """Orders jobs by their predicted compile times; those with equal ones keep their order.
 
         Args:
@@ -49,19 +55,22 @@ class CompileTimes:
             running_s: how long others have been compiling, which will take at least the usual time.
         """
         self._ordered_with = len(self._known)
-        usual_s = math.exp(sum(math.log(max(each, _LEAST_S)) for _, each in self._known) / len(self._known))
-        rows = [(self._columns_of(job.config), max(spent_s, usual_s)) for job, spent_s in running_s.items()]
-        rows += self._known
-        waiting = [(job, self._columns_of(job.config)) for job in jobs]
-        has_value = np.zeros((len(rows), len(self._columns)))
-        for row, (columns, _) in zip(has_value, rows, strict=True):
-            row[columns] = 1
-        logs = np.log([max(each, _LEAST_S) / usual_s for _, each in rows])
-        normal = has_value.T @ has_value + _SHRINKAGE * np.eye(len(self._columns))
-        effects = np.linalg.solve(normal, has_value.T @ logs)
-        waiting.sort(key=lambda each: -round(float(effects[each[1]].sum()), 6))
-        return [job for job, _ in waiting]
-
-    def _columns_of(self, config: Config) -> list[int]:
-        pairs = [(name, json.dumps(value, sort_keys=True, default=repr)) for name, value in config.items()]
-        return [self._columns.setdefault(pair, len(self._columns)) for pair in pairs]
+        usual_s = statistics.geometric_mean(seconds for _, seconds in self._known)
+        times = [*((job, max(spent_s, usual_s)) for job, spent_s in running_s.items()), *self._known]
+        # The places of the effects of each job's values, and the weight of the step from each effect to the next one.
+        places: dict[Job, list[int]] = {job: [] for job in sorted({*jobs, *dict(times)}, key=lambda job: job.index)}
+        weights: list[float] = []
+        for name in jobs[0].config:
+            keys = [value if is_number(value := job.config.get(name)) else text_of(value) for job in places]
+            distinct = sorted(dict.fromkeys(keys), key=lambda key: (1, 0.0) if isinstance(key, str) else (0, key))
+            count = min(len(distinct), _MOST_EFFECTS)
+            rank_of = {key: rank * count // len(distinct) for rank, key in enumerate(distinct)}
+            for own, key in zip(places.values(), keys, strict=True):
+                own.append(len(weights) + rank_of[key])
+            weights += [*[_LIKENESS * (count - 1)] * (count - 1), 0.0]  # there is no step to the next tunable
+        units = np.eye(len(weights))
+        steps = np.diff(units, axis=0)
+        has_value = np.array([units[places[job]].sum(0) for job, _ in times])
+        normal = units + steps.T @ (np.c_[weights[:-1]] * steps) + has_value.T @ has_value
+        effects = np.linalg.solve(normal, has_value.T @ np.log([seconds / usual_s for _, seconds in times]))
+        return sorted(jobs, key=lambda job: -round(float(effects[places[job]].sum()), 6))

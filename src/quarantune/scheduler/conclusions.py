@@ -150,7 +150,7 @@ class Conclusions:
 
     def _note_compile_time(self, worker: Worker, job: Job) -> None:
         if worker.is_compiling and worker.began_at is not None:
-            self._run.jobs.compile_times.add(job.config, self._run.clock() - worker.began_at)
+            self._run.jobs.compile_times.add(job, self._run.clock() - worker.began_at)
 
     def _end_compiling(self, worker: Worker, job: Job, verdict: Verdict) -> None:
         """Ends a job while it is compiled; its worker may go on with another."""
