@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import signal
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from scripted import GB, TARGET, Act, Clock, FakeSandbox, FakeWorker, Step, compiles, measured, plan_for
+from scripted import GB, TARGET, Act, Clock, FakeSandbox, FakeWorker, Step, behaves, compiles, measured, plan_for, run
 
 from quarantune.devices.leases import Lease
 from quarantune.measure.finals import Final
@@ -62,6 +63,58 @@ def test_finalists_are_compared_in_one_worker() -> None:
     assert compared.rounds_ms == {index: (index + 1.0,) * 5 for index in range(3)}
     assert compared.warm_ms == {index: (index + 1.0,) * 5 for index in range(2)}
     assert [entry.config for entry in tasks[0].entries] == [{"id": index} for index in range(3)]
+
+
+@pytest.mark.parametrize("count", [3, 8])
+@pytest.mark.parametrize("each", [1, 4])
+def test_a_worker_for_the_final_is_made_ready_once_a_compile_slot_idles(each: int, count: int) -> None:
+    def sweep(*, has_final: bool) -> tuple[Final, float, dict[str, list[int]]]:
+        def starts_slowly(worker: FakeWorker) -> Sequence[Step] | None:
+            numbers[worker.do].append(worker.number)
+            is_fresh = worker.do == "Prepare" or (worker.do == "Compare" and worker.number not in numbers["Prepare"])
+            (delay_s, first), *others = behaves(worker)
+            return [(delay_s + 1.0, first), *others] if is_fresh else None
+
+        numbers = collections.defaultdict[str, list[int]](list)
+        compared, sandbox, _ = compare(starts_slowly, count, configs_per_worker=each, has_final=has_final)
+        return compared, sandbox.clock.now, numbers
+
+    (compared, end_s, numbers), (compared_late, late_s, numbers_late) = sweep(has_final=True), sweep(has_final=False)
+    assert compared == compared_late
+    assert numbers["Compare"] == numbers["Prepare"][-1:]
+    if count % each:  # a measuring worker may take one more task
+        assert (end_s, numbers) == (late_s, numbers_late)
+    else:
+        assert late_s - end_s > 0.5
+        assert len(numbers["Prepare"]) == len(numbers_late["Prepare"]) + 1
+        assert numbers["Prepare"][-1] > numbers["Compile"][-1], "no config waited for it"
+
+
+def test_no_worker_is_made_ready_for_the_final_where_there_is_none_or_nothing_to_compare() -> None:
+    for count, has_final in ((1, True), (5, False)):
+        result = run(plan_for(Route.APART, configs_per_worker=1, has_final=has_final), count)
+        assert len(result.given("Prepare")) == count
+
+
+def test_the_final_waits_for_a_standby_worker_that_is_nearly_ready() -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Prepare" and worker.starts == 3:
+            return [(3.0, worker.says("PhaseEntered", "load")), (0.1, worker.says("Ready", "load", modules=[]))]
+        return None
+
+    compared, sandbox, _ = compare(act, configs_per_worker=1, has_final=True)
+    assert len(compared.rounds_ms) == 3
+    fresh = [g.number for g in sandbox.given if g.do == "Prepare"][3]
+    assert [g.number for g in sandbox.given if g.do == "Compare"] == [fresh]
+
+
+@pytest.mark.parametrize("end", [-11, 1, None])
+def test_the_final_takes_place_though_its_standby_worker_dies(end: int | None) -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        return [(2.0, worker.ends(end))] if worker.do == "Prepare" and worker.starts == 3 else None
+
+    compared, _, _ = compare(act, configs_per_worker=1, has_final=True)
+    assert len(compared.rounds_ms) == 3
 
 
 class Writing(FakeSandbox):

@@ -119,6 +119,7 @@ class Plan:
         compile_only: whether configs are compiled and not run.
         is_check: whether they are compiled only to find out if they compile; their executables are not kept.
         measures_here: whether the caller's own process measures what workers compile.
+        has_final: whether the fastest configs are compared at the end.
         troubled: the indices of configs that hung or crashed before, and come last.
         errors_are_final: whether a config that cannot be compiled without the device cannot be compiled on it either.
         proof: compares the program of one config with the caller's.
@@ -142,6 +143,7 @@ class Plan:
     compile_only: bool = False
     is_check: bool = False
     measures_here: bool = False
+    has_final: bool = False
     troubled: Collection[int] = ()
     errors_are_final: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)

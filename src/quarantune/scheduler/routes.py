@@ -479,12 +479,18 @@ class SplitRoute(RouteSteps):
         each = run.plan.configs_per_worker
         most = _STANDBY_WORKERS if each == 1 and not device.device.has_one_owner else 1
         share = -(-self._unmeasured() // len(run.devices))
-        waiting = share - sum(each - worker.used for worker in device.standby)
+        waiting = share + self._needs_one_for_final(device) - sum(each - worker.used for worker in device.standby)
         if device.measuring is not None:
             waiting -= each - device.measuring.used - 1
         while waiting > 0 and len(device.standby) < most:
             self._start_standby(device)
             waiting -= each
+
+    def _needs_one_for_final(self, device: DeviceState) -> bool:
+        """Whether a worker is made ready for the final, too: on the first device, once a compile slot stays idle."""
+        run = self._run
+        is_idle = not (run.jobs.pending or run.jobs.may_come) and run.workers.compiling() < run.plan.slots
+        return run.plan.has_final and is_idle and device is run.devices[0] and len(run.jobs.begun) > 1
 
     def measure_on(self, device: DeviceState) -> None:
         """Gives the next ready job to a standby worker."""

@@ -35,7 +35,7 @@ def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int]) -> W
         device.standby.remove(worker)
         worker.transition(WorkerState.SIDE_TASK)
         run.workers.send(worker, task, fds)
-    elif run.may_start_on(device):
+    elif not device.standby and run.may_start_on(device):  # else one is nearly ready
         worker = run.workers.start(task, WorkerState.SIDE_TASK, device=device, fds=fds)
     else:
         return None

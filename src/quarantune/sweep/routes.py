@@ -304,6 +304,7 @@ class Routes:
             compile_only=self._compile_only,
             is_check=self._request.target is not None,
             measures_here=measures_here,
+            has_final=self._request.has_final,
             troubled=self._request.troubled,
             errors_are_final=self._on_tpu,
             proof=self._request.proof,
