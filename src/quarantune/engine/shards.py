@@ -413,7 +413,7 @@ class Shard:
         indices: the configs that have no trial yet.
         is_whole: whether the machine also compares the fastest of them.
         is_final: whether they have trials from other machines; a part of it is of no use, so that it is not repeated.
-        is_troubled: whether they hung or crashed before.
+        may_grow: whether configs of other shards may join it, as nothing has happened to its own yet.
         deaths: the hosts on which shards with these configs died.
         failures: how many shards with these configs could not run.
         refusals: how many machines did not have the device.
@@ -430,7 +430,7 @@ class Shard:
     indices: list[int]
     is_whole: bool = False
     is_final: bool = False
-    is_troubled: bool = False
+    may_grow: bool = False
     deaths: tuple[str, ...] = ()
     failures: int = 0
     refusals: int = 0
@@ -443,12 +443,6 @@ class Shard:
     is_accepted: bool = dataclasses.field(default=False, init=False)
     running: set[int] = dataclasses.field(default_factory=set, init=False)
 
-    @property
-    def may_grow(self) -> bool:
-        """Whether configs of other shards may join it: nothing has happened to its own yet."""
-        is_marked = self.is_whole or self.is_final or self.is_troubled
-        return not (is_marked or self.deaths or self.failures or self.refusals)
-
 
 def partition(indices: Sequence[int], last: Sequence[int] = ()) -> list[Shard]:
     """Divides configs into small shards; each has configs from everywhere in the list, so that all take about as long.
@@ -460,9 +454,9 @@ def partition(indices: Sequence[int], last: Sequence[int] = ()) -> list[Shard]:
     troubled = set(last)
     shards: list[Shard] = []
     fresh = [index for index in indices if index not in troubled]
-    for part, is_troubled in ((fresh, False), ([*last], True)):
+    for part, may_grow in ((fresh, True), ([*last], False)):
         count = -(-len(part) // LEAST)
-        shards += [Shard(indices=list(part[first::count]), is_troubled=is_troubled) for first in range(count)]
+        shards += [Shard(indices=list(part[first::count]), may_grow=may_grow) for first in range(count)]
     return shards
 
 
@@ -473,8 +467,9 @@ def again(shard: Shard, **counts: Any) -> Shard:
         shard: the shard.
         **counts: the fields that count why.
     """
+    indices = list(shard.given) if shard.is_final else shard.indices
     # Fields that the constructor does not take, which are about one run, are as in a new shard.
-    return dataclasses.replace(shard, indices=list(shard.given) if shard.is_final else shard.indices, **counts)
+    return dataclasses.replace(shard, indices=indices, may_grow=False, **counts)
 
 
 def largest(configs: int) -> int:
