@@ -318,7 +318,7 @@ class TuningCache:
         """Writes entries into another directory, such as one that a package ships.
 
         Entries for other problems that the directory holds already stay. The files are sorted, so that they can be kept
-        under version control.
+        under version control. No lock is taken, and no file of a lock is left.
 
         Args:
             directory: made if necessary.
@@ -332,9 +332,23 @@ class TuningCache:
             ValueError: there is nothing for a name or a device, or this cache is in memory only.
             CacheWriteError: the directory cannot be written to, or a file in it is damaged or from a later version.
         """
-        store = self._on_disk()
-        wanted = [[it] if isinstance(it, str) else it for it in (names, devices)]
-        return export(store, Path(directory), names=wanted[0], devices=wanted[1])
+        names, devices = ([it] if isinstance(it, str) else it for it in (names, devices))
+        found, target = chosen(self._on_disk(), names=names, devices=devices), Store(Path(directory))
+        if faults := [fault for name, _ in found for fault in target.problems(name)]:
+            raise CacheWriteError(
+                f"nothing was exported: {faults[0]}; what the file holds would be lost, so move it away, or name "
+                "another directory"
+            )
+        for name, contents in found:
+            path = target.path(name)
+            try:
+                with Directory(path.parent, make=True) as place:
+                    place.replace(path.name, encode(_joined(target.read(name), contents)))
+            except OSError as error:
+                raise CacheWriteError(
+                    f"nothing was exported to {str(path)!r} ({error.strerror}): name a directory that is writable"
+                ) from error
+        return [key for name, contents in found for key, _ in entries_of(name, contents)]
 
     def diff(self, other: TuningCache | str | os.PathLike[str]) -> CacheDiff:
         """Compares the configs of two caches, and changes neither.
@@ -479,38 +493,6 @@ def compare(here: Iterable[CacheRecord], there: Iterable[CacheRecord]) -> CacheD
     )
 
 
-def export(
-    source: Store, directory: Path, *, names: Collection[str] | None, devices: Collection[str] | None
-) -> list[CacheKey]:
-    """Writes entries into a directory of their own, sorted, so that it can be kept under version control.
-
-    Entries that the directory already holds for other problems stay. No lock is taken, and no file of a lock is left.
-
-    Args:
-        source: the entries.
-        directory: made if necessary.
-        names: the functions, in which `*` stands for any text; None for all.
-        devices: the kinds of devices; None for all.
-
-    Returns:
-        The keys of the entries written.
-
-    Raises:
-        ValueError: a name or a device has no entry.
-        CacheWriteError: the directory cannot be written to, or a file in it is damaged or from a later version.
-    """
-    found = chosen(source, names=names, devices=devices)
-    target = Store(directory)
-    if faults := [fault for name, _ in found for fault in target.problems(name)]:
-        raise CacheWriteError(
-            f"nothing was exported: {faults[0]}; what the file holds would be lost, so move it away, or name another "
-            "directory"
-        )
-    for name, contents in found:
-        _replace(target.path(name), _joined(target.read(name), contents))
-    return [key for name, contents in found for key, _ in entries_of(name, contents)]
-
-
 def chosen(
     store: Store, *, names: Collection[str] | None, devices: Collection[str] | None
 ) -> list[tuple[str, Contents]]:
@@ -554,16 +536,6 @@ def _joined(present: Contents, added: Contents) -> Contents:
     devices = sorted({*present, *added})
     joined = {device: {**present.get(device, {}), **added.get(device, {})} for device in devices}
     return {device: dict(sorted(entries.items())) for device, entries in joined.items()}
-
-
-def _replace(path: Path, contents: Contents) -> None:
-    try:
-        with Directory(path.parent, make=True) as place:
-            place.replace(path.name, encode(contents))
-    except OSError as error:
-        raise CacheWriteError(
-            f"nothing was exported to {str(path)!r} ({error.strerror}): name a directory that is writable"
-        ) from error
 
 
 def _config_of(entry: Entry) -> str:
