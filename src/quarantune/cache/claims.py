@@ -108,7 +108,8 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         self._token = ""
         self._worst_case_s = min(worst_case_s, _LONGEST_WORST_CASE_S)
         self._fd: int | None = None
-        self._lock: SideLock | None = None
+        self._open = contextlib.ExitStack()
+        """The directory and the side file of the lock, where they are open."""
         self._locked: bool | None = False
         """Whether the lock is ours; None where locks have no effect."""
         self._gave_way = False
@@ -132,7 +133,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         if self.held:
             return True
         try:
-            self._place = Directory(*self._where, make=True)
+            self._place = self._open.enter_context(Directory(*self._where, make=True))
             try:
                 self._try_lock(self._place)
                 return self._take(self._place)
@@ -264,14 +265,13 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             # Another waiter was quicker, and this is its fresh claim: put it back.
             with contextlib.suppress(OSError):
                 place.link(renamed, self._name)
-        if not mistaken and expected is None and not self._is_unfinished(renamed):
+        elif expected is None and not self._is_unfinished(renamed):
             aside = place.free_name(self._name)
             place.rename(renamed, aside)
             report_once(
                 f"{str(self._path)!r} is no claim of ours; it was set aside as {str(place.path / aside)!r}: look at it"
             )
-        else:
-            place.remove(renamed)
+        place.remove(renamed)
         return not mistaken
 
     def _is_unfinished(self, name: str) -> bool:
@@ -283,20 +283,14 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         return False
 
     def _try_lock(self, place: Directory) -> None:
-        self._lock = SideLock(place, self._lock_name)
-        self._locked = self._lock.take()
+        self._locked = self._open.enter_context(SideLock(place, self._lock_name)).take()
         with SideLock(place, self._lock_name) as rival:
             if self._locked and rival.take() is not False:
                 self._locked = None  # a filesystem that grants a second descriptor the lock has locks in name only
 
     def _let_go(self) -> None:
-        self._locked = False
-        if self._lock is not None:
-            lock, self._lock = self._lock, None
-            lock.release()
-        if self._place is not None:
-            self._place.close()
-            self._place = None
+        self._locked, self._place = False, None
+        self._open.close()
 
 
 def wait(

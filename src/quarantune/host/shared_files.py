@@ -246,8 +246,11 @@ class SideLock(contextlib.AbstractContextManager["SideLock"]):
         self.fd = place.open(name, os.O_RDWR | os.O_CREAT)
 
     def __exit__(self, *_: object) -> None:
-        """Releases the lock."""
-        self.release()
+        """Releases the lock and closes the file."""
+        # The work under the lock is done: an error while releasing it must not look like a failure of that work.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # closing is not enough where a forked child has the same lock open
+        os.close(self.fd)
 
     def take(self) -> bool | None:
         """Takes the lock if nobody else has it, without waiting.
@@ -264,13 +267,6 @@ class SideLock(contextlib.AbstractContextManager["SideLock"]):
                 return None
             raise
         return True
-
-    def release(self) -> None:
-        """Releases the lock and closes the file."""
-        # The work under the lock is done: an error while releasing it must not look like a failure of that work.
-        with contextlib.suppress(OSError):
-            fcntl.flock(self.fd, fcntl.LOCK_UN)  # closing is not enough where a forked child has the same lock open
-        os.close(self.fd)
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
