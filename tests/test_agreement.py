@@ -233,6 +233,6 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
 def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:
     answer = Answer(config={"n": [1, {"x": True}]}, rank=3, source=Source.TUNED, time_ms=0.5, default_time_ms=None)
     assert Answer.decode(answer.encode()) == answer
-    for text in ("[]", "{}", '{"config": 1, "rank": 0, "source": "cache"}', "nonsense"):
+    for text in ("[]", "{}", '{"config": 1, "rank": 0, "source": "cache"}', "nonsense", "[" * 100_000):
         with pytest.raises(ValueError, match=r".+"):
             Answer.decode(text)

@@ -18,7 +18,7 @@ from helpers import python
 
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store
-from quarantune.cache.store import decode_json
+from quarantune.values.codec import decode_json
 from quarantune.values.trial import Outcome, Trial
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"n": 1}, "time_ms": 0.5, "fingerprint": {}, "versions": {}}

@@ -537,3 +537,10 @@ def test_a_search_is_told_of_each_kernels_own_configs() -> None:
     with quarantune.settings(search=search):
         one.tune(X)
     assert sorted(search.told, key=str) == [({"ms": ms}, {"ms": ms}) for ms in (0, 1, 2)]
+
+
+@pytest.mark.parametrize("deep", [200, 100_000])
+def test_a_forged_report_of_a_runner_that_is_nested_deeply_is_refused(deep: int) -> None:
+    config = f'{{"n": {"[" * deep + "]" * deep}}}'
+    with pytest.raises(ValueError, match=r".+"):
+        assignment.read_report(f'[["kernel", "{{}}", [{config}], {{}}]]'.encode())

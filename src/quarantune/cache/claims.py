@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from quarantune.cache.journal import trials_folder
-from quarantune.cache.store import CacheWriteError, Owner, decode_json, problem_hash, report_once, short_text
+from quarantune.cache.store import CacheWriteError, Owner, problem_hash, report_once, short_text
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id
 from quarantune.host.shared_files import Directory, SideLock
-from quarantune.values.codec import JsonObject, Record, within
+from quarantune.values.codec import JsonObject, Record, decode_json, within
 
 T = TypeVar("T")
 _Kind = TypeVar("_Kind", bound=Record)

@@ -15,7 +15,6 @@ from typing import Any
 from quarantune.cache.store import (
     CacheWriteError,
     canonical_json,
-    decode_json,
     plain,
     problem_hash,
     report_once,
@@ -24,7 +23,7 @@ from quarantune.cache.store import (
 )
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
-from quarantune.values.codec import DamageError, JsonObject
+from quarantune.values.codec import DamageError, JsonObject, decode_json
 from quarantune.values.trial import Trial
 
 LARGEST_JOURNAL_BYTES = 1 << 28

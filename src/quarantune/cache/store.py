@@ -19,13 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, NoReturn, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id, process_status
-from quarantune.host.process import new_lock, warn, without_collections
+from quarantune.host.process import new_lock, warn
 from quarantune.host.shared_files import Directory, Draft, NotAFileError, SideLock, TooLargeError, directory_of, paths
-from quarantune.values.codec import JsonObject, Record, within
+from quarantune.values.codec import JsonObject, Record, decode_json, within
 from quarantune.values.trial import is_plausible_ms
 
 SCHEMA = 1
@@ -38,9 +38,6 @@ _MAIN_BYTES = 1 << 19
 """The size that a function's main file does not pass; it takes 5 ms to read on a 2-core machine."""
 _SEARCHED_BYTES = 1 << 20
 """In a larger file, one entry is looked for without decoding the others."""
-_UNCOLLECTED_BYTES = 1 << 18
-"""The garbage collector rests while a larger text is decoded."""
-_DEEPEST_JSON = 100
 _LONGEST_TEXT = 1 << 20
 _SET_ASIDE_TIMEOUT_S = 2.0
 _POLL_S = 0.005
@@ -657,40 +654,6 @@ def this_host() -> str:
 
 
 # --- content ---
-
-
-def decode_json(content: bytes) -> Any:
-    """Returns the value of a JSON text.
-
-    Raises:
-        ValueError: it is not JSON, holds NaN or infinity, or is nested more deeply than our files are.
-    """
-    with without_collections() if len(content) > _UNCOLLECTED_BYTES else contextlib.nullcontext():
-        try:
-            value = json.loads(content, parse_constant=_refuse_constant)
-        except RecursionError as error:
-            raise ValueError(str(error)) from None
-        _check_depth(value)
-    return value
-
-
-def _check_depth(value: Any) -> None:
-    # One comprehension for each depth: a cache of ten thousand entries holds a hundred thousand dicts.
-    layer: list[Any] = [value] if type(value) in (dict, list) else []
-    for _ in range(_DEEPEST_JSON + 1):
-        layer = [
-            item
-            for outer in layer
-            for item in (outer.values() if type(outer) is dict else outer)
-            if type(item) in (dict, list)
-        ]
-        if not layer:
-            return
-    raise ValueError(f"it is nested more than {_DEEPEST_JSON} deep")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _entry_faults(entry: JsonObject) -> Iterator[str]:

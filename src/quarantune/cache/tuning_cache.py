@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import fnmatch
 import functools
-import json
 import os
 import stat
 import time
@@ -35,6 +34,7 @@ from quarantune.host.process import new_lock
 from quarantune.host.shared_files import Directory, paths
 from quarantune.values import configs
 from quarantune.values import settings as environment
+from quarantune.values.codec import decode_json
 from quarantune.values.configs import Config
 from quarantune.values.settings import forget_choices
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
@@ -56,8 +56,8 @@ class CacheKey(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the call as people write it, as `kernels.scale(x f32[8]) on NVIDIA H200, code 3472601ec4d8`."""
-        with contextlib.suppress(ValueError, RecursionError):
-            match json.loads(self.problem_size):
+        with contextlib.suppress(ValueError):
+            match decode_json(self.problem_size):
                 case {"call": call, **rest}:
                     more = f", {call_text(rest)}" if rest else ""
                     return f"{self.kernel_type}({call_text(call)}) on {self.device}{more}"

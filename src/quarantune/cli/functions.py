@@ -50,7 +50,7 @@ from quarantune.results import result
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
 from quarantune.values import settings as environment
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, encode, format_config
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError, count_outcomes
@@ -448,8 +448,8 @@ def _show_alone(label: str, alone: Alone, out: Output) -> None:
 
 def _parsed_config(text: str) -> JsonObject:
     try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        config = decode_json(text)
+    except ValueError as error:
         raise InputError(f"--config {shown(text)} is no JSON ({error}): write it as '{{\"bm\": 64}}'") from None
     if not isinstance(config, dict) or not config:
         raise InputError(f"--config {shown(text)} is no config: write values by their names, as '{{\"bm\": 64}}'")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from quarantune.host import machine
-from quarantune.values.codec import JsonObject, Record
+from quarantune.values.codec import JsonObject, Record, decode_json
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 2.0
@@ -222,8 +222,8 @@ class _Peer:
         self._data = rest
         for line in lines:
             try:
-                message = json.loads(line)
-            except (ValueError, RecursionError):
+                message = decode_json(line)
+            except ValueError:
                 message = None
             if not isinstance(message, dict):
                 self.is_over = True

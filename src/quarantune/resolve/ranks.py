@@ -42,7 +42,7 @@ from quarantune.resolve.known_results import Known, KnownResults, Resolved
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sweep.limits import Isolation, SearchLimits, SweepLimits, isolation_of
-from quarantune.values.codec import JsonObject, Record
+from quarantune.values.codec import JsonObject, Record, decode_json
 from quarantune.values.configs import encode
 from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings
 from quarantune.values.trial import Findings
@@ -331,7 +331,7 @@ class Answer(Record):
         Raises:
             ValueError: it holds something else.
         """
-        return cls.from_json(json.loads(text))
+        return cls.from_json(decode_json(text))
 
 
 class Read(NamedTuple):

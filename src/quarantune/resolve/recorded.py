@@ -27,7 +27,7 @@ from quarantune.transport import arrays, assignment
 from quarantune.transport.arrays import dtype_from_name
 from quarantune.transport.problem import Arguments, is_array, with_leaves
 from quarantune.values import settings as environment
-from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record, within
+from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record, decode_json, within
 from quarantune.values.describe import (
     MeshSpec,
     ShardingSpec,
@@ -296,8 +296,8 @@ def rebuilt(key: str, function: TunedFunction) -> Arguments:
         CannotRebuildError: the key does not hold a value, but only a description of it.
     """
     try:
-        values = dict(json.loads(key)["call"].items())
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        values = dict(decode_json(key)["call"].items())
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise CannotRebuildError("its key is not one of a tuned function") from None
     if function.options.key_fn is not None:
         raise CannotRebuildError("its key holds the result of key_fn and not the shapes")

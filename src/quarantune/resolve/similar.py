@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from quarantune import cache
 from quarantune.cache import Entry, Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.known_results import Found, Known, KnownResults, changed_versions, dict_or_empty
+from quarantune.values.codec import decode_json
 from quarantune.values.configs import Config, distinct, is_number, text_of
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Findings, Outcome
@@ -114,8 +114,8 @@ def distance(found: str, wanted: str) -> tuple[float, bool] | None:
         than that of the wanted one, as of two that are as near, the smaller is preferred.
     """
     try:
-        there, here = (dict(_leaves(json.loads(key))) for key in (found, wanted))
-    except (ValueError, RecursionError):
+        there, here = (dict(_leaves(decode_json(key))) for key in (found, wanted))
+    except ValueError:
         return None
     if there.keys() != here.keys():
         return None
@@ -145,8 +145,8 @@ def earlier_winners(keyed: KeyedCall, entries: Iterable[Found]) -> list[Config]:
 def _are_same_call(found: str, wanted: str) -> bool:
     """Returns whether two keys describe the same call, made of whichever code."""
     try:
-        ours, theirs = json.loads(wanted), json.loads(found)
-    except (ValueError, RecursionError):
+        ours, theirs = decode_json(wanted), decode_json(found)
+    except ValueError:
         return False
     if not isinstance(theirs, dict):
         return False

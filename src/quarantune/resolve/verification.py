@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from quarantune.resolve.recorded import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver
 from quarantune.results.result import TuningResult, times_text
 from quarantune.transport.problem import Arguments
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, as_given
 from quarantune.values.settings import forget_choices, settings
 from quarantune.values.texts import call_text, first_line
@@ -240,8 +239,8 @@ def _swept(call: BoundCall, configs: list[Config]) -> TuningResult:
 
 def _code_of(key: CacheKey) -> Any:
     try:
-        return json.loads(key.problem_size)["code"]
-    except (ValueError, RecursionError, TypeError, KeyError):
+        return decode_json(key.problem_size)["code"]
+    except (ValueError, TypeError, KeyError):
         return None
 
 

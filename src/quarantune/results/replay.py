@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quarantune.cache import journal
-from quarantune.cache.store import decode_json
 from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, is_number, is_whole, text_of
 from quarantune.values.settings import Search, check_search
 from quarantune.values.texts import columns, shown

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from quarantune.cache.store import decode_json
 from quarantune.results import report, saved_files
 from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
 from quarantune.transport.problem import Arguments, bind_config, function_inside, jitted_with
-from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record
+from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record, decode_json
 from quarantune.values.configs import Config, encode, format_config, originals, restore
 from quarantune.values.trial import (
     SCORES,

@@ -15,10 +15,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from quarantune.cache.store import decode_json
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, decode_json
 
 JSON = "result.json"
 FUNCTION, WINNER = "function", "winner"

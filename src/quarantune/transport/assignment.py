@@ -15,7 +15,7 @@ import jax
 
 from quarantune.host.process import new_lock
 from quarantune.transport.problem import assignments_in_force
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, restore, text_of
 from quarantune.values.configs import encode as encode_config
 
@@ -210,7 +210,7 @@ def read_report(report: bytes) -> dict[Slot, Seen]:
     try:
         return {
             Slot(str(name), str(key)): Seen([_config(config) for config in configs], dict(space))
-            for name, key, configs, space in json.loads(report)
+            for name, key, configs, space in decode_json(report)
         }
     except (TypeError, AttributeError) as error:
         raise ValueError(f"no report of a runner: {error}") from error

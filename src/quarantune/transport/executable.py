@@ -26,6 +26,7 @@ from quarantune.jax_internals.other_processes import (
     prepare_to_load,
 )
 from quarantune.transport import pickling
+from quarantune.values.codec import decode_json
 
 _LARGEST_HEADER_BYTES = 1 << 24
 
@@ -132,7 +133,7 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ReadProgram:
         (length,) = struct.unpack_from("<Q", blob)
         if length > _LARGEST_HEADER_BYTES:
             raise ValueError("its header is too long")
-        header = json.loads(blob[8 : 8 + length])
+        header = decode_json(blob[8 : 8 + length])
         here = {device.id: device for device in jax.local_devices()}
         if onto is not None and len(header["devices"]) == 1:
             number = header["devices"][0]
@@ -150,7 +151,7 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ReadProgram:
         out_tree = None if header["out_tree"] is None else jax.tree.structure(_read_tree(header["out_tree"][0]))
         if not devices or (out_tree is not None and out_tree.num_leaves != len(parts.out_avals)):
             raise ValueError("it has no devices, or a wrong number of outputs")
-    except (LookupError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, struct.error) as error:
         raise ValueError(f"the compiled program cannot be read: {error!r}") from error
 
     def with_trees(in_tree: Any, tree: Any) -> Any:

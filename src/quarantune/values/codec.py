@@ -9,20 +9,27 @@ an object is made. In `Annotated[T, rule]`, the rule takes a value of type T and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
+import json
 import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeAlias, TypeVar
+
+from quarantune.host.process import without_collections
 
 JsonObject: TypeAlias = dict[str, Any]
 """A JSON object, as decoded or ready to be encoded."""
 _Message = TypeVar("_Message")
 _Check = Callable[[Any], Any]
 _KIND = "message"
+_UNCOLLECTED_BYTES = 1 << 18
+"""The garbage collector rests while a larger text is decoded."""
+_DEEPEST_JSON = 100
 
 
 class DamageError(ValueError):
@@ -56,6 +63,40 @@ class Record:
 
 
 IN_MEMORY: Mapping[str, bool] = {"in_memory": True}
+
+
+def decode_json(content: str | bytes) -> Any:
+    """Returns the value of a JSON text.
+
+    Raises:
+        ValueError: it is not JSON, holds NaN or infinity, or is nested more deeply than anything of ours is.
+    """
+    with without_collections() if len(content) > _UNCOLLECTED_BYTES else contextlib.nullcontext():
+        try:
+            value = json.loads(content, parse_constant=_refuse_constant)
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    # One comprehension for each depth: a cache of ten thousand entries holds a hundred thousand dicts.
+    layer: list[Any] = [value] if type(value) in (dict, list) else []
+    for _ in range(_DEEPEST_JSON + 1):
+        layer = [
+            item
+            for outer in layer
+            for item in (outer.values() if type(outer) is dict else outer)
+            if type(item) in (dict, list)
+        ]
+        if not layer:
+            return
+    raise ValueError(f"it is nested more than {_DEEPEST_JSON} deep")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def within(least: float, most: float) -> Callable[[Any], Any]:

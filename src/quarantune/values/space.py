@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from quarantune.values.codec import decode_json
 from quarantune.values.configs import (
     MOST_CONFIGS,
     Config,
@@ -244,7 +245,7 @@ class Space(Sequence[Config]):
         """Returns the position of the config with a text, as `text_of` returns it; None where there is none."""
         self.whole()
         try:
-            return self.find(json.loads(text))
+            return self.find(decode_json(text))
         except ValueError:
             return None
 

@@ -31,7 +31,7 @@ from quarantune import jax_internals
 from quarantune.host import shared_files
 from quarantune.jax_internals import kernels
 from quarantune.sandbox import contain
-from quarantune.values.codec import DamageError, Record, within
+from quarantune.values.codec import DamageError, Record, decode_json, within
 from quarantune.values.configs import Config
 from quarantune.values.trial import CompilerFigures, CompileTarget, CycleEstimate
 
@@ -195,7 +195,7 @@ def _points(directory: Path, status: int) -> list[_Point]:
     Raises:
         ValueError: it was ended in a program with loops, whose turns are not known then.
     """
-    points = [_Point.from_json(json.loads(line)) for line in _content(directory / _POINTS).splitlines()]
+    points = [_Point.from_json(decode_json(line)) for line in _content(directory / _POINTS).splitlines()]
     if status < 0 and points and (last := points[-1].with_cycles(directory, {})).cycles:  # ended after it had written
         if last.has_loops:
             raise ValueError("it has a loop, and libtpu was ended while it wrote")
