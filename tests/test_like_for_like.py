@@ -156,26 +156,26 @@ def test_defaults_far_behind_take_part_in_few_rounds_which_is_told() -> None:
     assert (told in result.table(width=200)) is (samples[40_000] < rounds)
 
 
-# --- playing --------------------------------------------------------------------------------------------------
+# --- finals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("machine", ["quiet", "half of all, half told"])
 def test_a_contender_far_behind_takes_no_time_or_rounds_from_others(machine: str) -> None:
-    def play(times_ms: list[float], seed: int) -> tuple[float, list[list[float]]]:
+    def run_final(times_ms: list[float], seed: int) -> tuple[float, list[list[float]]]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
         rounds = finals.take_turns([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
         return simulated.now, rounds
 
     for seed in range(20):
-        alone_s, _ = play([30.0, 30.3], seed)
-        beside_s, beside = play([30.0, 30.3, 900.0], seed)
+        alone_s, _ = run_final([30.0, 30.3], seed)
+        beside_s, beside = run_final([30.0, 30.3, 900.0], seed)
         assert len(beside[2]) == 3
         assert len(beside[0]) >= 5
         assert len(beside[0]) == len(beside[1])
         finals.Final.of([0, 1, 2], beside, [[], [], []])
         assert finals.decide(dict(enumerate(beside)), default=2).winner != 2
         assert beside_s - alone_s < 4 * 1.2 + 3.0
-        _, very_long = play([30.0, 30.3, 20_000.0], seed)
+        _, very_long = run_final([30.0, 30.3, 20_000.0], seed)
         assert len(very_long[2]) == 1, "its first run counts"
 
 

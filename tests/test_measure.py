@@ -447,7 +447,7 @@ def verdicts(
     """Plays finals between configs whose true times are known, on a machine that is noisy and drifts between rounds."""
     generator = np.random.default_rng(3)
 
-    def play() -> finals.Verdict:
+    def run_final() -> finals.Verdict:
         taken = itertools.count()
         speeds = [1 + drift * generator.random() for _ in range(101)]
 
@@ -462,7 +462,7 @@ def verdicts(
         rounds = finals.take_turns([contender(time_ms) for time_ms in times_ms], clock=lambda: 0.0)
         return finals.decide(dict(enumerate(rounds)), default=default)
 
-    return [play() for _ in range(TRIALS)]
+    return [run_final() for _ in range(TRIALS)]
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.5], ids=["steady", "drifting"])

@@ -41,9 +41,9 @@ class Machine:
         """Returns what takes samples of a config."""
 
         def sample() -> RunTime:
-            own_ms = time_ms * (1 + 0.01 * abs(self.generator.gauss(0, 1)))
+            cpu_ms = time_ms * (1 + 0.01 * abs(self.generator.gauss(0, 1)))
             waited_ms = self.generator.uniform(*self.slice_ms) if self.generator.random() < self.share else 0.0
-            whole_ms = own_ms + waited_ms
+            whole_ms = cpu_ms + waited_ms
             self.now += 1e-3 * whole_ms
             if waited_ms < 0.1 * whole_ms:
                 return RunTime.exactly(whole_ms)
@@ -143,15 +143,15 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
 
 @pytest.mark.parametrize("machine", ["half of all, half told", "most of all, half told", "half of all, none told"])
 def test_a_busy_machine_ends_a_final_as_soon_as_disturbances_do_not_explain_the_lead(machine: str) -> None:
-    def play(times_ms: Sequence[float], seed: int) -> tuple[float, finals.Verdict]:
+    def run_final(times_ms: Sequence[float], seed: int) -> tuple[float, finals.Verdict]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
         rounds = finals.take_turns([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
         return simulated.now, finals.decide(dict(enumerate(rounds)), default=0)
 
-    far = [play((48.0, 30.0, 45.0), seed) for seed in range(100)]
+    far = [run_final((48.0, 30.0, 45.0), seed) for seed in range(100)]
     assert sum(verdict.winner != 1 for _, verdict in far) <= 1
     assert sum(verdict == finals.Verdict(1, ()) for _, verdict in far) >= 95
-    near = [play((30.2, 30.0, 30.3), seed) for seed in range(20)]
+    near = [run_final((30.2, 30.0, 30.3), seed) for seed in range(20)]
     assert statistics.mean(seconds for seconds, _ in far) < 0.6 * statistics.mean(seconds for seconds, _ in near)
     assert sum(verdict.winner == 0 for _, verdict in near) >= 15, "they tie, and the default is preferred"
 

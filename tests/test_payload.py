@@ -730,7 +730,7 @@ def test_the_spool_is_unmapped_after_use(tmp_path: Path) -> None:
 def test_arrays_without_a_value_are_generated_in_the_worker() -> None:
     struct = jax.ShapeDtypeStruct((3, 2), jnp.bfloat16, weak_type=True)
     call, (array, key), _ = _roundtrip(_plain, struct, jax.ShapeDtypeStruct((2,), jax.random.key(0).dtype))
-    assert [spec.made for spec in call.specs] == [True, True]
+    assert [spec.is_generated for spec in call.specs] == [True, True]
     assert (array.shape, array.dtype, array.weak_type) == ((3, 2), jnp.bfloat16, True)
     assert (key.shape, key.dtype) == ((2,), jax.random.key(0).dtype)
 
@@ -745,7 +745,7 @@ def test_tracers_are_packed_by_shape() -> None:
 
     outer(jnp.ones((5, 3), jnp.float16))
     (spec,) = packed[0].call.specs
-    assert (spec.shape, spec.dtype, spec.made, packed[0].call.spool_bytes) == ((3,), "float16", True, 0)
+    assert (spec.shape, spec.dtype, spec.is_generated, packed[0].call.spool_bytes) == ((3,), "float16", True, 0)
 
 
 def test_python_scalars_stay_python_scalars() -> None:

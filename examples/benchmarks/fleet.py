@@ -1,6 +1,6 @@
 """Tunes on a fleet of fake machines, to see what a sweep over many machines costs the process that submits it.
 
-The submitter is real: its claim, its journal, its shards, their connections, the heats and the final. The fleet is one
+The submitter is real: its claim, its journal, its shards, their connections, the finals. The fleet is one
 process that plays the engine and all of its workers; each has a connection of its own, sends the messages of a real
 shard at the times of a real one, and takes the next shard from the engine's queue. Only configs are not run.
 

@@ -249,8 +249,8 @@ class BoundCall:
         space = function.configs
         if callable(space):
             struct_args, struct_kwargs = self.fitted(space, *as_structs(self.args, self.kwargs))
-            made = configs_made_by(space, struct_args, struct_kwargs, fn_name=function.name)
-            space = Space(made, fn_name=function.name, parameters=function.signature, reads_all=False)
+            configs = configs_made_by(space, struct_args, struct_kwargs, fn_name=function.name)
+            space = Space(configs, fn_name=function.name, parameters=function.signature, reads_all=False)
             function.check(space.examples())
         return space.where(None if function.options.prune_fn is None else self.keeps)
 

@@ -200,12 +200,12 @@ def _run(
     enough_ms: float,
 ) -> Run:
     began = time.process_time()
-    made = make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
+    search = make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
     told: list[Trial] = []
-    while len(told) < max_trials and (asked := made.ask(min(batch, max_trials - len(told)))):
+    while len(told) < max_trials and (asked := search.ask(min(batch, max_trials - len(told)))):
         for config in asked:
             told.append(by_config[text_of(config)])
-            made.tell(config, told[-1])
+            search.tell(config, told[-1])
     spent_ms = 1e3 * (time.process_time() - began)
     figures = [_figure(trial) for trial in told]
     return Run(

@@ -55,7 +55,7 @@ class ArraySpec:
         key_impl: the PRNG implementation of a key array, else None.
         offset: where its bytes start in the spool.
         nbytes: how many bytes it has in the spool; 0 if the worker generates it.
-        made: whether the worker generates the array, because there is no concrete value.
+        is_generated: whether the worker generates the array, because there is no concrete value.
         sharding: how it is laid out over several devices; None if it is on one device.
         is_transposed: whether the spool has the bytes of its transpose. A numpy array in Fortran order keeps its order,
             as the speed of a plain callable may depend on it.
@@ -70,7 +70,7 @@ class ArraySpec:
     key_impl: str | None = None
     offset: int = 0
     nbytes: int = 0
-    made: bool = False
+    is_generated: bool = False
     sharding: ShardingSpec | None = None
     is_transposed: bool = False
 
@@ -254,7 +254,7 @@ def pack_call(
             own_shardings=tuple(map(local_sharding, arrays, (spec.sharding for spec in found))),
         ),
         devices_needed=call.devices_needed,
-        sources=tuple(None if spec.made else array for array, spec in zip(arrays, found, strict=True)),
+        sources=tuple(None if spec.is_generated else array for array, spec in zip(arrays, found, strict=True)),
     )
 
 
@@ -273,7 +273,7 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
         write_all(fd, packed.spool)
         return
     for spec, source in zip(packed.call.specs, packed.sources, strict=True):
-        if not spec.made and spec.nbytes:
+        if not spec.is_generated and spec.nbytes:
             data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
             data = data.T if spec.is_transposed else data
             os.lseek(fd, spec.offset, os.SEEK_SET)
@@ -318,7 +318,7 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
     spool = _map_spool(call, fd)
 
     def array(spec: ArraySpec) -> Any:
-        if spec.made:
+        if spec.is_generated:
             dtype = spec.dtype if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
             return make(
                 spec.shape,
@@ -395,7 +395,7 @@ def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: MeshSpec
 
     def spread(spec: ArraySpec, axes: frozenset[str]) -> ArraySpec:
         names = tuple(name for name in mesh.axis_names if name in axes or not is_known)
-        if not spec.made or not spec.shape or not names:
+        if not spec.is_generated or not spec.shape or not names:
             return dataclasses.replace(spec, sharding=ShardingSpec(mesh=mesh, partitions=()))
         whole = (math.prod(sizes[name] for name in names) * spec.shape[0], *spec.shape[1:])
         return dataclasses.replace(spec, shape=whole, sharding=ShardingSpec(mesh=mesh, partitions=(names,)))
@@ -430,22 +430,22 @@ def _specs(arrays: Sequence[Any], *, with_values: bool, of_numpy: bool) -> tuple
 def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> ArraySpec:
     impl = jax_internals.key_impl(array.dtype) if is_key_dtype(array.dtype) else None
     has_value = _has_value(array)
-    made = not (has_value and with_value)
-    is_numpy = isinstance(array, np.ndarray) and not made
+    is_generated = not (has_value and with_value)
+    is_numpy = isinstance(array, np.ndarray) and not is_generated
     spec = ArraySpec(
         index=index,
         shape=tuple(array.shape),
         # A concrete array has the dtype it has; a struct's float64 is float32 unless x64 is on.
-        dtype="uint32" if impl else (jax.dtypes.canonicalize_dtype(array.dtype) if made else array.dtype).name,
+        dtype="uint32" if impl else (jax.dtypes.canonicalize_dtype(array.dtype) if is_generated else array.dtype).name,
         weak_type=bool(getattr(array, "weak_type", False)),
         is_committed=_is_committed(array),
         kind="key" if impl else "numpy" if is_numpy and type(array) is not jax_internals.typed_ndarray else "jax",
         key_impl=impl,
-        made=made,
+        is_generated=is_generated,
         sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
         is_transposed=is_numpy and array.flags.f_contiguous and not array.flags.c_contiguous,
     )
-    if made:
+    if is_generated:
         return spec
     nbytes = math.prod(spec.data_shape) * dtype_from_name(spec.dtype).itemsize
     return dataclasses.replace(spec, offset=offset, nbytes=nbytes)

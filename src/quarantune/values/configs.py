@@ -198,17 +198,17 @@ def configs_made_by(
         TypeError: it returned None.
         ValueError: it made no config.
     """
-    made = configs_fn(*args, **kwargs)
+    configs = configs_fn(*args, **kwargs)
     source = f"{fn_name}: {getattr(configs_fn, '__qualname__', configs_fn)}() "
-    if made is None:
+    if configs is None:
         raise TypeError(f"{source}returned None; let it return a list of dicts, or yield them.")
-    if isinstance(made, Iterable) and not isinstance(made, (Mapping, str, bytes, list, tuple)):
-        rest = iter(made)
+    if isinstance(configs, Iterable) and not isinstance(configs, (Mapping, str, bytes, list, tuple)):
+        rest = iter(configs)
         first = list(itertools.islice(rest, 1))
-        made = itertools.chain(first, rest) if first else first
-    if isinstance(made, (Mapping, list, tuple)) and not made:
+        configs = itertools.chain(first, rest) if first else first
+    if isinstance(configs, (Mapping, list, tuple)) and not configs:
         raise ValueError(f"{source}yielded no config for these arguments; let it yield at least one dict.")
-    return made
+    return configs
 
 
 def checked_values(name: Any, values: Any, *, fn_name: str) -> list[ConfigValue]:

@@ -20,8 +20,8 @@ _STATUS = re.compile(r"[A-Z_]+(?=:)")
 _MESSAGE_CHARS = 4000
 _MOST_FRAMES = 8
 """Lines of the author's own files that are shown of one exception, the latest first."""
-_RETOLD_FRAME = r'  File "(.*)", line ([0-9]+), in (.*)\n(?:    .*\n)*'
-_RETOLD = re.compile(rf"Traceback \(most recent call last\):\n(?:{_RETOLD_FRAME})+")
+_QUOTED_FRAME = r'  File "(.*)", line ([0-9]+), in (.*)\n(?:    .*\n)*'
+_QUOTED = re.compile(rf"Traceback \(most recent call last\):\n(?:{_QUOTED_FRAME})+")
 """A traceback in a message: JAX puts that of a host callback in front of what the callback has raised."""
 _TRACEBACKS = (types.TracebackType, type(None))
 
@@ -149,8 +149,8 @@ def _name(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Returns an exception's message without the frames that it retells."""
-    return _RETOLD.sub("", str(error))
+    """Returns an exception's message without the frames that it quotes."""
+    return _QUOTED.sub("", str(error))
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -160,11 +160,11 @@ def _notes(error: BaseException) -> list[str]:
 
 def _own_frames(error: BaseException) -> list[str]:
     """Returns the frames of an exception that are in the author's own files, the latest first."""
-    retold = [
-        traceback.FrameSummary(file, int(line), name) for file, line, name in re.findall(_RETOLD_FRAME, str(error))
+    quoted = [
+        traceback.FrameSummary(file, int(line), name) for file, line, name in re.findall(_QUOTED_FRAME, str(error))
     ]
     return [
         f"  {frame.filename}:{frame.lineno}, in {frame.name}{f': {frame.line}' if frame.line else ''}"
-        for frame in reversed([*traceback.extract_tb(error.__traceback__), *retold])
+        for frame in reversed([*traceback.extract_tb(error.__traceback__), *quoted])
         if not is_installed(frame.filename)
     ]
