@@ -69,7 +69,7 @@ def estimated_ms(figures: CompilerFigures | None, kind: str) -> float | None:
     """Returns the time that a compiler estimates for a program on a kind of device; None where that is not known.
 
     It is the larger one of two: that of the cycles at the device's clock, as if all operations ran one after another,
-    and that in which its main memory moves what the program reads and writes.
+    and the time that its main memory takes to move what the program reads and writes.
     """
     peaks = peaks_of(kind)
     if figures is None or figures.estimate is None or peaks is None or peaks.ghz is None:

@@ -102,7 +102,7 @@ def run(*, on_check: Callable[[Check], None] | None = None) -> list[Check]:
 
 
 def _all() -> Iterator[Check]:
-    """Makes all checks, in the order in which people read them."""
+    """Makes all checks, in the order of the page that people read."""
     try:
         settings = environment.current()
     except ValueError as error:

@@ -41,7 +41,7 @@ NOTHING = object()
 _VERSIONED = frozenset({"jax", "jaxlib", "quarantune"})
 """Packages whose versions an entry records, wherever they are installed."""
 _HELD_AS = {"triton": "fn"}
-"""The attribute in which kernels hold their function where it is not `__wrapped__`, by the package of their classes."""
+"""The attribute that holds a kernel's function where it is not `__wrapped__`, by the package of their classes."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 _CLASS_MACHINERY = frozenset(
     {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "__firstlineno__"}

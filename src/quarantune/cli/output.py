@@ -14,7 +14,7 @@ DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 the reader of the output left, as with a program that SIGPIPE ends."""
 
 ERROR_STYLE, OK_STYLE = "1;31", "32"
-"""Bold red and green, in which pytest and others write on terminals what is wrong and what is right."""
+"""Bold red and green, as pytest and others write on terminals what is wrong and what is right."""
 
 
 class InputError(Exception):

@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Once(argparse.Action):
-    """Keeps the value of an option, of which a second one would silently replace the first."""
+    """Keeps the value of an option, and refuses a second one, which would silently replace the first."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if getattr(namespace, self.dest) is not None:

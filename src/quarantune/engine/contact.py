@@ -140,7 +140,7 @@ class Contacts:
         self._selector.close()
 
     def _peers(self) -> list[_Peer]:
-        """Returns those that are connected, in the order in which they came."""
+        """Returns those that are connected, the first to connect first."""
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _accept(self) -> None:

@@ -34,7 +34,7 @@ class Grid:
 
 
 def grids(jaxpr: Any) -> list[Grid]:
-    """Returns the grid of each Pallas kernel in a jaxpr, in the order in which `with_smaller_grids` numbers them.
+    """Returns the grid of each Pallas kernel in a jaxpr, in the order of the numbers of `with_smaller_grids`.
 
     Raises:
         ValueError: nobody can say before a kernel runs how many steps, or turns of a loop, it has.

@@ -241,7 +241,7 @@ class ContextualJob(TuningJob):
         Args:
             texts: the assignments.
             shown: the config that trials and messages show for each.
-            kernel: the kernel in which they differ.
+            kernel: the kernel whose configs differ.
             runner: calls the function; None for the runner of the function itself.
             share: the search among the assignments and its budgets; None runs all of them.
 

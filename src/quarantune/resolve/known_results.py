@@ -208,7 +208,7 @@ class KnownResults:
         return True
 
     def layers(self, settings: Settings) -> Iterator[Layer]:
-        """Yields the layers in which results are looked up."""
+        """Yields the layers where results are looked up."""
         return iter(()) if settings.disable_cache else open_layers(settings, self._function.options.tables)
 
     def entries(self, settings: Settings) -> Iterator[Found]:

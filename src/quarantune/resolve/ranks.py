@@ -1,6 +1,6 @@
 """The ranks of one `jax.distributed` program run one config for one call: the first answer that any of them offers.
 
-The ranks share nothing but a key-value store in which the first writer of a key wins. Its keys, for one call:
+The ranks share nothing but a key-value store, where the first writer of a key wins. Its keys, for one call:
 
     answer       the config that every rank uses for the life of the program
     claim/<k>    the rank that tunes in attempt k, counted from 0

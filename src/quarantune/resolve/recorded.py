@@ -59,7 +59,7 @@ def recording() -> Iterator[list[RecordedCall]]:
     again, so that the calls inside are not met.
 
     Yields:
-        The calls so far, each once, in the order in which they were first met; `tune_many` tunes them.
+        The calls so far, each once, in the order of their first calls; `tune_many` tunes them.
 
     Example:
         >>> with recording() as calls:  # doctest: +SKIP
@@ -89,7 +89,7 @@ def calls_in(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Recor
         **kwargs: its keyword arguments.
 
     Returns:
-        The calls, in the order in which they are first met; `tune_many` tunes them.
+        The calls, in the order of their first calls; `tune_many` tunes them.
 
     Example:
         >>> quarantune.tune_many(quarantune.calls_in(jax.jit(train_step), state, batch))  # doctest: +SKIP

@@ -397,7 +397,7 @@ class CompileFailures:
             keyed: the call, with the key of the device that configs are compiled for.
             directory: the cache directory.
             limits: the limits of the sweep.
-            also: further directories in which failures are looked up.
+            also: further directories where failures are looked up.
         """
         self._name, self._key = keyed.call.name, keyed.key
         self._journal = self._journal_in(directory)

@@ -42,7 +42,7 @@ _SCRIPTS = (
     "shapes",
     "main",
 )
-"""The parts of the page's program, in the order in which they need each other."""
+"""The parts of the page's program, each after those that it needs."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
 """The dtypes in the description of a call; the table of devices has one name for those of 8 bits."""
 _SLOT = re.compile(r"\{\{(\w+)\}\}")

@@ -1,4 +1,4 @@
-"""Tables of trials, and the message for a sweep in which every config failed."""
+"""Tables of trials, and the message for a sweep whose configs all failed."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _note(number: int, alike: Sequence[Trial]) -> str:
 
 
 def _ending(trial: Trial) -> str:
-    """Returns how a trial ended, and in which phase."""
+    """Returns how and in what phase a trial ended."""
     return f"{trial.outcome.value}{f' ({trial.phase.value})' if trial.phase is not None else ''}"
 
 
@@ -280,7 +280,7 @@ def _wrapped(note: str, indent: str, width: int) -> str:
 
 
 def failure_message(name: str, trials: Sequence[Trial]) -> str:
-    """Returns the message for a sweep in which no config was usable."""
+    """Returns the message for a sweep without a usable config."""
     tried = [trial for trial in trials if trial.outcome is not Outcome.PRUNED]
     if not trials:
         return (
@@ -500,7 +500,7 @@ class CompileReport:
         """Returns the time of a config in milliseconds as the compiler estimates it; None where that is not known.
 
         It is the larger one of two: that of the cycles at the target's clock, as if all operations ran one after
-        another, and that in which main memory moves what the program reads and writes.
+        another, and the time that main memory takes to move what the program reads and writes.
         """
         return device_table.estimated_ms(trial.figures, self.target.device_kind)
 

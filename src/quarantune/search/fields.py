@@ -1,4 +1,4 @@
-"""Configs as the models see them: a column for each number and word of a space, and points in which sizes keep order.
+"""Configs as the models see them: a column for each number and word of a space, and points where sizes keep order.
 
 Values that hold several numbers or words, such as tuples and dataclasses, are taken apart.
 """

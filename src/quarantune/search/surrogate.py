@@ -156,7 +156,7 @@ class Surrogate(Strategy):
         return sorted({*near.tolist(), *self._drawing.draw(_CANDIDATES - len(near)).tolist()})
 
     def _points(self, positions: Sequence[int]) -> Floats:
-        """Returns configs as points in which only sizes and words count."""
+        """Returns configs as points, where only sizes and words count."""
         return self._features.points(self._fields.codes(positions))[:, : self._features.ordered]
 
 

@@ -206,7 +206,7 @@ def pack_call(
         kwargs: keyword arguments, likewise.
         judges: functions that judge the function's output, by name.
         config_values: the config values that JSON cannot restore, by their JSON texts.
-        manual_mesh: the mesh of the `shard_map` in which the worker calls the function; None for none.
+        manual_mesh: the mesh of the `shard_map` around the worker's call of the function; None for none.
         devices: how many devices a trial may have; a larger mesh that is only in the context is not sent.
         with_values: whether arrays travel with their values. If not, workers generate JAX's arrays by shape and dtype,
             and those of NumPy too where the function is jitted; another function might not take JAX's in their place.

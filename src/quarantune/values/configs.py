@@ -102,7 +102,7 @@ def dtype_name(value: Any) -> str | None:
 
 
 def _of_numpy(name: str) -> Any:
-    """Returns a class of NumPy's; where nobody has imported it, an empty tuple, of which nothing is an instance."""
+    """Returns a class of NumPy's; an empty tuple, for `isinstance`, where nobody has imported it."""
     return getattr(sys.modules.get("numpy"), name, ())
 
 
@@ -236,7 +236,7 @@ def checked_values(name: Any, values: Any, *, fn_name: str) -> list[ConfigValue]
 
 
 def nothing_to_choose(fn_name: str, problem: str) -> ValueError:
-    """Returns the error for configs of which there are none."""
+    """Returns the error for an empty list of configs."""
     return ValueError(
         f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
     )

@@ -298,7 +298,7 @@ class Tolerance:
 
 @runtime_checkable
 class Search(Protocol):
-    """Decides which configs are tried, and in which order; it knows nothing of how they are run."""
+    """Decides which configs are tried, and their order; it knows nothing of how they are run."""
 
     def ask(self, n: int) -> list[Config]:
         """Returns up to `n` configs to try next.
@@ -537,9 +537,9 @@ class Settings:
         agree: whether the ranks of one `jax.distributed` program use one config.
         progress: False shows no progress and no last line; None shows both, but without a terminal, a notebook or the
             variable `CI` only the last line; True writes a line every 10 s there, too.
-        record: the directory in which calls without a saved result are written down, or the function of a `recording`
+        record: the directory where calls without a saved result are written down, or the function of a `recording`
             block that is called for each; a miss is not tuned then.
-        log_dir: the directory in which the output of each trial is kept.
+        log_dir: the directory where the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
         executor: the engine whose machines run sweeps; None for this machine. No variable can set it.
     """

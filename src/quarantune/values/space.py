@@ -296,7 +296,7 @@ class WatchedConfig(dict[str, Any]):
     """A dict that notes the keys whose values are looked at; C code that reads a dict directly is not noticed.
 
     Attributes:
-        looked_at: the keys, in the order in which they were looked at first.
+        looked_at: the keys, in the order of the first looks at them.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ _NOT_FAILURES = frozenset({Outcome.OK, Outcome.SLOW, Outcome.PRUNED, Outcome.NOT
 
 
 class Phase(enum.StrEnum):
-    """The phase in which a trial ended."""
+    """The last phase of a trial."""
 
     LOAD = "load"
     COMPILE = "compile"
