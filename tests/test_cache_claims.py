@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from helpers import python
 
-from quarantune.cache import CacheWriteError, Claim, wait
+from quarantune.cache import CacheWriteError
+from quarantune.cache.claims import Claim, wait
 from quarantune.cache.store import Owner
 
 HOLD = """
 import fcntl, sys
 from pathlib import Path
-from quarantune.cache import Claim
+from quarantune.cache.claims import Claim
 if sys.argv[2] == "no-op":
     fcntl.flock = lambda fd, operation: None
 claim = Claim(Path(sys.argv[1]), "f", "cpu", "key", worst_case_s=1000)
@@ -236,7 +237,7 @@ def test_of_many_processes_exactly_one_acquires_at_a_time(tmp_path: Path) -> Non
     script = """
 import os, sys, time
 from pathlib import Path
-from quarantune.cache import Claim
+from quarantune.cache.claims import Claim
 
 def contend(directory):
     claim = Claim(directory, "f", "cpu", "key")
@@ -334,7 +335,9 @@ def test_sixteen_processes_find_one_answer_though_a_holder_is_killed(tmp_path: P
     script = """
 import os, signal, sys
 from pathlib import Path
-from quarantune.cache import Claim, Journal, Store, wait
+from quarantune.cache import Store
+from quarantune.cache.claims import Claim, wait
+from quarantune.cache.journal import Journal
 
 def search(directory):
     store, journal = Store(directory), Journal(directory, "f", "cpu", "key")
@@ -355,7 +358,7 @@ pids = [os.fork() or search(Path(sys.argv[1])) for _ in range(16)]
 print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
 """
     *answers, endings = python("-c", script, tmp_path).splitlines()
-    from quarantune.cache import Journal
+    from quarantune.cache.journal import Journal
 
     assert endings == str([-signal.SIGKILL] + [0] * 15)
     assert answers == ["{'BM': 32}"] * 15

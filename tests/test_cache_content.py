@@ -17,7 +17,9 @@ import pytest
 from helpers import python
 
 import quarantune
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
+from quarantune.cache.claims import Claim
+from quarantune.cache.journal import Journal
 from quarantune.values.codec import decode_json
 from quarantune.values.trial import Outcome, Trial
 
@@ -376,7 +378,9 @@ def test_numbers_of_an_entry_that_fit_no_float_break_neither_calls_nor_reports(
 TWO_USERS = """
 import os, sys
 from pathlib import Path
-from quarantune.cache import Claim, Journal, Store
+from quarantune.cache import Store
+from quarantune.cache.claims import Claim
+from quarantune.cache.journal import Journal
 place = Path(sys.argv[1])
 os.umask(0o022)
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.cache import CacheWarning, CacheWriteError, Journal, remember_trouble, troublesome
+from quarantune.cache import CacheWarning, CacheWriteError
 from quarantune.cache import journal as journal_module
+from quarantune.cache.journal import Journal, remember_trouble, troublesome
 from quarantune.cache.store import problem_hash
 
 
@@ -137,7 +138,8 @@ def test_concurrent_appends_lose_no_acknowledged_record(tmp_path: Path, largest:
 import sys
 import warnings
 from pathlib import Path
-from quarantune.cache import Journal, journal
+from quarantune.cache import journal
+from quarantune.cache.journal import Journal
 journal.LARGEST_JOURNAL_BYTES = int(sys.argv[4])
 journal = Journal(Path(sys.argv[1]), "f", "cpu", "key")
 for number in range(int(sys.argv[3])):

@@ -14,10 +14,12 @@ import pytest
 from helpers import ends, run_python
 
 import quarantune
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, tuning_cache
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store, tuning_cache
 from quarantune.cache import journal as journal_module
 from quarantune.cache import store as store_module
+from quarantune.cache.journal import Journal
 from quarantune.cache.store import EntryFile, encode
+from quarantune.cache.tuning_cache import TuningCache
 from quarantune.host import shared_files
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}

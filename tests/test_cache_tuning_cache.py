@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quarantune.cache import (
-    SCHEMA,
-    CacheKey,
-    CacheWarning,
-    CacheWriteError,
-    Journal,
-    MergeReport,
-    Store,
-    TuningCache,
-)
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
+from quarantune.cache.journal import Journal
+from quarantune.cache.tuning_cache import CacheKey, MergeReport, TuningCache
 
 
 @pytest.fixture

@@ -22,8 +22,10 @@ from helpers import child_environ, python
 from test_speed import best_of
 
 from quarantune import cli
-from quarantune.cache import Journal, Store, TuningCache
+from quarantune.cache import Store
+from quarantune.cache.journal import Journal
 from quarantune.cache.store import encode
+from quarantune.cache.tuning_cache import TuningCache
 from quarantune.cli.call_texts import ArrayText, GivenCall, parse_call
 from quarantune.cli.parser import make_parser
 

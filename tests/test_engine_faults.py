@@ -28,7 +28,7 @@ from aftermath import eventually
 from helpers import SOURCE
 
 import quarantune
-from quarantune.cache import Journal
+from quarantune.cache.journal import Journal
 from quarantune.engine import contact, distributed, remote, shards
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import EngineError, Outcome, Trial

@@ -23,7 +23,7 @@ from test_report import first_words, result_of, trial
 
 import quarantune
 from quarantune import TuningResult
-from quarantune.cache import Journal, conclusions
+from quarantune.cache.journal import Journal, conclusions
 from quarantune.cli import functions
 from quarantune.measure import finals
 from quarantune.results.html_report import cached_results, page_data

@@ -16,8 +16,7 @@ import pytest
 
 import quarantune
 from quarantune import Outcome, Trial
-from quarantune.cache import Journal
-from quarantune.cache.journal import compile_failures
+from quarantune.cache.journal import Journal, compile_failures
 from quarantune.search import models
 from quarantune.values.configs import Config
 

@@ -17,8 +17,11 @@ import pytest
 from helpers import run_python
 
 import quarantune
-from quarantune.cache import CacheWarning, CacheWriteError, Claim, Journal, Store, TuningCache
+from quarantune.cache import CacheWarning, CacheWriteError, Store
 from quarantune.cache import journal as journals
+from quarantune.cache.claims import Claim
+from quarantune.cache.journal import Journal
+from quarantune.cache.tuning_cache import TuningCache
 from quarantune.devices import targets
 from quarantune.host.shared_files import Directory, NotAFileError
 from quarantune.sweep import sweep
@@ -232,7 +235,9 @@ def as_user(user: int, script: str, *arguments: object) -> subprocess.CompletedP
     head = f"""
         import os, sys, warnings
         from pathlib import Path
-        from quarantune.cache import CacheWriteError, Claim, Journal, Store
+        from quarantune.cache import CacheWriteError, Store
+        from quarantune.cache.claims import Claim
+        from quarantune.cache.journal import Journal
         from quarantune.values import settings
         import platformdirs.unix
         place = Path(sys.argv[1])

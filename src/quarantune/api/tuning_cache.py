@@ -6,8 +6,8 @@ import pkgutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from quarantune import cache
-from quarantune.cache import CacheKey
+from quarantune.cache import tuning_cache
+from quarantune.cache.tuning_cache import CacheKey
 from quarantune.values import settings
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quarantune.transport.problem import Arguments
 
 
-class TuningCache(cache.TuningCache):
+class TuningCache(tuning_cache.TuningCache):
     """The tuned results in one directory: those of `@quarantune.autotune`, and any that you put there.
 
     Configs that were found or put stay in memory, so that a look-up reads the disk once. All methods may be called from

@@ -13,17 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache import (
-    CacheKey,
-    CacheRecord,
-    Contents,
-    Entry,
-    EntryPair,
-    Store,
-    TuningCache,
-    safe_name,
-    tuning_cache,
-)
+from quarantune.cache import Contents, Entry, Store, safe_name, tuning_cache
+from quarantune.cache.tuning_cache import CacheKey, CacheRecord, EntryPair, TuningCache
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject

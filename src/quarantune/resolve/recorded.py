@@ -19,7 +19,8 @@ import jax
 import numpy as np
 
 from quarantune import cache, jax_internals
-from quarantune.cache import CacheWriteError, Journal, journal
+from quarantune.cache import CacheWriteError, journal
+from quarantune.cache.journal import Journal
 from quarantune.cache.store import short_text
 from quarantune.host.process import new_lock
 from quarantune.resolve.call_key import KeyedCall, TunedFunction, keyed

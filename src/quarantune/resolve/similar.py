@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from quarantune import cache
-from quarantune.cache import Entry, Journal
+from quarantune.cache import Entry
+from quarantune.cache.journal import Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.known_results import Found, Known, KnownResults, changed_versions, dict_or_empty
 from quarantune.values.codec import decode_json

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from quarantune import cache, device_table
-from quarantune.cache import CacheWriteError, Claim, Journal, journal
+from quarantune.cache import CacheWriteError, claims, journal
+from quarantune.cache.claims import Claim
+from quarantune.cache.journal import Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.known_results import Known
 from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
@@ -78,7 +80,7 @@ class SweepRecords:
         self._settings = settings
         self._limits = limits
         self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
-        self._conclusions = cache.conclusions(settings.cache_dir, self._name, self._key.device, self._key.text)
+        self._conclusions = journal.conclusions(settings.cache_dir, self._name, self._key.device, self._key.text)
         self._compile_failures = CompileFailures(keyed, settings.cache_dir, limits, also=settings.cache_path)
         self._suspects = Suspects()
         self._unsaved: CacheWriteError | None = None
@@ -123,7 +125,7 @@ class SweepRecords:
                 say(f"waiting for {holder} to tune it ({waited_s:.0f} s, {trials:,} trials so far)")
 
         try:
-            answer: Known | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=failed)
+            answer: Known | TuningFailedError | Claim = claims.wait(claim, done, on_wait, failed=failed)
         except CacheWriteError as error:
             cache.report_once(f"{self._name}: the results of this process are not saved: {error}")
             self.directory = None
@@ -221,7 +223,7 @@ class SweepRecords:
             )
             is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
             if is_trouble or (was_troubled and trial.outcome not in _UNSETTLED):
-                cache.remember_trouble(
+                journal.remember_trouble(
                     self.directory, self._name, self._key.device, encode(trial.config), trial.outcome.value
                 )
 
@@ -256,7 +258,7 @@ class SweepRecords:
         """
         if self.directory is None:
             return set()
-        known = cache.troublesome(self.directory, self._name, self._key.device)
+        known = journal.troublesome(self.directory, self._name, self._key.device)
         found = map(configs.find_text, known)
         return self._suspects.once() | {index for index in found if index is not None}
 
@@ -460,7 +462,7 @@ class CompileFailures:
         self._journal.discard()
         vars(self).pop("_known", None)
 
-    def _journal_in(self, directory: Path) -> cache.Journal:
+    def _journal_in(self, directory: Path) -> Journal:
         return journal.compile_failures(directory, self._name, self._key.device, self._key.text)
 
     @functools.cached_property

@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quarantune.cache import CacheKey, CacheRecord, Entry, safe_name
+from quarantune.cache import Entry, safe_name
+from quarantune.cache.tuning_cache import CacheKey, CacheRecord
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed
 from quarantune.resolve.known_results import changed_versions, dict_or_empty
 from quarantune.resolve.recorded import CannotRebuildError, rebuilt

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, safe_name, tuning_cache
+from quarantune.cache import Entry, Store, canonical_json, safe_name, tuning_cache
+from quarantune.cache.journal import Journal, conclusions
 from quarantune.results import report
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.codec import JsonObject
