@@ -221,7 +221,7 @@ def test_a_worker_may_die_in_any_state_and_then_does_nothing_else(state: WorkerS
         (WorkerState.COMPILING, WorkerState.MEASURING),
         (WorkerState.PREPARING, WorkerState.MEASURING),
         (WorkerState.PARKED, WorkerState.IDLE),
-        (WorkerState.LEAVING, WorkerState.IDLE),
+        (WorkerState.BETWEEN, WorkerState.IDLE),
         (WorkerState.SIDE_TASK, WorkerState.IDLE),
     ],
 )

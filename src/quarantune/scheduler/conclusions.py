@@ -133,7 +133,7 @@ class Conclusions:
             self._run.jobs.join_same_program(job, first)
 
     def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
-        job.compile_s, job.figures = reply.compile_s, reply.figures
+        job.compile_s, job.figures, job.needs_fresh = reply.compile_s, reply.figures, False
         self._run.jobs.compiled += 1
         self._note_compile_time(worker, job)
         self._run.on_phase(job.index, READY)
@@ -310,7 +310,8 @@ class Conclusions:
             run.jobs.again(job)
         elif worker.used and outcome.is_failure and not run.jobs.fails_by_itself(job, worker, outcome):
             # An earlier config may have done something to this process: only a fresh one can tell.
-            self._route.repeat_fresh(worker, job)
+            job.needs_fresh = True
+            run.jobs.again(job)
         else:
             run.jobs.finish(job, worker, verdict, worker.phase)
 

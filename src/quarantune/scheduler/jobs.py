@@ -157,7 +157,7 @@ class Jobs:
             self.pending = collections.deque(next(ordered) if self._may_move(job) else job for job in self.pending)
 
     def _may_move(self, job: Job) -> bool:
-        is_repeated = job.was_lost or job.is_alone or job.compiles_fresh
+        is_repeated = job.was_lost or job.is_alone or job.needs_fresh
         return not (is_repeated or job.index in self._plan.troubled or self._reference.is_default(job.index))
 
     def fails_by_itself(self, job: Job, worker: Worker, outcome: Outcome) -> bool:

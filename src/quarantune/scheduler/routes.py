@@ -19,7 +19,7 @@ from quarantune.sandbox.messages import (
     Prepare,
     Stopped,
 )
-from quarantune.scheduler.plan import KILL_DEADLINE_S, MEMORY_SHARE
+from quarantune.scheduler.plan import MEMORY_SHARE
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
 from quarantune.values.configs import encode
@@ -41,13 +41,26 @@ _MOST_COMPARISONS = 32
 
 
 class RouteSteps:
-    """Starts the workers of a route, and assigns devices to them."""
+    """Starts the workers of a route, and assigns devices to them.
 
-    waits_in_files = False
-    """Whether compiled programs wait in files, and no worker holds them, so that a batch is compiled as a whole."""
+    Attributes:
+        waits_in_files: whether compiled programs wait in files, and no worker holds them, so that a batch is compiled
+            as a whole.
+    """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, saves: bool, pauses: bool) -> None:
+        """Sets up a route.
+
+        Args:
+            run: the run.
+            saves: whether a worker that compiles leaves the executable in a file.
+            pauses: whether all configs run once before those that may still win go on.
+        """
         self._run = run
+        self._saves = saves
+        self._pauses = pauses
+        self._compiles_on_device = run.plan.route is not Route.APART
+        self.waits_in_files = saves and (run.plan.measures_here or run.plan.route is Route.HANDED_OVER)
 
     # What differs between routes
 
@@ -55,57 +68,27 @@ class RouteSteps:
         """Returns how many configs wait, compiled, for a device."""
         raise NotImplementedError
 
-    def may_begin(self, job: Job) -> bool:
-        """Whether there is a worker for a job, or one may be started."""
-        raise NotImplementedError
-
-    def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by a worker that is done with others, or by a new one."""
-        raise NotImplementedError
-
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Takes note that a worker has compiled its job, which is to be measured."""
         raise NotImplementedError
 
-    def free(self, worker: Worker) -> None:
-        """Takes its job from a worker that has compiled it, which may compile another one or ends."""
+    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+        """Has a job wait again after an informative first run."""
         raise NotImplementedError
 
     def after_measuring(self, worker: Worker, device: DeviceState) -> None:
         """Takes its job from a worker that has measured it, which may take another one or ends."""
-        self.free(worker)
+        raise NotImplementedError
 
     def measure_on(self, device: DeviceState) -> None:
         """Gives the next config that waits a device, if there is one."""
         raise NotImplementedError
 
-    def repeat_fresh(self, worker: Worker, job: Job) -> None:
-        """Has a job that failed in a used worker tried again in a fresh one: earlier configs may have been to blame."""
-        job.compiles_fresh = True
-        self._run.jobs.again(job)
-
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the workers that a device will need, ahead of those that compile."""
 
-    def awaits_others(self) -> bool:
-        """Whether a worker that is done with a config may yet get another one while none is pending."""
-        return False
-
-    def lacks_memory_beside(self, worker: Worker) -> bool:
-        """Whether the device's memory is held by workers that are done with a config."""
-        return False
-
     def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
         """Takes note of the outputs that configs have."""
-
-    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
-        """Has a job wait again after an informative first run."""
-
-    def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
-        """Takes note that a job was compiled where it is measured, because its program could not be passed on."""
-
-    def on_stopped(self, worker: Worker, reply: Stopped) -> None:
-        """Ends a job whose first run was stopped, because it took too long."""
 
     def measure_again(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
         """Has a job whose runs were disturbed measured once more; returns whether that is possible."""
@@ -125,85 +108,90 @@ class RouteSteps:
     def close(self) -> None:
         """Ends the run of this route."""
 
-    # What they share
+    # What they share: compiling
+
+    def may_begin(self, job: Job) -> bool:
+        """Whether there is a worker for a job, or one may be started."""
+        device = self._run.least_used_device() if self._compiles_on_device else None
+        return self._run.may_start_on(device) or self.reusable(job) is not None
+
+    def start_compiling(self, job: Job) -> None:
+        """Has a job compiled by a worker that is done with others, or by a new one."""
+        run, plan = self._run, self._run.plan
+        if job.is_alone and plan.may_exceed_alone:
+            job.limit_bytes = max(plan.memory_limit_bytes, int(MEMORY_SHARE * run.memory.available_memory()))
+        job.close_executable()
+        job.first_run, job.held_s, job.was_disturbed = None, 0.0, False
+        if self._saves and not plan.is_check:
+            job.executable_fd = spool.create("executable")
+        worker = self.reusable(job)
+        task = Compile(
+            trial=job.index,
+            config=encode(job.config),
+            options=plan.options,
+            target=plan.target,
+            last=self._saves and (worker.used if worker else 0) + 1 >= plan.compiles_per_worker,
+            must_save=plan.route in (Route.APART, Route.HANDED_OVER) and not plan.is_check,
+            as_data=self._saves and (plan.compile_only or plan.measures_here),
+            is_check=plan.is_check,
+            shows_program=plan.proof.wants(job.index),
+        )
+        fds = [job.executable_fd] if job.executable_fd >= 0 else []
+        if worker is None:
+            device = run.least_used_device() if self._compiles_on_device else None
+            run.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=fds)
+        else:
+            worker.take(job, run.workers.startup_deadline())
+            run.workers.send_next(worker, task, fds)  # it reads the task as soon as it is ready
 
     def reusable(self, job: Job) -> Worker | None:
         """Returns a worker that is done with other configs and may take a job; None where that needs a fresh one."""
-        if job.was_lost or job.compiles_fresh or job.is_alone:
+        if job.was_lost or job.needs_fresh or job.is_alone:
             return None
         return next(iter(self._run.workers.in_state(WorkerState.BETWEEN)), None)
 
     def retire_unneeded(self) -> None:
         """Ends the workers that are done with a config where there is no other that they may take."""
         run, pending = self._run, self._run.jobs.pending
-        is_next = self.reusable(pending[0]) is not None if pending else self.awaits_others()
+        is_next = self.reusable(pending[0]) is not None if pending else self._compiles_on_device and run.jobs.may_come
         if is_next and run.scarcity.most > 1:
             return
         for worker in run.workers.in_state(WorkerState.BETWEEN):
             run.workers.retire(worker)
 
-    def _may_go_on(self, worker: Worker) -> bool:
-        """Takes its job from a worker; returns whether it may go on with another one.
-
-        If that ends it, the config must be repeated.
-        """
+    def free(self, worker: Worker) -> None:
+        """Takes its job from a worker that has compiled it, which may compile another one or ends."""
         run = self._run
         worker.release()
+        # Where configs end the workers that compile them, those must be repeated that were not the first.
         few_are_lost = _MOST_LOST * run.jobs.lost_compilers <= run.jobs.compiled
-        if worker.used >= run.plan.compiles_per_worker or not few_are_lost:
-            return False
-        worker.transition(WorkerState.BETWEEN)
-        worker.deadline = NEVER
-        return True
-
-    def _compile(
-        self,
-        job: Job,
-        worker: Worker | None,
-        device: DeviceState | None,
-        *,
-        saves: bool,
-        last: bool = False,
-        must_save: bool = False,
-    ) -> None:
-        """Has a job compiled by a worker, or by a new one.
-
-        Args:
-            job: the job; its memory limit is set here where it runs alone.
-            worker: the worker; None for a new one.
-            device: the device that a new worker may use; None for none.
-            saves: whether the executable is left in a file, unless it is for a check.
-            last: whether the worker ends after it.
-            must_save: whether a program that cannot be saved is a failure.
-        """
-        run, plan = self._run, self._run.plan
-        if job.is_alone and plan.may_exceed_alone:
-            job.limit_bytes = max(plan.memory_limit_bytes, int(MEMORY_SHARE * run.memory.available_memory()))
-        job.close_executable()
-        job.first_run, job.held_s, job.was_disturbed = None, 0.0, False
-        if saves and not plan.is_check:
-            job.executable_fd = spool.create("executable")
-        task = Compile(
-            trial=job.index,
-            config=encode(job.config),
-            options=plan.options,
-            target=plan.target,
-            last=last,
-            must_save=must_save and not plan.is_check,
-            as_data=saves and (plan.compile_only or plan.measures_here),
-            is_check=plan.is_check,
-            shows_program=plan.proof.wants(job.index),
-        )
-        fds = [job.executable_fd] if job.executable_fd >= 0 else []
-        if worker is None:
-            run.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=fds)
+        if worker.used < run.plan.compiles_per_worker and few_are_lost:
+            worker.transition(WorkerState.BETWEEN)
+            worker.deadline = NEVER
         else:
-            worker.take(job, run.workers.startup_deadline())
-            run.workers.send_next(worker, task, fds)  # it reads the task as soon as it is ready
+            run.workers.retire(worker)
 
-    def _assign(
-        self, device: DeviceState, worker: Worker, *, load: bool, pause: bool, last: bool, may_stop: bool
-    ) -> None:
+    def lacks_memory_beside(self, worker: Worker) -> bool:
+        """Whether the device's memory is held by workers that are done with a config."""
+        is_reused = self._compiles_on_device and self._run.plan.compiles_per_worker > 1
+        return is_reused and worker.device is not None and self._run.workers.on(worker.device) > 1
+
+    # What they share: measuring
+
+    def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
+        """Takes note that a job was compiled where it is measured, because its program could not be passed on."""
+        if self._run.plan.measures_here:  # it may take as long as in a worker
+            job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
+            worker.deadline += job.compile_s
+
+    def on_stopped(self, worker: Worker, reply: Stopped) -> None:
+        """Ends a job whose first run was stopped, because it took too long."""
+        fastest_ms = self._run.race.fastest_ms or reply.run_ms
+        message = f"its first run was stopped after {reply.run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        self._end_as_slow(worker, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
+        self._run.workers.retire(worker)  # the run goes on in it
+
+    def _assign(self, device: DeviceState, worker: Worker) -> None:
         """Gives a worker a device to measure its job on; from now on its time counts."""
         run, job = self._run, worker.job
         assert job is not None
@@ -215,17 +203,18 @@ class RouteSteps:
         task = Measure(
             trial=job.index,
             config=encode(job.config),
-            load=load,
+            load=job.is_saved,
             checked=job.first_run is not None,
-            pause=pause,
-            stop_ms=self._stop_ms(job) if may_stop else None,
+            pause=self._pauses,
+            stop_ms=self._stop_ms(job),
             # The fastest of those that are wrong must not rule out the right ones.
             best_median_ms=None if run.reference.is_open else run.race.best_median_ms,
             noise=tuple(run.race.noise.runs),
             references=len(run.reference.fds),
             standard=run.reference.standard,
             keeps=run.reference.keeps,
-            last=last,
+            # One that pauses may have to wait after its first run, so that it is ended later.
+            last=not self._pauses and worker.used + 1 >= run.plan.configs_per_worker,
         )
         fds = [job.executable_fd, *run.reference.fds]
         worker.close_output()
@@ -237,8 +226,10 @@ class RouteSteps:
 
     def _stop_ms(self, job: Job) -> float | None:
         """Returns how long a job's first run may take; None where its output or its time is needed in any case."""
-        is_needed = self._run.reference.is_open or self._run.reference.is_default(job.index)
-        return None if is_needed else self._run.race.stop_ms
+        run = self._run
+        is_needed = run.reference.is_open or run.reference.is_default(job.index)
+        may_stop = self._pauses and not job.is_saved and job.first_run is None
+        return run.race.stop_ms if may_stop and not is_needed else None
 
     def _note_first_run(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
         """Records the first run of a worker's job, which waits for the device again."""
@@ -274,39 +265,15 @@ class RouteSteps:
             worker.job = None
 
 
-class _CompiledOnDevice(RouteSteps):
-    """What routes share whose workers compile with the device, and take several configs."""
-
-    def may_begin(self, job: Job) -> bool:
-        """Whether there is a worker for a job, or one may be started."""
-        return self.reusable(job) is not None or self._run.may_start_on(self._run.least_used_device())
-
-    def awaits_others(self) -> bool:
-        """Whether a worker that is done with a config may yet get another one while none is pending."""
-        return self._run.jobs.may_come
-
-    def free(self, worker: Worker) -> None:
-        """Takes its job from a worker, which may take another one or ends."""
-        if not self._may_go_on(worker):
-            self._run.workers.retire(worker)
-
-    def lacks_memory_beside(self, worker: Worker) -> bool:
-        """Whether the device's memory is held by workers that are done with a config."""
-        device, is_reused = worker.device, self._run.plan.compiles_per_worker > 1
-        return is_reused and device is not None and self._run.workers.on(device) > 1
-
-
-class CombinedRoute(_CompiledOnDevice):
+class CombinedRoute(RouteSteps):
     """One worker compiles a config, parks, and measures it."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run, saves=run.plan.compile_only, pauses=True)
 
     def waiting(self) -> int:
         """Returns how many configs wait, compiled, for a device."""
         return len(self._run.workers.in_state(WorkerState.PARKED))
-
-    def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by a worker that is done with others, or by a new one."""
-        saves = self._run.plan.compile_only
-        self._compile(job, self.reusable(job), self._run.least_used_device(), saves=saves, last=saves)
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Parks a worker that has compiled its job."""
@@ -321,13 +288,6 @@ class CombinedRoute(_CompiledOnDevice):
         self._note_first_run(worker, device, reply)
         self._park(worker)
 
-    def on_stopped(self, worker: Worker, reply: Stopped) -> None:
-        """Ends a job whose first run was stopped, because it took too long."""
-        fastest_ms = self._run.race.fastest_ms or reply.run_ms
-        message = f"its first run was stopped after {reply.run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
-        self._end_as_slow(worker, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
-        self._run.workers.retire(worker)  # the run goes on in it
-
     def measure_again(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
         """Parks a worker whose runs were disturbed, to measure its job once more after those that wait."""
         if (job := worker.job) is not None:
@@ -336,6 +296,10 @@ class CombinedRoute(_CompiledOnDevice):
         self._take_device(worker, device)
         self._park(worker)
         return True
+
+    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
+        """Takes its job from a worker that has measured it, which may compile another one or ends."""
+        self.free(worker)
 
     def measure_on(self, device: DeviceState) -> None:
         """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""
@@ -350,21 +314,27 @@ class CombinedRoute(_CompiledOnDevice):
                 self.free(worker)
                 continue
             if device.lease.acquire(run.clock()):
-                is_first = worker.job is not None and worker.job.first_run is None
-                if worker.job is not None and is_first:
+                if worker.job is not None and worker.job.first_run is None:
                     worker.job.close_executable()  # of an earlier try
                     worker.job.executable_fd = spool.create("executable")
-                # It may have to wait after its first run, so that it is ended later.
-                self._assign(device, worker, load=False, pause=True, last=False, may_stop=is_first)
+                self._assign(device, worker)
             return
         device.lease.release()
 
 
 class SplitRoute(RouteSteps):
-    """One worker compiles a config, and a standby worker, which holds a device, measures it."""
+    """One worker compiles a config, and a standby worker, which holds a device, measures it.
+
+    Workers compile without their device, or with it, and then while none measures. XLA tries kernels for a product of
+    matrices on the device while it compiles: on an H200 with 16 cores, 24 attention programs took 11.6 s one after
+    another in one process, 12.3 and 25.9 s in 4 and 16 threads of it, and 5.8, 6.0 and 6.8 s in 4, 8 and 14 processes.
+
+    Where the caller's own process measures, it stands for the standby workers, of which each takes one config. All
+    configs run once, then those that may still win go on, the fastest first.
+    """
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run)
+        super().__init__(run, saves=True, pauses=run.plan.measures_here)
         self._outputs: tuple[OutputArray, ...] = ()
         self._comparisons_fd = -1
 
@@ -372,25 +342,18 @@ class SplitRoute(RouteSteps):
         """Returns how many configs wait, compiled, for a measuring worker."""
         return len(self._run.jobs.ready)
 
-    def may_begin(self, job: Job) -> bool:
-        """Whether there is a worker for a job, or one may be started."""
-        return self._run.may_start_on(None)
-
     def _prepares_ahead(self) -> bool:
-        """Whether standby workers are made ready while others compile."""
-        return not (self._run.plan.exclusive or self._run.plan.compile_only)
-
-    def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by a worker without a device: by one that has compiled others, or by a new one."""
-        worker = self.reusable(job)
-        last = (worker.used if worker else 0) + 1 >= self._run.plan.compiles_per_worker
-        self._compile(job, worker, None, saves=True, last=last, must_save=True)
+        """Whether standby workers are made ready while others compile: they run nothing on the device yet."""
+        plan = self._run.plan
+        return plan.route is Route.HANDED_OVER or not (plan.exclusive or plan.compile_only)
 
     def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
         """Tells the standby workers, while they take their device, which outputs they will compare."""
         run = self._run
         compares = run.reference.compares or run.reference.is_coming
-        if outputs and not self._outputs and compares and (run.plan.target is not None or self._prepares_ahead()):
+        is_useful = run.plan.target is not None or self._prepares_ahead()
+        # The caller's own process has compiled the comparison since the first config.
+        if outputs and not self._outputs and compares and is_useful and not run.plan.measures_here:
             self._outputs = outputs
             for device in run.devices:
                 for worker in device.standby:
@@ -432,12 +395,6 @@ class SplitRoute(RouteSteps):
         else:
             self._run.jobs.ready.append(job)
 
-    def free(self, worker: Worker) -> None:
-        """Takes its job from a worker that has compiled it, which may compile another one or ends by itself."""
-        if not self._may_go_on(worker):
-            worker.transition(WorkerState.LEAVING)
-            worker.deadline = self._run.clock() + KILL_DEADLINE_S
-
     def on_unfit(self, worker: Worker, reply: Failed) -> bool:
         """Leaves a program that must be compiled on its device to another route, unless the worker was used before."""
         run = self._run
@@ -463,13 +420,12 @@ class SplitRoute(RouteSteps):
             worker.deadline = NEVER
             device.standby.append(worker)
 
-    def repeat_fresh(self, worker: Worker, job: Job) -> None:
-        """Has a job that failed in a used worker tried again in a fresh one: earlier configs may have been to blame."""
-        if worker.is_compiling:
-            super().repeat_fresh(worker, job)
-        else:
-            job.needs_fresh = True
-            self._run.jobs.ready.appendleft(job)
+    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+        """Has a job wait again after an informative first run."""
+        if worker.job is not None and self._pauses:
+            self._note_first_run(worker, device, reply)
+            self._run.jobs.ready.append(worker.job)
+            self.after_measuring(worker, device)
 
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""
@@ -493,8 +449,12 @@ class SplitRoute(RouteSteps):
         return run.plan.has_final and is_idle and device is run.devices[0] and len(run.jobs.begun) > 1
 
     def measure_on(self, device: DeviceState) -> None:
-        """Gives the next ready job to a standby worker."""
+        """Gives the next ready job to a standby worker; where memory is short, those that have compiled end before."""
         run, ready = self._run, self._run.jobs.ready
+        if device.is_cramped and not device.standby:
+            for worker in run.workers.in_state(WorkerState.BETWEEN):
+                if worker.device is device:
+                    run.workers.retire(worker)
         if run.reference.is_awaited:
             default = next((job for job in ready if run.jobs.may_be_compared(job)), None)
             if default is None:
@@ -513,15 +473,23 @@ class SplitRoute(RouteSteps):
             self._start_standby(device)
         # One that was used before goes first, so that a fresh one stays at hand.
         idle = [worker for worker in device.standby if worker.state is WorkerState.IDLE]
-        worker = max(idle, key=lambda worker: worker.used, default=None)
-        if ready and worker is not None and device.lease.acquire(run.clock()):
-            self._give_next(device, worker)
+        chosen = max(idle, key=lambda worker: worker.used, default=None)
+        if ready and chosen is not None and device.lease.acquire(run.clock()):
+            self._give_next(device, chosen)
 
     def _give_next(self, device: DeviceState, worker: Worker) -> None:
-        worker.job = self._run.jobs.ready.popleft()
-        device.standby.remove(worker)
-        last = worker.used + 1 >= self._run.plan.configs_per_worker
-        self._assign(device, worker, load=True, pause=False, last=last, may_stop=False)
+        """Gives a worker the next config; where all run once before others go on, suspects are the last to do so."""
+        run = self._run
+        if self._pauses and not run.reference.is_awaited:
+            begun = {job.index: place for place, job in enumerate(run.jobs.begun)}
+            order = sorted(run.jobs.ready, key=lambda job: (job.first_run is not None, job.first_ms, begun[job.index]))
+            run.jobs.ready = collections.deque(order)
+        worker.job = job = run.jobs.ready.popleft()
+        if run.plan.measures_here:
+            job.route = job.route or Route.COMPILED_APART
+        if not self._rule_out(worker):
+            device.standby.remove(worker)
+            self._assign(device, worker)
 
     def _unmeasured(self) -> int:
         """Returns how many jobs have yet to be given to a measuring worker."""
@@ -541,84 +509,7 @@ class SplitRoute(RouteSteps):
         self._expect_outputs(worker, has_programs=has_programs)
 
 
-class HandedOver(_CompiledOnDevice, SplitRoute):
-    """Workers that have the device compile, and another one measures what they leave in files, while none compiles.
-
-    XLA tries kernels for a product of matrices on the device while it compiles. On an H200 with 16 cores, 24 attention
-    programs took 11.6 s one after another in one process, 12.3 and 25.9 s in 4 and 16 threads of it, and 5.8, 6.0 and
-    6.8 s in 4, 8 and 14 processes.
-    """
-
-    waits_in_files = True
-
-    def _prepares_ahead(self) -> bool:
-        """Whether a standby worker is made ready while others compile: it runs nothing on the device."""
-        return True
-
-    def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by a worker with a device: by one that has compiled others, or by a new one."""
-        self._compile(job, self.reusable(job), self._run.least_used_device(), saves=True, must_save=True)
-
-    def measure_on(self, device: DeviceState) -> None:
-        """Gives the next ready job to a standby worker; where memory is short, those that have compiled end before."""
-        workers = self._run.workers
-        if device.is_cramped and not device.standby:
-            for worker in workers.in_state(WorkerState.BETWEEN):
-                if worker.device is device:
-                    workers.retire(worker)
-        super().measure_on(device)
-
-
-class MeasuredHere(SplitRoute):
-    """A worker compiles a config, and the caller's own process measures it.
-
-    Each config gets a worker of its own, which costs nothing there. All run once, then those that may still win go on,
-    the fastest first.
-    """
-
-    waits_in_files = True
-
-    def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by a worker: without a device, or by a new one with it where the program needs that."""
-        if self._run.plan.route is Route.APART:
-            super().start_compiling(job)
-        else:
-            self._compile(job, None, self._run.least_used_device(), saves=True, last=True)
-
-    def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
-        """Does nothing: this process has compiled the comparison of outputs since the first config."""
-
-    def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
-        """Takes note that a job was compiled here; it may take as long as in a worker."""
-        job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
-        worker.deadline += job.compile_s
-
-    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
-        """Has a job wait again after an informative first run."""
-        self._note_first_run(worker, device, reply)
-        if worker.job is not None:
-            self._run.jobs.ready.append(worker.job)
-        self.after_measuring(worker, device)
-
-    def _give_next(self, device: DeviceState, worker: Worker) -> None:
-        """Gives a worker the next config; suspects are the last ones that run for the first time."""
-        run = self._run
-        if not run.reference.is_awaited:
-            begun = {job.index: place for place, job in enumerate(run.jobs.begun)}
-            order = sorted(run.jobs.ready, key=lambda job: (job.first_run is not None, job.first_ms, begun[job.index]))
-            run.jobs.ready = collections.deque(order)
-        worker.job = job = run.jobs.ready.popleft()
-        job.route = job.route or Route.COMPILED_APART
-        if not self._rule_out(worker):
-            device.standby.remove(worker)
-            self._assign(device, worker, load=True, pause=True, last=False, may_stop=False)
-
-
-_STEPS = {Route.APART: SplitRoute, Route.HANDED_OVER: HandedOver}
-
-
 def steps_of(run: Run) -> RouteSteps:
     """Returns the steps of the route of a run."""
-    if run.plan.measures_here:
-        return MeasuredHere(run)
-    return _STEPS.get(run.plan.route, CombinedRoute)(run)
+    is_split = run.plan.measures_here or run.plan.route in (Route.APART, Route.HANDED_OVER)
+    return SplitRoute(run) if is_split else CombinedRoute(run)

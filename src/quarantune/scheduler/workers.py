@@ -28,8 +28,6 @@ class WorkerState(enum.Enum):
     """It compiles its config."""
     BETWEEN = enum.auto()
     """It is done with a config, and may take the next one."""
-    LEAVING = enum.auto()
-    """It has compiled for another worker, and ends by itself."""
     PARKED = enum.auto()
     """It has compiled its config, and perhaps run it once, and waits for its device."""
     PREPARING = enum.auto()
@@ -45,9 +43,8 @@ class WorkerState(enum.Enum):
 
 
 _MOVES = {
-    WorkerState.COMPILING: {WorkerState.PARKED, WorkerState.BETWEEN, WorkerState.LEAVING},
+    WorkerState.COMPILING: {WorkerState.PARKED, WorkerState.BETWEEN},
     WorkerState.BETWEEN: {WorkerState.COMPILING},
-    WorkerState.LEAVING: set(),
     WorkerState.PARKED: {WorkerState.MEASURING, WorkerState.BETWEEN},
     WorkerState.PREPARING: {WorkerState.IDLE},
     WorkerState.IDLE: {WorkerState.IDLE, WorkerState.MEASURING, WorkerState.SIDE_TASK},
@@ -95,8 +92,7 @@ class Job:
         slack_s: seconds of the compile deadline left after lowering.
         losses: how many workers of it were lost before.
         forgiven: how many workers of it were killed before they began with it.
-        needs_fresh: whether only a fresh worker may run it.
-        compiles_fresh: whether only a fresh worker may compile it.
+        needs_fresh: whether only a fresh worker may do its next step.
         is_alone: whether it runs when no other config does, because it lacked memory beside others.
         limit_bytes: its own memory limit where that is not the plan's.
         same_program: configs that lowered to the same program, and get the outcome of this one.
@@ -120,7 +116,6 @@ class Job:
     losses: int = 0
     forgiven: int = 0
     needs_fresh: bool = False
-    compiles_fresh: bool = False
     is_alone: bool = False
     limit_bytes: int | None = None
     same_program: list[Job] = dataclasses.field(default_factory=list)
