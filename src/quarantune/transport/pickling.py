@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import cloudpickle
+import cloudpickle.cloudpickle as by_value
 import jax
 import numpy as np
 
@@ -25,6 +26,12 @@ from quarantune.transport.arrays import concrete_data, restore_array
 _SIGNATURE_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
 _NO_FILE = "<dynamic-code>"
 """cloudpickle writes this in place of a code's file since 3.1.3; errors name the file, and fingerprints read it."""
+
+# cloudpickle's own module has private names, of which releases 3.1.0 to 3.1.3 have these. `_dynamic_class_reduce`,
+# `_dynamic_function_reduce`, `_make_typevar` and `_decompose_typevar` pickle by value what is in a module that workers
+# cannot import: its public `register_pickle_by_value` would change all other pickles of this process, too.
+# `_DYNAMIC_CLASS_TRACKER_LOCK` would stay held in a fork that is made while another thread pickles a class.
+by_value._DYNAMIC_CLASS_TRACKER_LOCK = new_lock()
 
 
 def dumps(obj: object, apart: list[memoryview] | None = None) -> bytes:
@@ -67,10 +74,6 @@ def loads(blob: bytes | memoryview, apart: Sequence[memoryview] = ()) -> Any:
     return pickle.loads(blob, buffers=apart)
 
 
-# cloudpickle's own lock would stay held in a fork that is made while another thread pickles a class.
-cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = new_lock()
-
-
 def _dump(obj: object, apart: list[memoryview] | None = None) -> bytes:
     with io.BytesIO() as file:
         _Pickler(file, apart).dump(obj)
@@ -110,7 +113,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_class(self, cls: type) -> Any:
         is_here_only = self._lives_here_only(cls)
-        reduced = cloudpickle.cloudpickle._dynamic_class_reduce(cls) if is_here_only else super().reducer_override(cls)
+        reduced = by_value._dynamic_class_reduce(cls) if is_here_only else super().reducer_override(cls)
         if not isinstance(reduced, tuple) or len(reduced) != 6 or isinstance(cls, enum.EnumMeta):
             return reduced
         return classes.reduce_class(cls, reduced, self._can_import)
@@ -141,12 +144,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module.__name__ not in sys.modules or module.__name__ == "__main__" or self._can_import(module.__name__):
             return NotImplemented
         content = {name: value for name, value in vars(module).items() if name != "__builtins__"}
-        return cloudpickle.cloudpickle.dynamic_subimport, (module.__name__, content)
+        return by_value.dynamic_subimport, (module.__name__, content)
 
     def _reduce_type_variable(self, variable: Any) -> Any:
         if not self._lives_here_only(variable):
             return NotImplemented
-        return cloudpickle.cloudpickle._make_typevar, cloudpickle.cloudpickle._decompose_typevar(variable)
+        return by_value._make_typevar, by_value._decompose_typevar(variable)
 
     def _reduce_jitted(self, fn: Any) -> Any:
         options = jax_internals.jit_options(fn)
