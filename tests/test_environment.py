@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,32 @@ def test_a_block_holds_in_its_own_thread_only() -> None:
         thread.start()
         thread.join()
     assert seen == [None]
+
+
+def test_a_block_holds_in_its_own_task_only_and_blocks_may_end_in_any_order() -> None:
+    async def main() -> list[float | None]:
+        entered, read = asyncio.Event(), asyncio.Event()
+
+        async def enters() -> None:
+            with settings(timeout=2):
+                entered.set()
+                await read.wait()
+
+        task = asyncio.create_task(enters())
+        await entered.wait()
+        seen = [current().timeout]
+        read.set()
+        await task
+        return seen
+
+    assert asyncio.run(main()) == [None]
+    first, second = settings(timeout=3), settings(compile_timeout=4)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (current().timeout, current().compile_timeout) == (None, 4.0)
+    second.__exit__(None, None, None)
+    assert current().compile_timeout is None
 
 
 def test_an_unknown_option_is_refused_with_the_nearest_one_and_the_list() -> None:

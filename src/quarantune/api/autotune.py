@@ -31,7 +31,7 @@ from quarantune import jax_internals
 from quarantune.host.process import hide_own_frames, lazy, own_frames_hidden, without_collections
 from quarantune.transport.problem import (
     Arguments,
-    assignments_in_force,
+    assignment_in_force,
     bind_config,
     check_configs,
     check_jit_options,
@@ -386,7 +386,7 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         key = self._memo_keys.of(args, kwargs)
-        assignment = assignments_in_force.innermost
+        assignment = assignment_in_force.get()
         context = read_context()
         memos: Memo[Callable[..., _R]] = self._own_memo if assignment is None else assignment.memo(self)
         memo = {} if key is None else memos.setdefault(context, {})

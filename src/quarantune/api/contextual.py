@@ -12,7 +12,7 @@ from quarantune.api.autotune import Autotuned, Memo, MemoKeys, TunedCallable, re
 from quarantune.host.process import lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
-from quarantune.transport.problem import assignments_in_force, describe_function
+from quarantune.transport.problem import assignment_in_force, describe_function
 from quarantune.values.configs import Config, is_whole
 from quarantune.values.settings import ContextualKeywords, Options, checked_options, register_keeper
 from quarantune.values.texts import cache_name
@@ -130,7 +130,7 @@ class Contextual(TunedCallable[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for each of its kernels."""
-        if (outer := assignments_in_force.innermost) is not None:  # a contextual function, which is tuned as a whole
+        if (outer := assignment_in_force.get()) is not None:  # a contextual function, which is tuned as a whole
             if outer.note is not None:
                 self._resolver.config(self._resolver.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)

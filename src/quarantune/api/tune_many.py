@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import math
 import operator
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from itertools import chain
@@ -20,7 +20,6 @@ from quarantune.resolve.known_results import call_result, entry_for, findings_no
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.resolve.resolver import Resolver, keyed_for_engine
 from quarantune.results.result import CallShare, TuningResult
-from quarantune.sweep import sweep_inputs
 from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
@@ -105,22 +104,13 @@ def _all_at_once(tunes: Sequence[_Tune], executor: Executor, done: list[None]) -
 
     whole = WholeSweeps(executor)
     with environment.settings(executor=whole):
-        blocks, inputs = environment.blocks(), sweep_inputs.blocks()
-    context, is_alike = read_context(), threading.Event()
-
-    def adopt() -> None:
-        environment.adopt_blocks(blocks)
-        sweep_inputs.adopt_blocks(inputs)
-        if read_context() == context:
-            is_alike.set()
-
-    with ThreadPoolExecutor(min(MOST, max(1, len(tunes))), "quarantune-tune-many", adopt) as threads:
-        threads.submit(int).result()
-        if is_alike.is_set():
-            return _followed([threads.submit(_outcome, tune, done) for tune in tunes], whole)
-    # A `with` of JAX's holds in this thread only.
-    with environment.settings(executor=whole):
-        return [_outcome(tune, done) for tune in tunes]
+        with ThreadPoolExecutor(min(MOST, max(1, len(tunes))), "quarantune-tune-many") as threads:
+            if threads.submit(read_context).result() == read_context():
+                # Each thread is in the blocks of this one.
+                runs = [contextvars.copy_context().run for _ in tunes]
+                futures = [threads.submit(run, _outcome, tune, done) for run, tune in zip(runs, tunes, strict=True)]
+                return _followed(futures, whole)
+        return [_outcome(tune, done) for tune in tunes]  # a `with` of JAX's holds in this thread only
 
 
 def _followed(futures: Sequence[Future[_Result]], whole: WholeSweeps) -> list[_Result]:

@@ -22,7 +22,7 @@ from quarantune.transport.problem import (
     CallDescription,
     Problem,
     as_structs,
-    assignments_in_force,
+    assignment_in_force,
     check_configs,
     check_jit_options,
     describe_call,
@@ -498,7 +498,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     values = _key_values(call, description)
     if axes is not None:
         values = {**values, "communicates over": axes.sizes}
-    assignment = assignments_in_force.innermost
+    assignment = assignment_in_force.get()
     state = jax_internals.describe_options(describe_static, own=None if assignment is None else assignment.text)
     if (mesh := describe_context_mesh(call.args, call.kwargs)) is not None:
         state["mesh"] = mesh

@@ -14,7 +14,7 @@ from quarantune.cache import Entry
 from quarantune.host.process import in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
 from quarantune.resolve.known_results import Known, KnownResults, Resolved, open_store
-from quarantune.transport.problem import assignments_in_force
+from quarantune.transport.problem import assignment_in_force
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
@@ -109,7 +109,7 @@ class Resolver:
             )
             return _DEFAULTS
         described = keyed(call)
-        assignment: Assignment | None = assignments_in_force.innermost
+        assignment: Assignment | None = assignment_in_force.get()
         if assignment is not None:
             if assignment.note is not None:
                 self._record(described, environment.current())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import inspect
 import reprlib
 from collections.abc import Callable, Mapping
@@ -22,14 +23,14 @@ from quarantune.transport.problem import (
     with_leaves,
 )
 from quarantune.values.codec import JsonObject
-from quarantune.values.settings import ScopedStack
+from quarantune.values.settings import left
 
 _NUMBERS = (bool, int, float, complex)
 _REAL = "with quarantune.set_autotune_inputs(...)"
 
 
 class set_autotune_inputs:
-    """Runs the sweeps of a block of code with these arguments, in this thread only; blocks nest.
+    """Runs the sweeps of a block of code with these arguments, in this thread or task of asyncio only; blocks nest.
 
     It serves calls inside `jit` and other transformations, which have no concrete arguments, and calls whose own
     arguments are not representative of speed, such as indices that are all zero. The result is remembered for the call,
@@ -50,24 +51,19 @@ class set_autotune_inputs:
         self.kwargs = kwargs
 
     def __enter__(self) -> None:
-        _blocks.enter(self)
+        _blocks.set((*_blocks.get(), self))
 
     def __exit__(self, *_: object) -> None:
-        _blocks.leave(self)
+        _blocks.set(left(_blocks.get(), self))
 
 
-_blocks: ScopedStack[set_autotune_inputs] = ScopedStack()
-"""The `set_autotune_inputs` blocks of a thread."""
+_blocks: contextvars.ContextVar[tuple[set_autotune_inputs, ...]] = contextvars.ContextVar("_blocks", default=())
+"""The `set_autotune_inputs` blocks of a thread, or of a task of asyncio, outermost first."""
 
 
-def blocks() -> list[set_autotune_inputs]:
-    """Returns the `set_autotune_inputs` blocks of this thread, outermost first, for `adopt_blocks`."""
-    return [*_blocks.entered]
-
-
-def adopt_blocks(blocks: list[set_autotune_inputs]) -> None:
-    """Puts this thread into the blocks of another one, for good."""
-    _blocks.entered[:] = blocks
+def _block() -> set_autotune_inputs | None:
+    """Returns the innermost block; None outside of any."""
+    return next(reversed(_blocks.get()), None)
 
 
 def are_given(supply: str | Callable[..., Any]) -> bool:
@@ -76,7 +72,7 @@ def are_given(supply: str | Callable[..., Any]) -> bool:
     Args:
         supply: the author's option.
     """
-    return _blocks.innermost is not None or callable(supply)
+    return _block() is not None or callable(supply)
 
 
 def arguments(
@@ -94,7 +90,7 @@ def arguments(
         ValueError: the arguments of the block, or the supplier's, do not fit the call.
     """
     call = args, dict(kwargs)
-    if (block := _blocks.innermost) is not None:
+    if (block := _block()) is not None:
         return _given_for_block(block, call, fn)
     leaves = jax.tree.leaves(call)
     if not callable(supply) or not any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in leaves):
@@ -111,7 +107,7 @@ def in_place_of_symbolic(call: Arguments) -> Arguments | None:
     Raises:
         ValueError: their dtypes or numbers of dimensions are not those of the call.
     """
-    if (block := _blocks.innermost) is None:
+    if (block := _block()) is None:
         return None
     one = block.args[0] if len(block.args) == 1 and isinstance(block.args[0], (list, tuple)) else ()
     for given in ((block.args, block.kwargs), (tuple(one), {})):

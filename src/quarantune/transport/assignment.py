@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from quarantune.host.process import new_lock
-from quarantune.transport.problem import assignments_in_force
+from quarantune.transport.problem import assignment_in_force
 from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, restore, text_of
 from quarantune.values.configs import encode as encode_config
@@ -123,12 +123,12 @@ class Assignment:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Puts the assignment in force in this thread; JAX reuses programs traced meanwhile only under it."""
-        assignments_in_force.enter(self)
+        token = assignment_in_force.set(self)
         try:
             with context()(self.text):
                 yield
         finally:
-            assignments_in_force.leave(self)
+            assignment_in_force.reset(token)
 
 
 @contextlib.contextmanager
@@ -138,11 +138,11 @@ def without_tuning() -> Iterator[Mapping[Slot, Seen]]:
     The owner of the block keeps JAX from using programs that are traced in it.
     """
     defaults = Assignment(encode({}, others=DEFAULT))
-    assignments_in_force.enter(defaults)
+    token = assignment_in_force.set(defaults)
     try:
         yield defaults.seen
     finally:
-        assignments_in_force.leave(defaults)
+        assignment_in_force.reset(token)
 
 
 class Runner:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import enum
 import functools
@@ -27,7 +28,6 @@ from quarantune.values.codec import JsonObject
 from quarantune.values.configs import COMPILER_OPTIONS as OPTIONS
 from quarantune.values.configs import NO_OPTIONS, Config, check_parameters, is_tagged, tagged
 from quarantune.values.describe import MeshSpec
-from quarantune.values.settings import ScopedStack
 from quarantune.values.texts import shown
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -487,8 +487,8 @@ def _warn_once(message: str) -> None:
 
 # --- configs that contextual tuning assigns ---
 
-assignments_in_force: ScopedStack[Any] = ScopedStack()
-"""The assignments of configs to kernels (`transport.assignment`) that are in force in a thread."""
+assignment_in_force: contextvars.ContextVar[Any] = contextvars.ContextVar("assignment_in_force", default=None)
+"""The assignment of configs to kernels (`transport.assignment`) that is in force in a thread; None for none."""
 _NUMBER = re.compile(r" #\d+$")
 _kernels: dict[str, weakref.WeakSet[Any]] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import importlib.util
@@ -10,12 +11,11 @@ import os
 import re
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
 
 from quarantune.host import shared_files
 from quarantune.host.process import warn
@@ -615,7 +615,7 @@ class SettingKeywords(TypedDict, total=False):
 
 
 class settings:
-    """Sets options of the environment for a block of code, in this thread only; blocks nest.
+    """Sets options of the environment for a block of code, in this thread or task of asyncio only; blocks nest.
 
     Attributes:
         values: the parsed overrides by name.
@@ -640,7 +640,7 @@ class settings:
         self.tuned: set[Any] = set()
 
     def __enter__(self) -> None:
-        _blocks.enter(self)
+        _blocks.set((*_blocks.get(), self))
         if self.values.get("always_tune"):
             self.tuned.clear()
         if self.values.get("always_tune") or self.values.get("record"):
@@ -649,34 +649,18 @@ class settings:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _blocks.leave(self)
+        _blocks.set(left(_blocks.get(), self))
 
 
 _T = TypeVar("_T")
 
 
-class ScopedStack(threading.local, Generic[_T]):
-    """The scopes that a thread is in; every thread sees its own.
-
-    Attributes:
-        entered: the scopes, outermost first.
-    """
-
-    def __init__(self) -> None:
-        self.entered: list[_T] = []
-
-    @property
-    def innermost(self) -> _T | None:
-        """The scope that was entered last, or None."""
-        return self.entered[-1] if self.entered else None
-
-    def enter(self, scope: _T) -> None:
-        """Enters a scope, which may have been entered further out, too."""
-        self.entered.append(scope)
-
-    def leave(self, scope: _T) -> None:
-        """Leaves a scope where it was entered last."""
-        del self.entered[max(place for place, entered in enumerate(self.entered) if entered is scope)]
+def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
+    """Returns the scopes that were entered, outermost first, without one of them where it was entered last."""
+    for place in reversed(range(len(entered))):
+        if entered[place] is scope:
+            return entered[:place] + entered[place + 1 :]
+    return entered  # a task of asyncio leaves what another one has entered
 
 
 class Keeper(Protocol):
@@ -701,8 +685,8 @@ def forget_choices(device: str = "", key: str = "") -> None:
             keeper.forget(device, key)
 
 
-_blocks: ScopedStack[settings] = ScopedStack()
-"""The `settings` blocks of a thread."""
+_blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("_blocks", default=())
+"""The `settings` blocks of a thread, or of a task of asyncio, outermost first."""
 
 
 def current() -> Settings:
@@ -711,7 +695,7 @@ def current() -> Settings:
     Raises:
         ValueError: a variable has a bad value.
     """
-    values = {}
+    values, blocks = {}, _blocks.get()
     for variable in os.environ:
         name = variable.removeprefix(_PREFIX)
         if name != variable and name.lower() not in _FIELDS and not name.startswith("SANDBOX"):  # our own marks
@@ -719,28 +703,18 @@ def current() -> Settings:
     for name in _FIELDS:
         variable = _PREFIX + name.upper()
         text = os.environ.get(variable, "").strip()
-        if text and not any(name in block.values for block in _blocks.entered):
+        if text and not any(name in block.values for block in blocks):
             values[name] = _parse(name, variable, text)
-    for block in _blocks.entered:
+    for block in blocks:
         values |= block.values
     if values.get("record") is not None and values.get("on_miss", "tune") == "tune":
         values["on_miss"] = "default"  # recorded now, tuned later
     return Settings(**values)
 
 
-def blocks() -> list[settings]:
-    """Returns the `settings` blocks of this thread, outermost first, for `adopt_blocks`."""
-    return [*_blocks.entered]
-
-
-def adopt_blocks(blocks: list[settings]) -> None:
-    """Puts this thread into the `settings` blocks of another one, for good."""
-    _blocks.entered[:] = blocks
-
-
 def block_of(name: str) -> settings | None:
     """Returns the innermost `settings` block of this thread that sets an option; None where none does."""
-    return next((block for block in reversed(_blocks.entered) if name in block.values), None)
+    return next((block for block in reversed(_blocks.get()) if name in block.values), None)
 
 
 @functools.cache
