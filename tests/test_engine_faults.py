@@ -353,6 +353,27 @@ def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkey
     assert result.default_time_ms is not None
 
 
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_final_that_could_not_run_is_repeated_once(failures: int, caplog: pytest.LogCaptureFixture) -> None:
+    left = [RuntimeError("no room")] * failures
+
+    class Full(ThreadPoolExecutor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if fn is not remote.run or not args[0]["is_whole"] or not left:
+                return super().submit(fn, *args, **kwargs)
+            future: Future[Any] = Future()
+            future.set_exception(left.pop())
+            return future
+
+    configs = {"n": [0, 1], "same": list(range(10))}
+    with Full(2) as pool:
+        result = quarantune.AutoTuner(engine_kernels.plain, configs, rep=2, ref_fn=None).run(X, executor=pool)
+    assert (len(result.trials), left) == (20, [])
+    assert ("the finalists could not be compared on one machine" in caplog.text) == (failures == 2)
+
+
 class NeverCancelled(Future[Any]):
     def cancel(self) -> bool:
         raise NotImplementedError("Cancel not implemented")

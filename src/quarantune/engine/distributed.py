@@ -30,9 +30,6 @@ from quarantune.values.trial import END, UNTUNED, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 
-_TRIES = 2
-"""A final whose machine dies is repeated once."""
-
 
 def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[int, Trial] | None = None) -> Swept:
     """Runs every config to its outcome on the machines of an engine, then times the fastest together on one of them.
@@ -136,7 +133,8 @@ def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], compl
         if len(compared) == 1 and len(compared[0]) == 1 and not has_untuned:
             return Swept(_alone(compared[0][0], measured), complaint=complaint)
         trials: dict[int, Trial] = {}
-        ends = _run_groups(given, compared, trials)
+        runs = [Shard(indices=[*group], is_whole=True, is_final=True) for group in compared]
+        ends = given.run(runs, trials.__setitem__, NOTHING_MORE)
         winners = [winner for shard, end in ends if (winner := _winner(shard, end, trials)) is not None]
         if not winners:
             fastest = groups[0][0]
@@ -153,17 +151,6 @@ def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], compl
             final = end.swept.final if end.rounds_ms else _alone(fastest, ran)
             return dataclasses.replace(end.swept, final=final, complaint=end.complaint or complaint, retimed=trials)
         groups = [[winner] for winner in winners]
-
-
-def _run_groups(given: Shards, groups: Sequence[Sequence[int]], trials: dict[int, Trial]) -> list[tuple[Shard, End]]:
-    """Compares the configs of groups, once more where a machine dies; adds their trials."""
-    ends: list[tuple[Shard, End]] = []
-    for _ in range(_TRIES):
-        over = {shard.given for shard, _ in ends}
-        left = [Shard(indices=[*each], is_whole=True, is_final=True) for each in groups if tuple(each) not in over]
-        if left:
-            ends += given.run(left, trials.__setitem__, NOTHING_MORE)
-    return ends
 
 
 def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:

@@ -302,9 +302,10 @@ class Shards:
             how: an addition to the host, for messages.
         """
         deaths = (*shard.deaths, (shard.host or "an unknown host") + how)
-        _logger.warning("%s: a shard died on %s; %d configs had no trial", self._name, deaths[-1], len(shard.indices))
         if shard.is_final:
+            self._repeat_failed(shard, f"it died on {deaths[-1]}")
             return
+        _logger.warning("%s: a shard died on %s; %d configs had no trial", self._name, deaths[-1], len(shard.indices))
         suspects = [index for index in shard.indices if index in shard.running] or shard.indices
         others = [index for index in shard.indices if index not in suspects]
         if len(suspects) == 1 and len(deaths) >= _MOST_DEATHS:
@@ -345,9 +346,14 @@ class Shards:
             self._repeat_failed(shard, f"{type(error).__name__}: {error}")
 
     def _repeat_failed(self, shard: Shard, reason: str) -> None:
-        if shard.is_final:
-            return
+        """Repeats a shard that could not run, or a final that died, once.
+
+        Raises:
+            EngineError: a shard could not run again.
+        """
         if shard.failures + 1 >= _MOST_FAILURES:
+            if shard.is_final:
+                return  # the trials from other machines stay
             raise EngineError(
                 f"{self._name}: {_shown(self._executor)} could not run a shard, twice; the last time {reason}; the "
                 f"trials so far are kept"
@@ -412,7 +418,7 @@ class Shard:
     Attributes:
         indices: the configs that have no trial yet.
         is_whole: whether the machine also compares the fastest of them.
-        is_final: whether they have trials from other machines; a part of it is of no use, so that it is not repeated.
+        is_final: whether they have trials from other machines; all of it is repeated, as a part is of no use.
         may_grow: whether configs of other shards may join it, as nothing has happened to its own yet.
         deaths: the hosts on which shards with these configs died.
         failures: how many shards with these configs could not run.
