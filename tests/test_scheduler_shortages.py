@@ -156,3 +156,18 @@ def test_errors_that_only_resemble_a_shortage_stand() -> None:
         return [(0.1, worker.raises("compile", error="BlockingIOError", message=text))]  # of a file lock
 
     assert run(plan_for(Route.TOGETHER), 2, for_config(1, is_busy)).outcomes == ["ok", "error"]
+
+
+@ROUTES
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
+def test_an_exception_for_want_of_a_thread_says_nothing_of_a_config(route: Route, do: str) -> None:
+    def lacks_a_thread(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do != do or worker.starts:
+            return None
+        phase = "compile" if do == "Compile" else "check"
+        goes_on = do == "Compile" or worker.task.load
+        error = worker.raises(phase, error="RuntimeError", message="can't start new thread", place="p", goes_on=goes_on)
+        return [(0.1, worker.says("PhaseEntered", phase)), (0.1, error)]
+
+    result = run(plan_for(route, compiles_per_worker=4), 4, for_config(0, lacks_a_thread))
+    assert result.outcomes == ["ok"] * 4

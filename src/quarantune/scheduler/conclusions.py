@@ -138,29 +138,21 @@ class Conclusions:
         self._note_compile_time(worker, job)
         self._run.on_phase(job.index, READY)
         self._run.workers.share_modules(reply.modules)
-        if (verdict := too_large(job, self._run.plan)) is not None:
-            self._end_compiling(worker, job, verdict)
-            return
-        if not self._run.plan.compile_only:
+        verdict, plan = too_large(job, self._run.plan), self._run.plan
+        if verdict is None and not plan.compile_only:
             self._route.on_compiled(worker, job)
             return
-        if not self._run.plan.is_check:
+        if verdict is None and not plan.is_check:
             self._run.race.keep_compiled(job)
-        self._end_compiling(worker, job, Verdict(Outcome.OK, ""))
+        self._run.jobs.finish(job, worker, verdict or Verdict(Outcome.OK, ""), Phase.COMPILE)
+        self._route.free(worker)
 
     def _note_compile_time(self, worker: Worker, job: Job) -> None:
         if worker.is_compiling and worker.began_at is not None:
             self._run.jobs.compile_times.add(job, self._run.clock() - worker.began_at)
 
-    def _end_compiling(self, worker: Worker, job: Job, verdict: Verdict) -> None:
-        """Ends a job while it is compiled; its worker may go on with another."""
-        worker.keep_peak()
-        self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
-        self._route.free(worker)
-
     def _on_measured(self, worker: Worker, job: Job, device: DeviceState, reply: Measured) -> None:
         run, race = self._run, self._run.race
-        worker.keep_peak()
         if reply.cpu_ms:
             race.noise.add(reply.cpu_ms, min(reply.cpu_ms))
         if job.first_run is not None and not job.was_disturbed:
@@ -196,8 +188,7 @@ class Conclusions:
             energy_mj=reply.energy_mj,
             watts=reply.watts,
         )
-        device.measuring = None
-        self._route.after_measuring(worker, device)
+        self._route.free(worker)
 
     def _on_failed(self, worker: Worker, reply: Failed) -> None:
         """Ends a worker whose task raised, and with it all that its config did to the process."""
@@ -208,17 +199,13 @@ class Conclusions:
         if job is not None:
             job.raised_at = reply.place
             self._note_compile_time(worker, job)
-            if reply.goes_on and run.jobs.fails_by_itself(job, worker, verdict.outcome):
-                device = worker.device
-                if worker.state is WorkerState.MEASURING and device is not None:
-                    worker.keep_peak()
-                    run.jobs.finish(job, worker, verdict, worker.phase)
-                    device.measuring = None
-                    self._route.after_measuring(worker, device)
-                    return
-                if worker.is_compiling and run.plan.compiles_per_worker > 1:
-                    self._end_compiling(worker, job, verdict)
-                    return
+            may_compile = worker.is_compiling and run.plan.compiles_per_worker > 1
+            is_reused = may_compile or worker.state is WorkerState.MEASURING
+            is_its_own = run.jobs.fails_by_itself(job, worker, verdict.outcome)
+            if reply.goes_on and is_reused and is_its_own and not shortages.lacks_processes(verdict.message):
+                run.jobs.finish(job, worker, verdict, worker.phase)
+                self._route.free(worker)
+                return
         run.workers.kill_with_verdict(worker, verdict)
 
     # How workers end

@@ -222,7 +222,10 @@ class Jobs:
             keep: keeps its executable, with the figure that its trial is ranked by.
             **times: fields of its trial.
         """
-        log = "" if worker is None else self._log_of(worker)
+        log = ""
+        if worker is not None:
+            worker.keep_peak()
+            log = self._log_of(worker)
         trial = Trial(
             config=job.config,
             outcome=verdict.outcome,

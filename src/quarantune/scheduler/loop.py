@@ -36,10 +36,6 @@ from quarantune.values.trial import Outcome, Trial
 _logger = logging.getLogger("quarantune")
 
 
-class SideTaskError(Exception):
-    """A worker did not do a side task."""
-
-
 class Scheduler:
     """Runs the configs of one sweep along one route."""
 
@@ -169,7 +165,7 @@ class Scheduler:
             energy_mj = dict(zip(configs, zip(*reply.energy_mj, strict=True), strict=False))
             of = finals.Final.of(configs, reply.rounds_ms, reply.warm_ms)
             return dataclasses.replace(of, energy_mj=energy_mj, objective=self._run.plan.objective)
-        except (SideTaskError, ValueError) as error:
+        except ValueError as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()
 
@@ -203,13 +199,13 @@ class Scheduler:
         """Has a worker compare the finalists, and returns its reply; one that dies is replaced once.
 
         Raises:
-            SideTaskError: it was not done.
+            ValueError: it was not done.
         """
         run = self._run
         verdict = Verdict(Outcome.LOST, "its process vanished")
         for _ in range(TRIES):
             if not run.devices:
-                raise SideTaskError("no device is left")
+                raise ValueError("no device is left")
             device = run.devices[0]
             self._stops.begin()
             try:
@@ -227,7 +223,7 @@ class Scheduler:
             verdict = worker.verdict or verdict
             if verdict.outcome not in (Outcome.LOST, Outcome.CRASHED):
                 break  # the same would only happen again
-        raise SideTaskError(f"{verdict.outcome.value}: {verdict.message}")
+        raise ValueError(f"{verdict.outcome.value}: {verdict.message}")
 
     def _start_workers(self) -> None:
         """Starts all that may start now."""

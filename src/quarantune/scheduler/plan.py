@@ -73,17 +73,6 @@ class ConfigSource:
 NOTHING_MORE = ConfigSource()
 
 
-class OnlyStopping(ConfigSource):
-    """A source that says when to stop as another one does, but gives no configs and receives no trials."""
-
-    def __init__(self, source: ConfigSource) -> None:
-        self._source = source
-
-    def reason_to_stop(self) -> str:
-        """Returns the other source's reason."""
-        return self._source.reason_to_stop()
-
-
 STARTUP_DEADLINE_S = 120.0
 """Seconds that a worker may take before its first message; only a broken machine needs them."""
 KILL_DEADLINE_S = 10.0

@@ -76,10 +76,6 @@ class RouteSteps:
         """Has a job wait again after an informative first run."""
         raise NotImplementedError
 
-    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
-        """Takes its job from a worker that has measured it, which may take another one or ends."""
-        raise NotImplementedError
-
     def measure_on(self, device: DeviceState) -> None:
         """Gives the next config that waits a device, if there is one."""
         raise NotImplementedError
@@ -160,7 +156,7 @@ class RouteSteps:
             run.workers.retire(worker)
 
     def free(self, worker: Worker) -> None:
-        """Takes its job from a worker that has compiled it, which may compile another one or ends."""
+        """Takes its job and its device from a worker, which may compile another config or ends."""
         run = self._run
         worker.release()
         # Where configs end the workers that compile them, those must be repeated that were not the first.
@@ -259,7 +255,6 @@ class RouteSteps:
 
     def _end_as_slow(self, worker: Worker, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
         if (job := worker.job) is not None:
-            worker.keep_peak()
             times: Any = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
             self._run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), phase, **times)
             worker.job = None
@@ -296,10 +291,6 @@ class CombinedRoute(RouteSteps):
         self._take_device(worker, device)
         self._park(worker)
         return True
-
-    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
-        """Takes its job from a worker that has measured it, which may compile another one or ends."""
-        self.free(worker)
 
     def measure_on(self, device: DeviceState) -> None:
         """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""
@@ -409,9 +400,12 @@ class SplitRoute(RouteSteps):
         run.workers.retire(worker)
         return True
 
-    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
-        """Takes its job from a worker that has measured it, which may measure another one or ends."""
-        run = self._run
+    def free(self, worker: Worker) -> None:
+        """Takes its job and its device from a worker; one that has measured may measure another config."""
+        run, device = self._run, worker.device
+        if worker.state is not WorkerState.MEASURING or device is None:
+            super().free(worker)
+            return
         worker.release()
         if worker.used >= run.plan.configs_per_worker or run.scarcity.most == 1:
             run.workers.retire(worker)
@@ -425,7 +419,7 @@ class SplitRoute(RouteSteps):
         if worker.job is not None and self._pauses:
             self._note_first_run(worker, device, reply)
             self._run.jobs.ready.append(worker.job)
-            self.after_measuring(worker, device)
+            self.free(worker)
 
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""

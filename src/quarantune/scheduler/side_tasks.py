@@ -15,7 +15,7 @@ from quarantune.sandbox.messages import (
     ShapesChecked,
     Task,
 )
-from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, OnlyStopping
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Verdict, Worker, WorkerState
 from quarantune.values.configs import Config, encode
@@ -194,7 +194,7 @@ def settle(
         finish: receives the trials.
         run: runs configs with the device, gives their trials to a function like `finish`, stops when a source says, and
             returns where exceptions were raised.
-        source: says when to stop, but for the configs that confirm others.
+        source: says when to stop, but for the configs that confirm others; it gives no further configs.
     """
     errors = left.unconfirmed
     firsts = {index for place, index in left.first_at.items() if place not in confirmed}
@@ -211,4 +211,4 @@ def settle(
         else:
             again[index] = error.trial.config
     if again:
-        run(again, finish, OnlyStopping(source))
+        run(again, finish, source)

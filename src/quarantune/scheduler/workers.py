@@ -237,8 +237,10 @@ class Worker:
         self.began_at, self.peak_bytes = None, 0
 
     def release(self) -> None:
-        """Takes its job from it."""
+        """Takes its job and its device from it."""
         self.keep_peak()
+        if self.device is not None and self.device.measuring is self:
+            self.device.measuring = None
         self.job, self.traceback = None, ""
         self.used += 1
 
