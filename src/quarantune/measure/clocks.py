@@ -216,9 +216,6 @@ class _Run(jax.stages.Wrapped):
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
 
 # --- the energy of a call on an NVIDIA GPU, by the counter of NVML ---
 
