@@ -423,31 +423,30 @@ def take_turns(
         clearly behind, and whose rounds take long, has fewer.
     """
     warmed = [_plausible(take(1)) for take in contenders]  # the first sample is not counted, unless it is very long
-    rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
-    taken: dict[int, list[RunTime]] = {index: [] for index in rounds}
-    racing, spent_s = dict.fromkeys(rounds), dict.fromkeys(rounds, 0.0)
+    taken: dict[int, list[RunTime]] = {index: [] for index in range(len(contenders))}
+    racing, spent_s = dict.fromkeys(taken), dict.fromkeys(taken, 0.0)
     started = clock()
     for count in range(1, _MAX_ROUNDS + 1):
         for index in racing:
             began = clock()
             # Instead of an implausible batch, the last round counts again, so that rounds stay aligned.
-            last = rounds[index][-1:] or [sample.cpu for sample in warmed[index]]
+            last = [sample.cpu for sample in taken[index][-1:] or warmed[index]]
             is_enough = count == 1 and bool(last) and last[-1] > _VERY_LONG_MS
             samples = warmed[index] if is_enough else _plausible(contenders[index](_samples_for(last)))
             samples = samples or [RunTime.exactly(ms) for ms in last]
             if not samples:
                 raise ValueError("the clock gave no plausible sample")
-            taken[index].append(fastest(samples))
-            cpu_ms = [sample.cpu for sample in samples]
-            rounds[index].append(statistics.median(cpu_ms) if is_exact else taken[index][-1].cpu)
+            typical = RunTime.exactly(statistics.median(sample.cpu for sample in samples))
+            taken[index].append(typical if is_exact else fastest(samples))
             spent_s[index] += 1e-3 * last[-1] if is_enough else clock() - began
+        rounds = {index: [sample.cpu for sample in each] for index, each in taken.items()}
         racing = {index: None for index in racing if not _leaves(rounds, index, spent_s[index])}
-        run, marks = {index: taken[index] for index in racing}, {index: rounds[index] for index in racing}
+        marks = {index: rounds[index] for index in racing}
         passed_s = clock() - started - sum(spent_s[index] for index in rounds.keys() - racing.keys())
         is_long = any(samples_ms[-1] > LONG_RUN_MS for samples_ms in marks.values())
         is_over = count >= (rep if is_long else ENOUGH * rep)
-        if not is_exact and any(map(_is_disturbed, run.values())):
-            if count >= ENOUGH and _is_won(run):
+        if not is_exact and any(_is_disturbed(taken[index]) for index in racing):
+            if count >= ENOUGH and _is_won({index: taken[index] for index in racing}):
                 rounds = {index: _fastest_rounds(each) for index, each in taken.items()}
                 break
             folded = _folded(taken)

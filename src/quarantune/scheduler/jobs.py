@@ -266,7 +266,7 @@ class Jobs:
         ready = list(self.ready) if self.unloadable else []
         unfits = [job, *ready, *(same for each in [job, *ready] for same in each.same_program), *self.pending]
         self.programs.forget(unfits)
-        self.leftovers = dataclasses.replace(self.leftovers, why_unfit=reason)
+        self.leftovers.why_unfit = reason
         for unfit in unfits:
             self.leftovers.unfit[unfit.index] = unfit.config
             self._reference.ended(unfit.index)

@@ -154,7 +154,7 @@ class Plan:
         return not (self.errors_are_final or self.compile_only or self.measures_here or self.is_check)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Unconfirmed:
     """An error that was raised where there was no device.
 
@@ -169,7 +169,7 @@ class Unconfirmed:
     place: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Leftovers:
     """Configs that a route could not settle.
 
@@ -187,7 +187,7 @@ class Leftovers:
     why_unfit: str = ""
     unconfirmed: dict[int, Unconfirmed] = dataclasses.field(default_factory=dict)
     first_at: dict[str, int] = dataclasses.field(default_factory=dict)
-    confirmed: frozenset[str] = frozenset()
+    confirmed: set[str] = dataclasses.field(default_factory=set)
     none_fits: bool = False
     raised_at: dict[int, str] = dataclasses.field(default_factory=dict)
 

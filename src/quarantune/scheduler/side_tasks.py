@@ -158,21 +158,19 @@ class Confirmation:
     def leftovers(self) -> Leftovers:
         """Returns the configs that another route must settle, with errors as they were raised on the device."""
         left = self._run.jobs.leftovers
-        unconfirmed, confirmed = dict(left.unconfirmed), set()
         for place, worker in self._workers.items():
             verdict, device = worker.verdict, worker.device
             if verdict is None or device is None or worker.raised_at != place:
                 continue
             if (verdict.outcome, worker.phase) != (Outcome.ERROR, Phase.COMPILE):
                 continue
-            error = unconfirmed[left.first_at[place]]
-            trial = dataclasses.replace(
+            error = left.unconfirmed[left.first_at[place]]
+            error.trial = dataclasses.replace(
                 error.trial, message=verdict.message, route=Route.TOGETHER, device=device.device.name
             )
-            unconfirmed[left.first_at[place]] = dataclasses.replace(error, trial=trial)
-            confirmed.add(place)
-        none_fits = len(left.unfit) == len(self._run.jobs.begun)
-        return dataclasses.replace(left, unconfirmed=unconfirmed, confirmed=frozenset(confirmed), none_fits=none_fits)
+            left.confirmed.add(place)
+        left.none_fits = len(left.unfit) == len(self._run.jobs.begun)
+        return left
 
 
 def settle(

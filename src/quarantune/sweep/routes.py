@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -221,7 +220,8 @@ class Routes:
                     return left
                 configs, raised_at = left.unfit, left.raised_at
             left = self._run_route(self._route_with_device, configs, finish, source)
-            return dataclasses.replace(left, raised_at=raised_at | left.raised_at)
+            left.raised_at = raised_at | left.raised_at
+            return left
         for index, config in configs.items():
             finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
         return Leftovers()
