@@ -6,12 +6,14 @@ import dataclasses
 import functools
 import json
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from helpers import isolated
 
 import quarantune
 from quarantune.api import compile_check
@@ -31,6 +33,8 @@ from quarantune.values.trial import CompilerFigures, CycleEstimate, Findings, Ou
 X = np.arange(8, dtype=np.float32)
 N = [1, 2, 3, 4]
 CYCLES = {1: 4001.0, 2: 1000.0, 3: 1100.0, 4: 9000.0}
+MANY = {1: 5000.0} | {n: 1000.0 + 10 * n for n in range(2, 18)} | {18: 9000.0}
+"""More configs than those that run whatever their estimates are; only the last one is far behind, and no default."""
 MEASURED = {"schema": 1, "config": {"n": 3}, "time_ms": 2.0, "created": "2026-01-01T00:00:00+00:00"}
 ESTIMATED = {
     "schema": 1,
@@ -40,16 +44,18 @@ ESTIMATED = {
 }
 
 
-def kernel(**options: Any) -> Any:
-    @quarantune.autotune([{"n": n} for n in N], name="scale", **options)
+def kernel(values: Iterable[int] = N, traced: list[int] | None = None, **options: Any) -> Any:
+    @quarantune.autotune([{"n": n} for n in values], name="scale", **options)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 1) -> Any:
+        if traced is not None:
+            traced.append(n)
         return x * 2 + 0 * n
 
     return scale
 
 
-def checked(fn: Any, target: Any = None) -> CompileReport:
+def checked(fn: Any, target: Any = None, cycles: Mapping[int, float] = CYCLES) -> CompileReport:
     """Returns what a compile check with estimates finds, and notes it as one does."""
     call = fn._resolver.bind((X,), {})
     described, settings = keyed_to_tune(call, target), environment.current()
@@ -58,9 +64,9 @@ def checked(fn: Any, target: Any = None) -> CompileReport:
         Trial(
             config={"n": n},
             outcome=Outcome.OK,
-            figures=CompilerFigures(argument_bytes=32, estimate=CycleEstimate(cycles=CYCLES[n])),
+            figures=CompilerFigures(argument_bytes=32, estimate=CycleEstimate(cycles=cycles[n])),
         )
-        for n in N
+        for n in cycles
     ]
     for trial in trials:
         note_check(CompileFailures(described, settings.cache_dir, limits), trial)
@@ -73,61 +79,47 @@ def save(directory: Path, fn: Any, entry: dict[str, Any], key: str | None = None
     Store(directory).put(fn.name, call.key.device, key or call.key.text, {"space": None, **entry})
 
 
+def trials_of(fn: Any) -> dict[str, int]:
+    """Returns how many trials of the saved result ended in each outcome."""
+    device = keyed(fn._resolver.bind((X,), {})).key.device
+    (entry,) = Store(environment.current().cache_dir).read("scale")[device].values()
+    return dict(entry["trials"])
+
+
 # --- what a sweep does with estimates ---------------------------------------------------------------------------
 
 
-def test_a_sweep_leaves_out_what_a_check_estimated_far_behind_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning_job, "_FIRST", 1)
-    fn = kernel()
-    checked(fn)
-    fn(X)
-    assert fn.lookup(X)["n"] in (1, 2, 3)
-    (entry,) = (
-        Store(environment.current().cache_dir).read("scale")[keyed(fn._resolver.bind((X,), {})).key.device].values()
-    )
-    assert entry["trials"].get("pruned") == 1
+def test_a_sweep_leaves_out_what_a_check_estimated_far_behind_and_says_so() -> None:
+    fn = kernel(MANY, rep=1)
+    checked(fn, cycles=MANY)
+    with isolated("none"):
+        fn(X)
+    assert fn.lookup(X)["n"] in range(1, 18)
+    assert trials_of(fn).get("pruned") == 1
 
 
-@pytest.mark.parametrize(("first", "pruned"), [(1, {3: "estimated at 9x the best"}), (16, {})])
+@pytest.mark.parametrize(("cycles", "pruned"), [(MANY, {17: "estimated at 8.82x the best"}), (CYCLES, {})])
 def test_the_best_by_their_estimates_and_the_defaults_always_run(
-    first: int, pruned: dict[int, str], monkeypatch: pytest.MonkeyPatch
+    cycles: dict[int, float], pruned: dict[int, str]
 ) -> None:
-    monkeypatch.setattr(tuning_job, "_FIRST", first)
-    fn = kernel()
-    checked(fn)
+    fn = kernel(cycles)
+    checked(fn, cycles=cycles)
     job = job_of(fn)
     estimates = job._records.estimates(job._configs)
-    assert [*estimates] == [1, 2, 0, 3]
+    assert [*estimates] == sorted(range(len(cycles)), key=lambda index: cycles[index + 1])
     assert {index: trial.message for index, trial in job._far_behind(estimates).items()} == pruned
     job._start_over = True  # as `tune()` does, which runs every config
     assert job._far_behind(estimates) == {}
 
 
-def test_a_search_starts_with_the_best_estimates_and_never_asks_those_far_behind(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tuning_job, "_FIRST", 2)
-    asked: list[int] = []
-
-    def run(job: Any, configs: Any, progress: Any, last: Any, source: Any = None) -> Any:
-        taken = dict(configs)
-        while taken:
-            for index, config in taken.items():
-                asked.append(config["n"])
-                trial = Trial(config=config, outcome=Outcome.OK, time_ms=1.0, own_ms=1.0)
-                job._trials[index] = trial
-                source.ended(index, trial)
-            taken = source.take(1)
-        raise StopIteration
-
-    monkeypatch.setattr(tuning_job.TuningJob, "_run", run)
-    fn = kernel(search="random", max_trials=4)
-    checked(fn)
-    job = job_of(fn)
-    with pytest.raises(StopIteration):
-        job.run()
-    assert asked == [1, 2, 3]  # the defaults, then by the estimates
-    assert job._trials[3].outcome is Outcome.PRUNED
+def test_a_search_starts_with_the_best_estimates_and_never_asks_those_far_behind() -> None:
+    traced: list[int] = []
+    fn = kernel(MANY, traced=traced, rep=1, search="random", max_trials=40)
+    checked(fn, cycles=MANY)
+    with isolated("none"):
+        fn(X)
+    assert [*dict.fromkeys(traced)] == [*range(1, 18)]  # the defaults, then by the estimates
+    assert trials_of(fn).get("pruned") == 1
 
 
 def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
