@@ -717,7 +717,10 @@ def _code_text(function: types.FunctionType, *, with_decorators: bool) -> str:
         if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(definition, function):
             if not with_decorators:
                 definition.decorator_list = []
-            return ast.unparse(_WithoutDocstrings().visit(definition))
+            for node in ast.walk(definition):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
+                    node.body = node.body[1:] or [ast.Pass()]
+            return ast.unparse(definition)
     return canonical_json(describe_code(function.__code__))
 
 
@@ -747,11 +750,3 @@ def describe_code(code: types.CodeType) -> Any:
         [list(names) for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)],
         [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount],
     ]
-
-
-class _WithoutDocstrings(ast.NodeTransformer):
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            node.body = node.body[1:] or [ast.Pass()]
-        return node

@@ -334,12 +334,15 @@ def check_description(found: Any) -> None:
 # --- the shard on its machine ---------------------------------------------------------------------------------
 
 
-class _StopError(Exception):
-    """Ends a sweep in its `on_tick`."""
+class _EndError(Exception):
+    """Ends a shard early.
 
+    Attributes:
+        end: how it ends.
+    """
 
-class _RefusalError(Exception):
-    """This machine cannot take part in the sweep; the message says why."""
+    def __init__(self, end: str, error: str = "") -> None:
+        self.end = End(end=end, error=error)
 
 
 def versions_here() -> dict[str, str]:
@@ -375,6 +378,8 @@ def run(task: Mapping[str, Any]) -> JsonObject:
         shard = _Shard(task, line, host)
         end = dataclasses.replace(shard.run(), host=host)
         line.say(end.to_json())
+        if end.end == REFUSED:  # this machine stays busy, so that another one takes the shard
+            time.sleep(min(_LONGEST_REFUSAL_S, REFUSAL_S * (1 + task["refusals"])))
     return dataclasses.replace(end, trials=tuple(shard.trials)).to_json()
 
 
@@ -403,16 +408,16 @@ class _Shard:
         """Returns how the shard ended."""
         try:
             if self._task["versions"] != (here := versions_here()):
-                raise _RefusalError(differing(self._task["versions"], here))
+                raise _EndError(REFUSED, differing(self._task["versions"], here))
             parcel = unpack(self._task["parcel"])
             self._check_device(parcel)
             self._say(Entered(phase=(NO_CONFIG, Phase.LOAD)))
             with _prepared(parcel.threads):
                 swept = self._sweep(parcel)
-        except (_RefusalError, ImportError) as refusal:
-            return self._refused(str(refusal))
-        except _StopError as stop:
-            return End(end=str(stop))
+        except _EndError as early:
+            return early.end
+        except ImportError as error:
+            return End(end=REFUSED, error=str(error))
         except (ReferenceFailedError, ValueError, TypeError) as error:
             return End(end=INVALID, kind=type(error).__name__, error=str(error))
         except Exception as error:
@@ -429,14 +434,7 @@ class _Shard:
         platform, kind = parcel.problem.platform, parcel.problem.device_kind
         found = discovery.platform_and_kind("cpu" if platform == "cpu" else None)
         if found != (platform, kind):
-            raise _RefusalError(f"it has {found[1]}, another kind of device than {kind}")
-
-    def _refused(self, reason: str) -> End:
-        """Returns the refusal of this machine, which is told at once, and stays busy while another takes the shard."""
-        refusal = End(end=REFUSED, error=reason, host=self._host)
-        self._line.say(refusal.to_json())
-        time.sleep(min(_LONGEST_REFUSAL_S, REFUSAL_S * (1 + self._task["refusals"])))
-        return refusal
+            raise _EndError(REFUSED, f"it has {found[1]}, another kind of device than {kind}")
 
     def _sweep(self, parcel: Parcel) -> Swept:
         configs: dict[int, Any] = dict(self._task["configs"])
@@ -462,7 +460,7 @@ class _Shard:
 
     def _tell(self, index: int, trial: Trial) -> None:
         if trial.outcome is Outcome.ERROR and trial.phase is Phase.LOAD:
-            raise _RefusalError(f"it cannot load the function: {trial.message}")  # no config is to blame
+            raise _EndError(REFUSED, f"it cannot load the function: {trial.message}")  # no config is to blame
         record = trial.to_json()
         if trial.device:
             record["device"] = f"{trial.device} on {self._host}"
@@ -472,13 +470,13 @@ class _Shard:
 
     def _say(self, message: Record) -> None:
         if not self._line.say(message.to_json()):
-            raise _StopError(STOPPED)
+            raise _EndError(STOPPED)
 
     def _look(self) -> None:
         if self._line.is_over:
-            raise _StopError(STOPPED)
+            raise _EndError(STOPPED)
         if time.monotonic() > self._ends_at:
-            raise _StopError(LATE)
+            raise _EndError(LATE)
 
 
 def _listed(times_ms: Mapping[int, Sequence[float]]) -> _Rounds:
