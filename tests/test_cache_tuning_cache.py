@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
 from quarantune.cache.journal import Journal
 from quarantune.cache.tuning_cache import CacheKey, MergeReport, TuningCache
@@ -15,6 +16,12 @@ from quarantune.cache.tuning_cache import CacheKey, MergeReport, TuningCache
 @pytest.fixture
 def cache(tmp_path: Path) -> TuningCache:
     return TuningCache(tmp_path / "cache")
+
+
+def test_all_names_of_the_cache_are_imported_from_its_package() -> None:
+    names = ["Claim", "Holder", "wait", "Journal", "conclusions", "remember_trouble", "troublesome", "TuningCache"]
+    names += ["CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport"]
+    assert all(callable(getattr(quarantune.cache, name)) for name in names)
 
 
 def test_a_config_is_found_by_kernel_type_problem_size_and_device(cache: TuningCache) -> None:

@@ -1,4 +1,10 @@
-"""The cache on disk, shared by jobs and hosts: entries, claims and journals."""
+"""The cache on disk, shared by jobs and hosts: entries, claims and journals.
+
+Users may import these names from here.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from quarantune.cache.fingerprint import Fingerprint as Fingerprint
 from quarantune.cache.fingerprint import fingerprint as fingerprint
@@ -14,3 +20,33 @@ from quarantune.cache.store import plain as plain
 from quarantune.cache.store import report_once as report_once
 from quarantune.cache.store import safe_name as safe_name
 from quarantune.cache.store import short_hash as short_hash
+
+if TYPE_CHECKING:
+    from quarantune.cache.claims import Claim as Claim
+    from quarantune.cache.claims import Holder as Holder
+    from quarantune.cache.claims import wait as wait
+    from quarantune.cache.journal import Journal as Journal
+    from quarantune.cache.journal import conclusions as conclusions
+    from quarantune.cache.journal import remember_trouble as remember_trouble
+    from quarantune.cache.journal import troublesome as troublesome
+    from quarantune.cache.tuning_cache import CacheDiff as CacheDiff
+    from quarantune.cache.tuning_cache import CacheKey as CacheKey
+    from quarantune.cache.tuning_cache import CacheRecord as CacheRecord
+    from quarantune.cache.tuning_cache import EntryPair as EntryPair
+    from quarantune.cache.tuning_cache import MergeReport as MergeReport
+    from quarantune.cache.tuning_cache import TuningCache as TuningCache
+
+_MODULES = {
+    **dict.fromkeys(("Claim", "Holder", "wait"), "claims"),
+    **dict.fromkeys(("Journal", "conclusions", "remember_trouble", "troublesome"), "journal"),
+    **dict.fromkeys(
+        ("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport", "TuningCache"), "tuning_cache"
+    ),
+}
+"""The modules of the names that a cached call does not need, imported with their first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
