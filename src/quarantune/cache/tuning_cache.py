@@ -231,7 +231,7 @@ class TuningCache:
             "trials": {},
         }
         with self._lock:
-            self._configs[key] = {name: configs.freeze(value) for name, value in values.items()}
+            self._configs[key] = configs.frozen(values)
         if self._store is None:
             return
         try:
@@ -414,7 +414,7 @@ def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
 
 def _usable_config(entry: Entry | None) -> Config | None:
     config = None if entry is None else entry.get("config")
-    return {name: configs.freeze(value) for name, value in config.items()} if isinstance(config, dict) else None
+    return configs.frozen(config) if isinstance(config, dict) else None
 
 
 def _opened(other: TuningCache | str | os.PathLike[str]) -> TuningCache:

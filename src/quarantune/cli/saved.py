@@ -18,7 +18,7 @@ from quarantune.cache.tuning_cache import CacheKey, CacheRecord, EntryPair, Tuni
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
-from quarantune.values.configs import format_config, freeze
+from quarantune.values.configs import format_config, frozen
 from quarantune.values.texts import call_text, columns, printable, shown
 from quarantune.values.trial import Findings, ratio_text
 
@@ -370,7 +370,7 @@ def _config(entry: Entry) -> str:
 
 
 def _shown(config: Any) -> str:
-    return format_config({name: freeze(value) for name, value in config.items()})
+    return format_config(frozen(config))
 
 
 def _printable_lines(text: str) -> str:

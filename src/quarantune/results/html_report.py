@@ -25,9 +25,9 @@ from quarantune.cache.journal import Journal, conclusions
 from quarantune.results import report
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, encode, format_config, format_value, is_number, text_of
+from quarantune.values.configs import Config, encode, format_config, format_value, frozen, is_number, text_of
 from quarantune.values.texts import call_size, call_text, printable
-from quarantune.values.trial import NO_FIGURES, Findings, Outcome, Trial, frozen, interval_text
+from quarantune.values.trial import NO_FIGURES, Findings, Outcome, Trial, interval_text
 
 _SCRIPTS = (
     "base",

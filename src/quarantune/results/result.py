@@ -19,7 +19,7 @@ from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
 from quarantune.transport.problem import Arguments, bind_config, function_inside, jitted_with
 from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record, decode_json
-from quarantune.values.configs import Config, encode, format_config, originals, restore
+from quarantune.values.configs import Config, encode, format_config, frozen, originals, restore
 from quarantune.values.trial import (
     SCORES,
     Counts,
@@ -32,7 +32,6 @@ from quarantune.values.trial import (
     Searched,
     Trial,
     count_outcomes,
-    frozen,
     ratio_text,
 )
 

@@ -84,6 +84,11 @@ def freeze(value: Any) -> Any:
     return FrozenDict({key: freeze(item) for key, item in value.items()}) if isinstance(value, Mapping) else value
 
 
+def frozen(config: Config) -> Config:
+    """Returns a config as JSON holds it with values that jit can hash."""
+    return {name: freeze(value) for name, value in config.items()}
+
+
 def is_tagged(value: Any) -> bool:
     """Returns whether JSON needs a tag for a value: an enum's member, a dtype, a dataclass or a named tuple."""
     return isinstance(value, enum.Enum) or field_names(value) is not None or dtype_name(value) is not None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self, TypeAlias, TypeGuard
 
 from quarantune.values.codec import DamageError, JsonObject, Record, one_of, within
-from quarantune.values.configs import Config, encode, freeze, is_number
+from quarantune.values.configs import Config, encode, frozen, is_number
 from quarantune.values.texts import printable
 
 UNTUNED = -1
@@ -211,11 +211,6 @@ NO_FIGURES = CompilerFigures()
 
 
 # --- trials ---
-
-
-def frozen(config: Config) -> Config:
-    """Returns a config as JSON holds it with values that jit can hash."""
-    return {name: freeze(value) for name, value in config.items()}
 
 
 def _not_empty(samples_ms: tuple[float, ...]) -> tuple[float, ...]:
