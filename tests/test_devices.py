@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 
 from quarantune.devices import discovery, targets
-from quarantune.devices.discovery import Backend, cheap_context, visible_devices
+from quarantune.devices.discovery import cheap_context, visible_devices
 from quarantune.values.settings import current
-from quarantune.values.trial import ProbedDevice
+from quarantune.values.trial import Backend, ProbedDevice
 
 
 def probed(count: int, platform: str = "cuda") -> list[ProbedDevice]:

@@ -13,9 +13,8 @@ import pytest
 
 import quarantune
 from quarantune.devices import targets
-from quarantune.devices.discovery import Backend
 from quarantune.values import settings as environment
-from quarantune.values.trial import CompileTarget, ProbedDevice
+from quarantune.values.trial import Backend, CompileTarget, ProbedDevice
 from quarantune.worker.failures import outcome_of, place_of
 
 TEXT = 'gpu_device_info {\n  core_count: 58\n}\nplatform_name: "CUDA"\ndevice_description_str: "NVIDIA L4"\n'

@@ -21,7 +21,7 @@ from quarantune.host import machine
 from quarantune.host.process import entry_points, in_sandbox
 from quarantune.values import codec
 from quarantune.values.settings import Settings
-from quarantune.values.trial import CompileTarget, ProbedDevice, SandboxError
+from quarantune.values.trial import Backend, CompileTarget, ProbedDevice, SandboxError
 
 _PROBE_DEADLINE_S = 120.0
 """The longest wait for a worker to describe the devices; a driver may hang."""
@@ -124,22 +124,9 @@ def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {_QUEUES: "1"} if platform == "cuda" and _QUEUES not in environ else {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """The devices of one JAX backend.
-
-    Attributes:
-        devices: the devices, in JAX's order.
-        config_text: the description that a compiler without the devices needs; None where JAX has none.
-    """
-
-    devices: tuple[ProbedDevice, ...]
-    config_text: str | None
-
-
-def describe_jax_devices(devices: Sequence[Any]) -> tuple[ProbedDevice, ...]:
-    """Returns descriptions of JAX devices that can be sent to another process."""
-    return tuple(
+def backend_of(devices: Sequence[Any]) -> Backend:
+    """Returns a description of a backend's devices that can be sent to another process."""
+    described = tuple(
         ProbedDevice(
             platform=_platform_of(device),
             kind=device.device_kind,
@@ -148,6 +135,7 @@ def describe_jax_devices(devices: Sequence[Any]) -> tuple[ProbedDevice, ...]:
         )
         for position, device in enumerate(devices)
     )
+    return Backend(described, jax_internals.target_config(devices))
 
 
 def _platform_of(device: Any) -> str:
@@ -245,8 +233,7 @@ def _describe(platform: str | None) -> Backend:
     """Returns the devices that JAX would use, asked of a worker where this process has initialised none."""
     if not jax_internals.backends_initialized():
         return _probe(_visibility())
-    devices = jax.local_devices(backend=platform)
-    return Backend(describe_jax_devices(devices), jax_internals.target_config(devices))
+    return backend_of(jax.local_devices(backend=platform))
 
 
 def devices_and_target(
@@ -316,7 +303,7 @@ def _probe(_: tuple[str | None, ...]) -> Backend:
                         reply = codec.decode(event.message, PhaseEntered, Probed, Failed)
                 elif event.number == number:
                     if isinstance(reply, Probed):
-                        return Backend(reply.devices, reply.config_text)
+                        return reply.backend
                     detail = (isinstance(reply, Failed) and reply.text) or sandbox.log(number)[-2000:]
                     raise SandboxError(f"the device probe failed: {detail}")
     raise SandboxError(

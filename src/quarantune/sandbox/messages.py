@@ -16,13 +16,13 @@ from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
 from quarantune.values.settings import Tolerance
 from quarantune.values.trial import (
+    Backend,
     CompilerFigures,
     CompileTarget,
     Millijoules,
     Milliseconds,
     OutputArray,
     Phase,
-    ProbedDevice,
     Samples,
     Watts,
 )
@@ -268,15 +268,9 @@ class Judged(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probed(Reply):
-    """The devices of a backend.
+    """The devices that the worker has found."""
 
-    Attributes:
-        devices: the devices, in JAX's order.
-        config_text: XLA's description of them; None where JAX has none.
-    """
-
-    devices: tuple[ProbedDevice, ...]
-    config_text: str | None
+    backend: Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

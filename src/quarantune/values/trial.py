@@ -135,6 +135,19 @@ class ProbedDevice:
     num_cores: int | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The devices of one JAX backend.
+
+    Attributes:
+        devices: the devices, in JAX's order.
+        config_text: the description that a compiler without the devices needs; None where JAX has none.
+    """
+
+    devices: tuple[ProbedDevice, ...]
+    config_text: str | None
+
+
 _Bytes: TypeAlias = Annotated[int, within(0, _LARGEST_NUMBER)]
 _Estimate: TypeAlias = Annotated[float, within(0, math.inf)]
 

@@ -13,9 +13,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from quarantune import jax_internals
-from quarantune.devices.discovery import Backend, describe_jax_devices
+from quarantune.devices.discovery import backend_of
 from quarantune.jax_internals.other_processes import answer_for_device
-from quarantune.values.trial import CompileTarget
+from quarantune.values.trial import Backend, CompileTarget
 from quarantune.worker.failures import NeedsDeviceError, UncheckableError
 
 LIBTPU_LOGS = {
@@ -159,5 +159,4 @@ def probe(platforms: str | None) -> Backend:
     for name, value in LIBTPU_LOGS.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", platforms)
-    devices = jax.local_devices()
-    return Backend(describe_jax_devices(devices), jax_internals.target_config(devices))
+    return backend_of(jax.local_devices())

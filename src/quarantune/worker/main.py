@@ -145,8 +145,7 @@ class Worker:
         """Does a task, step by step; yields its replies, before the step that each announces."""
         self._trial = task.trial
         if isinstance(task, messages.Probe):
-            found = deviceless.probe(task.platforms)
-            yield messages.Probed(**self._heading(), devices=found.devices, config_text=found.config_text)
+            yield messages.Probed(**self._heading(), backend=deviceless.probe(task.platforms))
             return
         if isinstance(task, messages.Measure):
             yield from self._measure(self._bench, task, fds)
