@@ -157,8 +157,8 @@ def discard_all(directory: Path, name: str, problem: str = "*") -> None:
     Raises:
         CacheWriteError: one could not be removed; the message says why.
     """
-    for suffix in RECORDS:
-        remove(directory, shared_files.paths(directory, f"{trials_folder(name)}/{problem}.*{suffix}"))
+    patterns = [f"{trials_folder(name)}/{problem}.*{suffix}" for suffix in RECORDS]
+    remove(directory, shared_files.paths(directory, *patterns))
 
 
 def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:
@@ -243,8 +243,7 @@ def records_below(directory: Path, suffix: str) -> Iterator[JsonObject | None]:
 
 def damage(directory: Path) -> list[str]:
     """Returns a sentence for each journal below a cache directory that has damaged lines."""
-    patterns = ("*.trials/*.jsonl", "*.trials/*.uncompiled")
-    paths = [path for pattern in patterns for path in shared_files.paths(directory, pattern)]
+    paths = shared_files.paths(directory, "*.trials/*.jsonl", "*.trials/*.uncompiled")
     found = {path: sum(record is None for record in _read_lines(path, below=directory)) for path in paths}
     return [_damage_of(path, damaged) for path, damaged in found.items() if damaged]
 

@@ -29,7 +29,6 @@ from quarantune.cache.store import (
     report_once,
     safe_name,
 )
-from quarantune.host import shared_files
 from quarantune.host.process import new_lock
 from quarantune.host.shared_files import Directory, paths
 from quarantune.values import configs
@@ -39,6 +38,8 @@ from quarantune.values.configs import Config
 from quarantune.values.settings import forget_choices
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Findings
+
+_SET_ASIDE = ("*.json.corrupt-*", "*.entries/*.json.corrupt-*")
 
 
 class CacheKey(NamedTuple):
@@ -373,7 +374,7 @@ class TuningCache:
             self._configs = {key: config for key, config in self._configs.items() if stem not in (None, key[0])}
         if self._store is None:
             return
-        swept = [path.stem for path in shared_files.paths(self.directory, "*.trials")]
+        swept = [path.stem for path in paths(self.directory, "*.trials")]
         for known in {*self._store.names(), *swept} if stem is None else {stem}:
             self._store.clear(known)
             journal.discard_all(self.directory, known)
@@ -383,9 +384,7 @@ class TuningCache:
         if self._store is None:
             return []
         problems = [problem for name in self._store.names() for problem in self._store.problems(name)]
-        aside = "*.json.corrupt-*"
-        paths = shared_files.paths
-        for path in [*paths(self.directory, aside), *paths(self.directory, f"*.entries/{aside}")]:
+        for path in paths(self.directory, *_SET_ASIDE):
             problems.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
         return problems + journal.damage(self.directory)
 
@@ -403,8 +402,9 @@ class TuningCache:
         return self._store
 
     def _contents(self) -> Iterator[tuple[str, Contents]]:
-        for name in self._store.names() if self._store else ():
-            yield name, self._store.read(name) if self._store else {}
+        if self._store is not None:
+            for name in self._store.names():
+                yield name, self._store.read(name)
 
 
 def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
@@ -589,13 +589,13 @@ def prune(
         CacheWriteError: something could not be removed; the message says why.
     """
     now_s = time.time()
-    files = list(_remains(store.directory, now_s, lambda name: is_chosen(name, None)))
+    files = list(_remains(store.directory, now_s, is_chosen))
     entries: list[CacheKey] = []
     if older_than_s is not None:
         before_s = now_s - older_than_s
         for name in store.names():
             entries += _prune_entries(store, name, before_s, is_chosen, dry_run=dry_run)
-        files += _unfinished(store, before_s, lambda name: is_chosen(name, None))
+        files += _unfinished(store, before_s, is_chosen)
     if not dry_run:
         journal.remove(store.directory, files)
     return Pruned(entries=tuple(entries), files=tuple(files))
@@ -617,27 +617,25 @@ def _prune_entries(
     return old
 
 
-def _remains(directory: Path, now_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
+def _remains(directory: Path, now_s: float, is_chosen: Callable[[str, None], bool]) -> Iterator[Path]:
     """Yields damaged files that were set aside, and the drafts of processes that died as they wrote."""
-    patterns = ("*.json.corrupt-*", "*.entries/*.json.corrupt-*", ".*.json.*.tmp", "*.entries/*.tmp", "*.trials/*.tmp")
-    for path in [path for pattern in patterns for path in paths(directory, pattern)]:
+    for path in paths(directory, *_SET_ASIDE, ".*.json.*.tmp", "*.entries/*.tmp", "*.trials/*.tmp"):
         name = path.parent.stem if path.parent != directory else path.name.removeprefix(".").rpartition(".json.")[0]
         # A file that was only too large for the version that set it aside holds results.
         is_whole = path.suffix == ".tmp" or _is_readable(path, LARGEST_ENTRIES_BYTES)
-        if is_chosen(name) and is_whole and (path.suffix != ".tmp" or _written_s(path) < now_s - _DRAFT_AGE_S):
+        if is_chosen(name, None) and is_whole and (path.suffix != ".tmp" or _written_s(path) < now_s - _DRAFT_AGE_S):
             yield path
 
 
-def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
+def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str, None], bool]) -> Iterator[Path]:
     """Yields old files about problems that have no result."""
     for folder in paths(store.directory, "*.trials"):
-        if not is_chosen(folder.stem):
+        if not is_chosen(folder.stem, None):
             continue
         known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
         if store.problems(folder.stem):
             continue  # there may be results that cannot be read
-        records = [f"{folder.name}/*.{suffix}" for suffix in journal.RECORDS]
-        for path in [path for pattern in records for path in paths(store.directory, pattern)]:
+        for path in paths(store.directory, *(f"{folder.name}/*.{suffix}" for suffix in journal.RECORDS)):
             is_old = path.name.partition(".")[0] not in known and _written_s(path) < before_s
             if is_old and _is_readable(path, journal.LARGEST_READ_JOURNAL_BYTES):
                 yield path

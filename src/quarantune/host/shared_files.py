@@ -301,11 +301,16 @@ def directory_of(path: Path, *, below: Path, make: bool = False) -> Directory:
     return Directory(below, *path.relative_to(below).parts[:-1], make=make)
 
 
-def paths(directory: Path, pattern: str) -> list[Path]:
-    """Returns the paths that match `name` or `folder/name`, sorted; without those of folders that cannot be read."""
-    folder, _, pattern = pattern.rpartition("/")
-    folders = _names(directory, pattern=folder) if "*" in folder else [folder]
-    return [directory / folder / name for folder in folders for name in _names(directory, folder, pattern=pattern)]
+def paths(directory: Path, *patterns: str) -> list[Path]:
+    """Returns the paths that match patterns of `name` or `folder/name`, those of each sorted.
+
+    Folders that cannot be read have none.
+    """
+    found: list[Path] = []
+    for folder, _, name in (pattern.rpartition("/") for pattern in patterns):
+        for each in _names(directory, pattern=folder) if "*" in folder else [folder]:
+            found += [directory / each / one for one in _names(directory, each, pattern=name)]
+    return found
 
 
 def _names(directory: Path, folder: str = "", *, pattern: str) -> list[str]:
