@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -74,7 +73,6 @@ class _RayFuture(Future[Any]):
         super().__init__()
         self._ray = ray
         self._reference: Any = reference
-        self._taking = threading.Lock()
         reference.future().add_done_callback(self._take)
 
     def cancel(self) -> bool:
@@ -88,14 +86,12 @@ class _RayFuture(Future[Any]):
 
     def _take(self, done: Future[Any]) -> None:
         """Takes the result over, in a thread of Ray's."""
-        with self._taking:
-            self._reference = None  # Ray keeps the result while there is a reference
-            if not self.set_running_or_notify_cancel():
-                return
-            error = done.exception() if not done.cancelled() else None
-            if done.cancelled():
-                self.set_exception(RuntimeError("the task was cancelled"))
-            elif error is not None:
-                self.set_exception(error)
-            else:
-                self.set_result(done.result())
+        self._reference = None  # Ray keeps the result while there is a reference
+        if not self.set_running_or_notify_cancel():
+            return
+        if done.cancelled():
+            self.set_exception(RuntimeError("the task was cancelled"))
+        elif (error := done.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(done.result())
