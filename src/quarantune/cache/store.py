@@ -24,7 +24,7 @@ from typing import Annotated, Any, TypeAlias
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id, process_status
 from quarantune.host.process import new_lock, warn
-from quarantune.host.shared_files import Directory, Draft, NotAFileError, SideLock, TooLargeError, directory_of, paths
+from quarantune.host.shared_files import Directory, NotAFileError, SideLock, TooLargeError, directory_of, paths
 from quarantune.values.codec import JsonObject, Record, decode_json, within
 from quarantune.values.trial import is_plausible_ms
 
@@ -160,11 +160,11 @@ class EntryFile:
         """
         deadline = time.monotonic() + self.timeout_s
         while True:
-            with self._announced() as draft:
+            with self._announced() as take_place:
                 wanted = encode(change(self.load_or_set_aside()))
                 if not self._holds(wanted):
                     with contextlib.suppress(FileNotFoundError):  # another writer has withdrawn the draft
-                        draft.replace(self.path.name, wanted)
+                        take_place(wanted)
                 if self._holds(wanted):
                     return
             if time.monotonic() > deadline:
@@ -195,7 +195,7 @@ class EntryFile:
         return shared_files.read(self.path, below=below, largest_bytes=LARGEST_READ_ENTRIES_BYTES)
 
     @contextlib.contextmanager
-    def _announced(self) -> Iterator[Draft]:
+    def _announced(self) -> Iterator[Callable[[bytes], None]]:
         """Waits until no other writer has announced itself for the file; the caller holds the lock of the writers.
 
         In case that lock has no effect, a writer also announces itself: it creates its draft first, then looks for
@@ -211,13 +211,14 @@ class EntryFile:
         name = self.path.name
         with _typed_errors(self.path), directory_of(self.path, below=self.directory, make=True) as place:
             for attempt in itertools.count():
-                with Draft(place, f".{name}.{Owner.this_process()}-{next(_serial)}.tmp") as own:
+                own = f".{name}.{Owner.this_process()}-{next(_serial)}.tmp"
+                with place.draft(own, name) as take_place:
                     try:
-                        other = _other_writer(place, name, own.name)
+                        other = _other_writer(place, name, own)
                     except FileNotFoundError:
                         other = "one that withdrew ours"
                     if other is None:
-                        yield own
+                        yield take_place
                         return
                 if time.monotonic() > deadline:
                     raise CacheWriteError(

@@ -16,7 +16,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _FILE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
@@ -123,8 +123,42 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
         Raises:
             OSError: the disk or the directory refused; nothing was written.
         """
-        with Draft(self, f".{name}.{secrets.token_hex(8)}.tmp") as draft:
-            draft.replace(name, content)
+        with self.draft(f".{name}.{secrets.token_hex(8)}.tmp", name) as take_place:
+            take_place(content)
+
+    @contextlib.contextmanager
+    def draft(self, name: str, target: str) -> Iterator[Callable[[bytes], None]]:
+        """Makes an empty draft of a file, and removes it unless it has taken the file's place.
+
+        Args:
+            name: the draft.
+            target: the file.
+
+        Yields:
+            A function that makes what it is given the file's content, all of it or none, safe from a crash of the
+            machine. It raises `FileNotFoundError` where the draft was removed, and `OSError` where the disk or the
+            directory refuses; then nothing was written.
+
+        Raises:
+            FileExistsError: there is something of this name.
+        """
+        fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+        def take_place(content: bytes) -> None:
+            write_all(fd, content)
+            os.fsync(fd)
+            if not self.is_same(name, fd):
+                raise FileNotFoundError(errno.ENOENT, "the draft was removed")
+            self.rename(name, target)
+            self.sync()
+
+        try:
+            yield take_place
+        finally:
+            with contextlib.suppress(OSError):
+                if self.is_same(name, fd):
+                    self.remove(name)
+            os.close(fd)
 
     def names(self, pattern: str = "*") -> list[str]:
         """Returns the names that match a pattern, sorted."""
@@ -194,44 +228,6 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
                 _add_mode(fd, os.fstat(self._fd).st_mode & 0o022)
                 os.close(fd)
         return _open_folder(name, self._fd)
-
-
-class Draft(contextlib.AbstractContextManager["Draft"]):
-    """The new content of a file, under a name of its own until it takes the file's place.
-
-    Use it as a context manager to remove it, unless it has been renamed.
-    """
-
-    def __init__(self, directory: Directory, name: str) -> None:
-        """Makes an empty draft.
-
-        Raises:
-            FileExistsError: there is something of this name.
-        """
-        self.name = name
-        self._directory = directory
-        self._fd = directory.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-
-    def __exit__(self, *_: object) -> None:
-        """Removes the draft, if it is still there."""
-        with contextlib.suppress(OSError):
-            if self._directory.is_same(self.name, self._fd):
-                self._directory.remove(self.name)
-        os.close(self._fd)
-
-    def replace(self, target: str, content: bytes) -> None:
-        """Makes `content` the target's content, all of it or none, safe from a crash of the machine.
-
-        Raises:
-            FileNotFoundError: the draft was removed; nothing was written.
-            OSError: the disk or the directory refused; nothing was written.
-        """
-        write_all(self._fd, content)
-        os.fsync(self._fd)
-        if not self._directory.is_same(self.name, self._fd):
-            raise FileNotFoundError(errno.ENOENT, "the draft was removed")
-        self._directory.rename(self.name, target)
-        self._directory.sync()
 
 
 class SideLock(contextlib.AbstractContextManager["SideLock"]):
