@@ -12,11 +12,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from helpers import SOURCE, python, run_python
 
 import quarantune
 from quarantune import doctor
+from quarantune.devices import discovery, targets
 from quarantune.doctor import failed
 from quarantune.values.settings import Settings
 from quarantune.values.trial import CompilerFigures, CycleEstimate, Outcome, Trial
@@ -257,6 +259,35 @@ def test_the_findings_are_plain_data() -> None:
         "found": "1 of 2",
         "remedy": "more",
     }
+
+
+@pytest.mark.parametrize(
+    ("platforms", "chosen"),
+    [
+        (None, ["NVIDIA GPU", "TPU"]),
+        ("gpu", ["NVIDIA GPU"]),
+        ("cuda,cpu", ["NVIDIA GPU"]),
+        ("tpu,cpu", ["TPU"]),
+        ("cpu", []),
+    ],
+)
+def test_a_plugin_that_jax_is_not_set_to_use_is_told_from_one_that_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platforms: str | None, chosen: list[str]
+) -> None:
+    hardware = {kind: ((str(tmp_path),), *rest) for kind, (_, *rest) in doctor._HARDWARE.items()}
+    monkeypatch.setattr(doctor, "_HARDWARE", hardware)
+    monkeypatch.setattr(targets, "has_plugin", lambda plugin: True)
+    monkeypatch.setattr(discovery, "accelerators", lambda: discovery.Backend((discovery.cpu_device(),), None))
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", platforms)
+    try:
+        found = {check.name: check.status for check in doctor.plugins()}
+        (check,) = doctor.devices()
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert found == {kind: "ok" if kind in chosen else "warn" for kind in ("NVIDIA GPU", "TPU")}
+    assert check.status == ("fail" if chosen else "ok")
+    assert not chosen or f"for the {chosen[0]} are here" in check.found
 
 
 @pytest.mark.parametrize(

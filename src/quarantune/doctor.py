@@ -200,9 +200,9 @@ def _hardware() -> list[tuple[str, str, str]]:
 
 
 def _is_chosen(plugin: str) -> bool:
-    """Returns whether JAX may use the devices of a plugin."""
+    """Returns whether JAX may use the devices of a plugin; `gpu` is its name for CUDA and its like."""
     chosen = jax.config.values["jax_platforms"]
-    return not chosen or plugin in chosen or "gpu" in chosen
+    return not chosen or bool({plugin, "gpu" if plugin == "cuda" else plugin} & set(chosen.split(",")))
 
 
 # --- the machine: cores, memory, limits and variables ---
