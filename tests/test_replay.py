@@ -9,6 +9,7 @@ import math
 import re
 import runpy
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,18 @@ def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
         quarantune.replay(file)
     with pytest.raises(ValueError, match="holds neither a saved result nor a journal"):
         quarantune.replay(tmp_path)
+
+
+def test_a_damaged_journal_is_named_and_no_other_one(tmp_path: Path) -> None:
+    for host, trial in (("one", {"config": {"BM": 1}, "outcome": "ok", "time_ms": 1.0}), ("two", {"config": 1})):
+        text = json.dumps({"trial": trial}).encode()
+        line = b"%08x %b\n" % (zlib.crc32(text), text)
+        (tmp_path / f"problem.{host}.jsonl").write_bytes(line)
+    with pytest.raises(ValueError, match=r"^the journal \S*/problem\.two\.jsonl is damaged: \S") as raised:
+        quarantune.replay(tmp_path)
+    assert "problem.one" not in str(raised.value)
+    (tmp_path / "problem.two.jsonl").unlink()
+    assert quarantune.replay(tmp_path, "exhaustive", seeds=[0]).size == 1
 
 
 def test_the_example_prints_a_table_for_each_recording(
