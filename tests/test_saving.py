@@ -12,13 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quarantune import SavedResultError, TuningResult
+from quarantune import Outcome, SavedResultError, Trial, TuningResult
 
 LARGE = 1 << 17
 
@@ -122,6 +122,61 @@ def test_a_full_disk_leaves_the_earlier_result(tmp_path: Path, free_bytes: int) 
         assert whole(tmp_path / "saved") == 2
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def table(number: int, *, rows: int = 1) -> TuningResult:
+    """A result with so many trials."""
+    trials = [Trial(config={"n": n}, outcome=Outcome.OK, time_ms=float(number)) for n in range(rows)]
+    return TuningResult(best_config={"n": 0}, time_ms=1.0, trials=tuple(trials), key="key", device="cpu", fn=doubled)
+
+
+@pytest.mark.parametrize("write", [TuningResult.to_csv, TuningResult.report])
+def test_a_file_that_the_disk_refuses_leaves_the_earlier_one(
+    tmp_path: Path, write: Callable[[TuningResult, Path], None]
+) -> None:
+    file = tmp_path / "trials"
+    large = table(2, rows=2000)
+    with files_of_at_most(LARGE // 2), pytest.raises(OSError, match=r"too large: .*/trials'"):
+        write(large, file)
+    assert os.listdir(tmp_path) == []
+    write(table(1), file)
+    before = file.read_bytes()
+    with files_of_at_most(LARGE // 2), pytest.raises(OSError, match=r"too large: .*/trials'"):
+        write(large, file)
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == ["trials"]
+    write(large, file)
+    assert len(file.read_bytes()) > LARGE // 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")
+def test_a_full_disk_leaves_the_earlier_csv(tmp_path: Path) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={LARGE // 2}", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small filesystem is not allowed here")
+    try:
+        table(1).to_csv(tmp_path / "trials.csv")
+        before = (tmp_path / "trials.csv").read_bytes()
+        with pytest.raises(OSError, match="No space left"):
+            table(2, rows=2000).to_csv(tmp_path / "trials.csv")
+        assert (tmp_path / "trials.csv").read_bytes() == before
+        assert os.listdir(tmp_path) == ["trials.csv"]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_file_is_written_through_a_link_and_into_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    table(1).to_csv(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text().startswith("n,outcome,")
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as pipe:
+        table(1).to_csv(f"/proc/self/fd/{writing}")
+        os.close(writing)
+        assert pipe.read() == (tmp_path / "file").read_text()
+    with pytest.raises(IsADirectoryError):
+        table(1).to_csv(tmp_path)
 
 
 SAVERS = """

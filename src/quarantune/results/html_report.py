@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 from quarantune import device_table
 from quarantune.cache import Entry, Store, canonical_json, safe_name, tuning_cache
 from quarantune.cache.journal import Journal, conclusions
-from quarantune.results import report
+from quarantune.results import report, saved_files
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config, encode, format_config, format_value, frozen, is_number, text_of
@@ -81,11 +81,9 @@ def write(path: str | os.PathLike[str], results: Sequence[ResultData]) -> None:
 
     Raises:
         ValueError: there is no problem.
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; an earlier one is as it was.
     """
-    text = render(results)
-    with open(path, "w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+    saved_files.write(path, render(results).encode())
 
 
 def _embedded(data: JsonObject) -> str:

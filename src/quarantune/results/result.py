@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import io
 import json
 import math
 import os
@@ -278,14 +279,14 @@ class TuningResult(Record):
             path: the file, which is replaced if it exists.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be written; an earlier one is as it was.
         """
-        rows = self.to_dicts()
-        with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            for row in rows:
-                writer.writerow({name: _cell(value) for name, value in row.items()})
+        rows, text = self.to_dicts(), io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(rows[0]))
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({name: _cell(value) for name, value in row.items()})
+        saved_files.write(path, text.getvalue().encode("utf-8", "backslashreplace"))
 
     def to_dataframe(self) -> Any:
         """Returns the rows of `to_dicts` as a `pandas.DataFrame`.
@@ -324,7 +325,7 @@ class TuningResult(Record):
             path: the file, such as `matmul.html`; it is replaced.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be written; an earlier one is as it was.
         """
         from quarantune.results import html_report
 

@@ -1,4 +1,4 @@
-"""The files of a saved result, which may be damaged or anything else.
+"""The files of a saved result, which may be damaged or anything else; and single files that a user names.
 
 `result.json` names the other files, whose names are new for every save, and takes its place last. So a directory holds
 one whole result at any time, whoever saves to it and whatever ends a save.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import re
 import secrets
 import time
@@ -77,6 +78,25 @@ def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
                 unneeded.update(name for name in remains if place.status(name).st_mtime < long_ago)
                 for name in unneeded - _names(folder):
                     place.remove(name)
+
+
+def write(path: str | os.PathLike[str], content: bytes) -> None:
+    """Makes `content` that of a file which a user names, all of it or none; a link leads to the file to replace.
+
+    What is no regular file, such as a pipe or a terminal, takes the bytes as they come.
+
+    Raises:
+        OSError: the file cannot be written; an earlier one is as it was.
+    """
+    target = Path(os.path.realpath(path))
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            Path(path).write_bytes(content)
+        else:
+            with Directory(target.parent) as place:
+                place.replace(target.name, content)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # not with the name of the draft
 
 
 def _names(folder: Path) -> set[str]:
