@@ -163,10 +163,13 @@ class Resolver:
             TypeError: the call sets a tunable parameter by hand.
         """
         settings = environment.current()
-        # As it is now: naming the key may take an engine long.
-        saved = {} if settings.disable_cache else open_store(settings).read(call.name)
+        store, is_here = open_store(settings), settings.executor is None
+        # An engine may take long to name its device, without which no key is known: all entries as they are now.
+        saved = {} if is_here or settings.disable_cache else store.read(call.name)
         described = keyed_for_engine(call, settings)
-        earlier = saved.get(described.key.device, {}).get(described.key.text)
+        device, key = described.key.device, described.key.text
+        reads_one = is_here and not settings.disable_cache
+        earlier = store.get(call.name, device, key) if reads_one else saved.get(device, {}).get(key)
         result = self._tune(described, settings, start_over=not resume, earlier=earlier)
         if (agreement := self._agreement(described, settings)) is not None:
             agreement.compare(found=result)
