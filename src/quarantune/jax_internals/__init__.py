@@ -333,6 +333,13 @@ class JitOptions:
         """Returns whether positional argument `index` of `count` is static; negative positions count from the end."""
         return index in self.static_argnums or index - count in self.static_argnums
 
+    def dynamic(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[dict[int, Any], dict[str, Any]]:
+        """Returns the arguments of a call that are not static: the positional ones by position, the others by name."""
+        return (
+            {index: arg for index, arg in enumerate(args) if not self.is_static_position(index, len(args))},
+            {name: arg for name, arg in kwargs.items() if name not in self.static_argnames},
+        )
+
     def check_can_travel(self, name: str) -> None:
         """Raises if the function cannot be rebuilt from these options in another process.
 

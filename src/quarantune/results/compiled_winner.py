@@ -82,17 +82,12 @@ class Winner:
     def _split(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[list[Any], dict[str, Any]], tuple[dict[int, _Static], dict[str, _Static]]]:
-        is_static = [self._jit.is_static_position(index, len(args)) for index in range(len(args))]
-        names = self._jit.static_argnames
-        dynamic = (
-            [arg for arg, static in zip(args, is_static, strict=True) if not static],
-            {name: arg for name, arg in kwargs.items() if name not in names},
-        )
+        positional, named = self._jit.dynamic(args, kwargs)
         statics = (  # with their types, as in JAX: 1 and 1.0 are two programs
-            {index: (type(arg), arg) for index, arg in enumerate(args) if is_static[index]},
-            {name: (type(arg), arg) for name, arg in kwargs.items() if name in names},
+            {index: (type(arg), arg) for index, arg in enumerate(args) if index not in positional},
+            {name: (type(arg), arg) for name, arg in kwargs.items() if name not in named},
         )
-        return dynamic, statics
+        return (list(positional.values()), named), statics
 
 
 def _tree(dynamic: tuple[list[Any], dict[str, Any]]) -> Any:

@@ -46,11 +46,7 @@ def _of_floats(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: jax_internals.JitOptions
 ) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any], list[Any]]:
     """Returns a call as a function of its floating leaves, these leaves by number, and the path of each leaf."""
-    dynamic = (
-        {index: arg for index, arg in enumerate(args) if not options.is_static_position(index, len(args))},
-        {name: arg for name, arg in kwargs.items() if name not in options.static_argnames},
-    )
-    found, structure = jax.tree_util.tree_flatten_with_path(dynamic)
+    found, structure = jax.tree_util.tree_flatten_with_path(options.dynamic(args, kwargs))
     paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
 
     def call(free: dict[int, Any]) -> Any:

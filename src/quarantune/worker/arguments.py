@@ -121,26 +121,17 @@ class CallArguments:
 
     def _changed(self, arguments: Arguments, takes: Callable[[Any], bool], change: Callable[[Any], Any]) -> Arguments:
         """Returns the arguments with others in the place of those leaves that are taken and not static."""
-        (args, kwargs), static = arguments, self.jit or jax_internals.JitOptions()
-
-        def changed(arg: Any, is_static: bool) -> Any:
-            return arg if is_static else jax.tree.map(lambda leaf: change(leaf) if takes(leaf) else leaf, arg)
-
-        return (
-            tuple(changed(arg, static.is_static_position(index, len(args))) for index, arg in enumerate(args)),
-            {name: changed(arg, name in static.static_argnames) for name, arg in kwargs.items()},
-        )
+        args, kwargs = arguments
+        changed = jax.tree.map(lambda leaf: change(leaf) if takes(leaf) else leaf, self._dynamic(arguments))
+        return tuple(changed[0].get(index, arg) for index, arg in enumerate(args)), {**kwargs, **changed[1]}
 
     def dynamic(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without the static ones, as an executable takes them."""
-        args, kwargs = arguments
-        if self.jit is None:
-            return args, kwargs
-        static = self.jit
-        return (
-            tuple(arg for index, arg in enumerate(args) if not static.is_static_position(index, len(args))),
-            {name: arg for name, arg in kwargs.items() if name not in static.static_argnames},
-        )
+        args, kwargs = self._dynamic(arguments)
+        return tuple(args.values()), kwargs
+
+    def _dynamic(self, arguments: Arguments) -> tuple[dict[int, Any], dict[str, Any]]:
+        return (self.jit or jax_internals.JitOptions()).dynamic(*arguments)
 
 
 def _with_data(like: Any, data: Any) -> Any:
