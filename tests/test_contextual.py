@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
+import inspect
 import json
 import os
 import re
 import textwrap
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -537,6 +542,45 @@ def test_a_search_is_told_of_each_kernels_own_configs() -> None:
     with quarantune.settings(search=search):
         one.tune(X)
     assert sorted(search.told, key=str) == [({"ms": ms}, {"ms": ms}) for ms in (0, 1, 2)]
+
+
+class Way(enum.Enum):
+    FORTH = "forth"
+    BACK = "back"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    type: int
+    way: Way
+
+
+@pytest.mark.slow
+def test_a_search_chooses_among_a_kernels_configs_that_hold_objects() -> None:
+    plans = [Plan(size, way) for size in range(8) for way in Way]
+    planned = kernel("planned", {"ms": plans}, lambda x, plan: x + 0 * plan.type)
+
+    @quarantune.contextual_autotune(n_repeat=1, search="random", max_trials=3)
+    def one(x: Any) -> Any:
+        return planned(x)
+
+    result = one.tune(X)
+    assert [trial.outcome for trial in result.kernels[0].trials] == ["ok"] * 3
+    (found,) = result.kernels
+    assert one.lookup(X) == {(found.name, found.key): found.config}
+
+
+def test_any_pickler_keeps_the_file_of_a_function_tuned_in_context() -> None:
+    def plain(x: Any) -> Any:
+        return (lambda y: x + y)(x)
+
+    for fn in (plain, jax.jit(plain)):
+        travelled = cloudpickle.loads(cloudpickle.dumps(quarantune.contextual_autotune(fn, name="travelled")))
+        code = inspect.unwrap(travelled).__code__
+        inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        assert [each.co_filename for each in (code, *inner)] == [__file__] * 2
+        assert travelled.name == "travelled"
+        np.testing.assert_array_equal(travelled.default(X + 1), 2 * (X + 1))
 
 
 @pytest.mark.parametrize("deep", [200, 100_000])

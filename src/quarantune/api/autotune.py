@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import (
     TYPE_CHECKING,
@@ -369,15 +368,13 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def __reduce__(self) -> Any:
         """Pickles by name, or as the function with its configs and options; results stay in this process."""
-        from quarantune.transport import importable  # calls do not need it
+        from quarantune.transport import importable, pickling  # calls do not need them
 
         if importable.travels_by_name(self):
             return self.__qualname__
-        self._jit_options.check_can_travel(_name_of(self))
         options = dataclasses.replace(self._options, name=self.name)  # a worker's `__main__` is another
-        function = self._jitted.__wrapped__
-        file = getattr(getattr(function, "__code__", None), "co_filename", "")
-        return _rebuild, (function, self._jit_options, self._configs, options, file)
+        function, jit, file = pickling.parts_of(self._jitted)
+        return _rebuild, (function, jit, self._configs, options, file)
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""
@@ -588,11 +585,9 @@ def _resolving() -> tuple[type[TunedFunction], type[Resolver]]:
 def _rebuild(
     plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options, file: str = ""
 ) -> Any:
-    if isinstance(plain, types.FunctionType):
-        from quarantune.transport import pickling  # calls do not need it
+    from quarantune.transport import pickling  # calls do not need it
 
-        plain.__code__ = pickling.in_file(plain.__code__, file)
-    return Autotuned(jit.rebuild(plain), configs, options)
+    return Autotuned(pickling.from_parts(plain, jit, file), configs, options)
 
 
 def _name_of(fn: object) -> str:

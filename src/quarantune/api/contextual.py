@@ -178,8 +178,15 @@ class Contextual(TunedCallable[_P, _R]):
 
     def __reduce__(self) -> Any:
         """Pickles by name, or as the function with its options; results stay in this process."""
-        from quarantune.transport import importable
+        from quarantune.transport import importable, pickling
 
         if importable.travels_by_name(self):
             return self.__wrapped__.__qualname__
-        return Contextual, (self.__wrapped__, dataclasses.replace(self._options, name=self.name))
+        options = dataclasses.replace(self._options, name=self.name)
+        return _rebuild, (options, *pickling.parts_of(self.__wrapped__))
+
+
+def _rebuild(options: Options, *parts: Any) -> Any:
+    from quarantune.transport import pickling
+
+    return Contextual(pickling.from_parts(*parts), options)

@@ -367,12 +367,12 @@ class KernelSearch(Searching):
 
         Args:
             limits: the search and its budgets.
-            configs: the kernel's configs.
+            configs: the kernel's configs, as a report holds them: with tags in the place of objects.
             texts: the assignment for each of them.
             trial_s: seconds that one trial may take.
         """
-        super().__init__(limits, Space(configs), defaults=0, trial_s=trial_s)
-        self._configs = configs
+        self._configs = [_without_tags(config) for config in configs]
+        super().__init__(limits, Space(self._configs), defaults=0, trial_s=trial_s)
         self._texts = texts
 
     def take(self, count: int) -> dict[int, Config]:
@@ -383,6 +383,13 @@ class KernelSearch(Searching):
         """Tells the search of the trial of an assignment, as that of the kernel's config."""
         if index >= 0:
             super().ended(index, dataclasses.replace(trial, config=self._configs[index]))
+
+
+def _without_tags(value: Any) -> Any:
+    """Returns a config as a report holds it, or one value of it, with objects as plain dicts, which a space accepts."""
+    if isinstance(value, Mapping):
+        return {f"its {key[1:]}" if key[:1] == "$" else key: _without_tags(item) for key, item in value.items()}
+    return [_without_tags(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 _MOST_CONFIGS = 256

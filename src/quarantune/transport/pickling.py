@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import inspect
 import io
 import operator
 import pickle
@@ -272,11 +273,33 @@ def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
     )
 
 
-def in_file(code: types.CodeType, file: str) -> types.CodeType:
-    """Returns code with its file, and that of the code in it, set again where cloudpickle has left it out."""
+def parts_of(fn: Any) -> tuple[Callable[..., Any], jax_internals.JitOptions | None, str]:
+    """Returns the parts of a function that any pickler carries whole: itself, its options of `jax.jit`, and its file.
+
+    Raises:
+        TypeError: its options hold devices, shardings or layouts of this process.
+    """
+    jit = jax_internals.jit_options(fn) if jax_internals.is_jitted(fn) else None
+    if jit is not None:
+        jit.check_can_travel(getattr(fn, "__qualname__", repr(fn)))
+        fn = fn.__wrapped__
+    plain = inspect.unwrap(fn)
+    return fn, jit, plain.__code__.co_filename if isinstance(plain, types.FunctionType) else ""
+
+
+def from_parts(fn: Callable[..., Any], jit: jax_internals.JitOptions | None, file: str) -> Any:
+    """Returns the function that has these parts."""
+    plain = inspect.unwrap(fn)
+    if isinstance(plain, types.FunctionType):
+        plain.__code__ = _in_file(plain.__code__, file)
+    return fn if jit is None else jit.rebuild(fn)
+
+
+def _in_file(code: types.CodeType, file: str) -> types.CodeType:
+    """Returns code with its file, and that of the code in it, set again where cloudpickle itself has left it out."""
     if code.co_filename != _NO_FILE:
         return code
-    constants = (in_file(item, file) if isinstance(item, types.CodeType) else item for item in code.co_consts)
+    constants = (_in_file(item, file) if isinstance(item, types.CodeType) else item for item in code.co_consts)
     return code.replace(co_filename=file, co_consts=tuple(constants))
 
 
