@@ -17,7 +17,7 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from test_waits import on_one_cpu_with_a_rival
 
 import quarantune
-from quarantune.host.waits import RunLimit, Watch
+from quarantune.host.waits import Watch, run_limit
 
 X = np.ones(8, np.float32)
 
@@ -26,7 +26,7 @@ def limited(work: str, limit_ms: float) -> subprocess.Popen[str]:
     """Starts a process that does some work under a limit, and then prints `done`."""
     code = f"""
         import sys, time
-        from quarantune.host.waits import RunLimit
+        from quarantune.host.waits import run_limit
 
         def spin(cpu_s):
             ends = time.thread_time() + cpu_s
@@ -37,7 +37,7 @@ def limited(work: str, limit_ms: float) -> subprocess.Popen[str]:
             print(f"stopped {{taken.whole:.0f}} {{taken.cpu:.0f}}")
 
         print("begins", flush=True)
-        with RunLimit({limit_ms}, report):
+        with run_limit({limit_ms}, report):
             {work}
         print("done")
     """
@@ -69,7 +69,7 @@ def test_where_no_thread_can_start_a_run_is_not_watched(monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with RunLimit(0.0, lambda taken: pytest.fail("it was watched")):
+    with run_limit(0.0, lambda taken: pytest.fail("it was watched")):
         pass
 
 

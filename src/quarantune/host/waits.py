@@ -7,8 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, NoReturn, TypeVar
 
 _THREADS = "/proc/self/task"
 _MOST_HELD = 64
@@ -156,58 +156,51 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         return RunTime(whole_s, cpu_s, least_s if self._spins else cpu_s)
 
 
-class RunLimit:
+@contextlib.contextmanager
+def run_limit(limit_ms: float, report: Callable[[RunTime], None]) -> Iterator[None]:
     """Watches the run inside a `with` statement from another thread, and ends this process if the run takes too long.
 
     Nothing else can stop a run of XLA. Waits for a CPU do not count, nor does time while this process was stopped.
+
+    Args:
+        limit_ms: the longest time of the run in milliseconds, without waits.
+        report: called with the time so far in milliseconds, just before the process ends.
     """
+    over, lock, watch = threading.Event(), threading.Lock(), Watch(spins=False)
 
-    def __init__(self, limit_ms: float, report: Callable[[RunTime], None]) -> None:
-        """Sets up the limit.
-
-        Args:
-            limit_ms: the longest time of the run in milliseconds, without waits.
-            report: called with the time so far in milliseconds, just before the process ends.
-        """
-        self._limit_s = 1e-3 * limit_ms
-        self._report = report
-        self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._watch = Watch(spins=False)
-
-    def __enter__(self) -> RunLimit:
-        self._watch.start()
-        try:
-            threading.Thread(target=self._look, daemon=True).start()
-        except RuntimeError:  # no further thread can start: the run is not watched
-            self._watch.close()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:  # the run may end while it is being reported
-            self._over.set()
-
-    def _look(self) -> None:
-        with contextlib.closing(self._watch):
+    def look() -> None:
+        with watch:
             before_s, stopped_s = 0.0, 0.0
-            while not self._over.wait(_SLICE_S):
-                taken = self._watch.so_far()
+            while not over.wait(_SLICE_S):
+                taken = watch.so_far()
                 # Waits are left out already: where a busy machine delays this thread, little has been added.
                 stopped_s += max(0.0, taken.least - before_s - 2 * _SLICE_S)
                 before_s = taken.least
                 least_s = taken.least - stopped_s
-                if least_s >= self._limit_s:
-                    self._end(RunTime(taken.whole, least_s, least_s))
+                if least_s >= 1e-3 * limit_ms:
+                    with lock:
+                        if not over.is_set():
+                            _end(report, RunTime(taken.whole, least_s, least_s).scaled(1e3))
 
-    def _end(self, taken: RunTime) -> None:
-        with self._lock:
-            if self._over.is_set():
-                return
-            self._report(taken.scaled(1e3))
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(0)
+    watch.start()
+    try:
+        threading.Thread(target=look, daemon=True).start()
+    except RuntimeError:  # no further thread can start: the run is not watched
+        watch.close()
+    try:
+        yield
+    finally:
+        with lock:  # the run may end while it is being reported
+            over.set()
+
+
+def _end(report: Callable[[RunTime], None], taken: RunTime) -> NoReturn:
+    """Ends this process."""
+    report(taken)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
 
 
 def _times(fd: int) -> ThreadTimes:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn, TypedDict, cast
 
 from quarantune import jax_internals
-from quarantune.host.waits import RunLimit, RunTime
+from quarantune.host.waits import RunTime, run_limit
 from quarantune.jax_internals.other_processes import load_plugins
 from quarantune.measure import sampling
 from quarantune.sandbox import messages, spool, wire
@@ -265,7 +265,7 @@ class Worker:
     def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
         limit = None
         if task.stop_ms is not None and bench.times_first_run(program):
-            limit = RunLimit(task.stop_ms, self._report_stop)
+            limit = run_limit(task.stop_ms, self._report_stop)
         end = 1 + task.references
         group = bench.check(
             program,
