@@ -213,6 +213,9 @@ def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
         quarantune.replay(file)
     with pytest.raises(ValueError, match="holds neither a saved result nor a journal"):
         quarantune.replay(tmp_path)
+    for name in ("missing.json", "missing.jsonl"):
+        with pytest.raises(FileNotFoundError, match=name):
+            quarantune.replay(tmp_path / name)
 
 
 def test_a_damaged_journal_is_named_and_no_other_one(tmp_path: Path) -> None:

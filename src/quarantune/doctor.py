@@ -356,8 +356,8 @@ def cache_directory(settings: Settings) -> list[Check]:
 
 
 def _room(path: Path) -> Check:
-    free = shutil.disk_usage(path if path.is_dir() else path.parent).free
-    found = f"{str(path)!r} can be written, {free / (1 << 30):.1f} GiB are free"
+    free = shutil.disk_usage(path).free
+    found = f"{str(path)!r} can be written, {free / _GIB:.1f} GiB are free"
     remedy = "make room, or set QUARANTUNE_CACHE_DIR to another disk"
     return _judged("cache directory", found, remedy, is_good=free >= _LEAST_FREE_BYTES, is_needed=True)
 

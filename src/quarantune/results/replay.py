@@ -321,6 +321,7 @@ def _read_journals(directory: Path) -> list[Trial]:
 
 def _read_journal(file: Path) -> list[Trial]:
     """Returns the trials of a journal; other records, such as those of configs that hung, are left out."""
+    os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))  # raises where the journal below would be taken for empty
     try:
         return [Trial.from_json(record["trial"]) for record in journal.read(file) if "trial" in record]
     except (KeyError, TypeError, ValueError) as error:
