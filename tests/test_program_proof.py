@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -230,3 +233,18 @@ def test_the_lines_of_a_program_are_those_of_one_traced_for_a_device_that_is_des
     here = _lines(lambda x: fn(x), X)
     with jax.sharding.use_abstract_mesh(mesh):
         assert _lines(lambda x: fn(x), X).counts == here.counts
+
+
+def test_prints_are_heard_again_though_another_thread_redirected_them_meanwhile(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before, elsewhere = sys.stdout, contextlib.redirect_stdout(io.StringIO())
+    with proof._unheard():
+        print("unheard")
+        elsewhere.__enter__()
+    elsewhere.__exit__(None, None, None)
+    try:
+        print("heard")
+    finally:
+        sys.stdout = before
+    assert capsys.readouterr().out == "heard\n"

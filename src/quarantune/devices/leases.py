@@ -43,7 +43,7 @@ class Lease:
         """Prepares a lease that is not held yet.
 
         Args:
-            device: the device.
+            device: the device; one without a platform, which JAX chooses in the caller's process, is free for all.
             thread: the thread that runs the sweep. A sweep that is started from a callback of another sweep in the same
                 thread does not wait for the outer one, which cannot go on meanwhile.
         """
@@ -67,7 +67,7 @@ class Lease:
         Returns:
             Whether measuring may begin: the lease is held now, or its holder is passed over.
         """
-        if self._held:
+        if self._held or not self._device.platform:
             return True
         if self._had_turn:
             self._had_turn = False

@@ -104,13 +104,14 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
 
 
 class _Others:
-    """A stream that loses what one thread writes."""
+    """A stream that loses what one thread writes, as long as it is to."""
 
-    def __init__(self, stream: Any, thread: int) -> None:
-        self._stream, self._thread = stream, thread
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.unheard: int | None = threading.get_ident()
 
     def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else int(self._stream.write(text))
+        return len(text) if threading.get_ident() == self.unheard else int(self._stream.write(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -120,9 +121,10 @@ class _Others:
 def _unheard() -> Iterator[None]:
     """Loses what this thread prints in the block: the function prints while it is traced, and was not called yet."""
     before = sys.stdout
-    sys.stdout = others = _Others(before, threading.get_ident())
+    sys.stdout = others = _Others(before)
     try:
         yield
     finally:
+        others.unheard = None  # another thread may put it back later
         if sys.stdout is others:
             sys.stdout = before

@@ -60,14 +60,6 @@ _unfit = collections.defaultdict[Route, weakref.WeakSet[Callable[..., object]]](
 """By route, the functions whose configs could all not take it in an earlier sweep of this process."""
 
 
-class _Unshared(Lease):
-    """The lease of a sweep that takes turns with no other tuner: the operator wants all in this process."""
-
-    def acquire(self, now: float) -> bool:
-        """Returns that measuring may begin."""
-        return True
-
-
 class Routes:
     """The routes of one sweep."""
 
@@ -109,8 +101,9 @@ class Routes:
         self._opened: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
-        lease = _Unshared if self._is_alone else functools.partial(Lease, thread=threading.get_ident())
-        self._lease_on: Callable[[Device], Lease] = functools.cache(lease)
+        self._lease_on: Callable[[Device], Lease] = functools.cache(
+            functools.partial(Lease, thread=threading.get_ident())
+        )
         self._on_many_devices = on_many_devices
         self._on_cpu = request.problem.platform == "cpu"
         self._on_tpu = request.problem.platform == "tpu"
