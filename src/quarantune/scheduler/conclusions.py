@@ -124,7 +124,7 @@ class Conclusions:
         """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
         job.slack_s = worker.deadline - self._run.clock()
         self._route.on_lowered(reply.outputs)
-        first = self._run.jobs.programs.first(reply.program, job)
+        first = self._run.jobs.first_with(reply.program, job)
         if first is not job:
             self._run.reference.join(job.index, first.index)
             self._run.on_phase(job.index, READY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from quarantune.measure.finals import scored
 from quarantune.scheduler.compile_times import CompileTimes
@@ -15,48 +15,6 @@ from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker
 from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
-
-_Program = TypeVar("_Program")
-
-
-class SamePrograms:
-    """The programs of the configs so far.
-
-    Attributes:
-        ran_as: the index of the config that ran instead, by the indices of those that did not run.
-    """
-
-    def __init__(self, ran_as: dict[int, int] | None = None) -> None:
-        """Knows of no programs yet.
-
-        Args:
-            ran_as: the copies among configs that ran before; those of this run are added.
-        """
-        self.ran_as = {} if ran_as is None else ran_as
-        self._jobs: dict[str, Job] = {}
-
-    def first(self, program: str, job: Job) -> Job:
-        """Returns the job that runs a program: an earlier one, or `job`."""
-        return self._jobs.setdefault(program, job)
-
-    def forget(self, jobs: Collection[Job]) -> None:
-        """Makes jobs that will have no result stand for no others."""
-        self._jobs = {program: first for program, first in self._jobs.items() if first not in jobs}
-
-    def copy_end(self, job: Job, first: Job) -> tuple[Trial, str]:
-        """Returns the trial and the output of a job whose program `first` ran."""
-        assert first.end is not None
-        trial, log = first.end
-        self.ran_as[job.index] = first.index
-        same = f"the same program as {'the defaults' if first.index == UNTUNED else format_config(first.config)}"
-        message = f"{same}: {trial.message}" if trial.message else same
-        return dataclasses.replace(trial, config=job.config, message=message), log
-
-    def with_copies(self, programs: Mapping[int, _Program]) -> dict[int, _Program]:
-        """Returns programs by index, with those of the configs that did not run themselves."""
-        copies = {index: programs[first] for index, first in self.ran_as.items() if first in programs}
-        return {**programs, **copies}
-
 
 _LOG_TAIL_CHARS = 2000
 
@@ -70,7 +28,7 @@ class Jobs:
         unfinished: how many have no outcome yet.
         leftovers: those that another route must settle.
         compile_times: how long those took to compile that have been.
-        programs: the programs that they lowered to.
+        ran_as: the index of the config that ran instead, by the indices of those that lowered to the same program.
         begun: all jobs so far.
         compiled: how many were compiled for other workers.
         lost_compilers: how many ended the worker that compiled them.
@@ -86,20 +44,21 @@ class Jobs:
         on_trial: Callable[[int, Trial, str], None],
         log_of: Callable[[Worker], str],
         source: ConfigSource,
-        programs: SamePrograms | None = None,
+        ran_as: dict[int, int],
     ) -> None:
         self.pending: collections.deque[Job] = collections.deque()
         self.ready: collections.deque[Job] = collections.deque()
         self.unfinished = 0
         self.leftovers = Leftovers()
         self.compile_times = CompileTimes()
-        self.programs = programs or SamePrograms()
+        self.ran_as = ran_as
         self.begun: list[Job] = []
         self.compiled = 0
         self.lost_compilers = 0
         self.has_loaded = False
         self.unloadable = ""
         self._source = source
+        self._first_with: dict[str, Job] = {}
         self._places: set[str] = set()
         self._source_waits = False
         self._is_left = False
@@ -195,6 +154,10 @@ class Jobs:
         else:
             self.pending.append(job)
 
+    def first_with(self, program: str, job: Job) -> Job:
+        """Returns the job that runs a program: an earlier one, or `job`."""
+        return self._first_with.setdefault(program, job)
+
     def join_same_program(self, job: Job, first: Job) -> None:
         """Gives a job the outcome of another, once that is known."""
         job.close_executable()
@@ -265,7 +228,7 @@ class Jobs:
         self._is_left = True
         ready = list(self.ready) if self.unloadable else []
         unfits = [job, *ready, *(same for each in [job, *ready] for same in each.same_program), *self.pending]
-        self.programs.forget(unfits)
+        self._forget_programs(unfits)
         self.leftovers.why_unfit = reason
         for unfit in unfits:
             self.leftovers.unfit[unfit.index] = unfit.config
@@ -286,9 +249,13 @@ class Jobs:
 
     def release_same_program(self, job: Job) -> None:
         """Has the jobs that wait for a job's outcome run by themselves."""
-        self.programs.forget([job])
+        self._forget_programs([job])
         self.pending.extend(job.same_program)
         job.same_program = []
+
+    def _forget_programs(self, jobs: Collection[Job]) -> None:
+        """Makes jobs that will have no result stand for no others."""
+        self._first_with = {program: first for program, first in self._first_with.items() if first not in jobs}
 
     def _add(self, jobs: Sequence[Job]) -> None:
         self.begun.extend(jobs)
@@ -296,8 +263,12 @@ class Jobs:
         self.unfinished += len(jobs)
 
     def _finish_as(self, job: Job, first: Job) -> None:
-        trial, log = self.programs.copy_end(job, first)
-        trial = scored(trial, self._plan.objective)
+        assert first.end is not None
+        trial, log = first.end
+        self.ran_as[job.index] = first.index
+        same = f"the same program as {'the defaults' if first.index == UNTUNED else format_config(first.config)}"
+        message = f"{same}: {trial.message}" if trial.message else same
+        trial = scored(dataclasses.replace(trial, config=job.config, message=message), self._plan.objective)
         self._reference.join(job.index, first.index)
         job.raised_at = first.raised_at
         self._settle_as(job, trial, log)

@@ -20,7 +20,7 @@ from quarantune.sandbox.pool import Damaged, Event, Said, Sandbox
 from quarantune.sandbox.template_messages import Ended
 from quarantune.scheduler.bursts import Bursts
 from quarantune.scheduler.conclusions import Conclusions
-from quarantune.scheduler.jobs import Jobs, SamePrograms
+from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
@@ -49,7 +49,7 @@ class Scheduler:
         on_phase: Callable[[int, str], None] = lambda index, phase: None,
         reference: Reference | None = None,
         source: ConfigSource = NOTHING_MORE,
-        programs: SamePrograms | None = None,
+        ran_as: dict[int, int] | None = None,
         race: Race | None = None,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = machine.available_memory_bytes,
@@ -66,7 +66,8 @@ class Scheduler:
             on_phase: called with the index of a config and the phase that it enters.
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
             source: gives further configs, in addition to those that `run` is given.
-            programs: the programs of earlier runs, which configs of this run may share; None for none.
+            ran_as: the index of the config that ran instead, by the indices of those of earlier runs that did not run;
+                those of this run are added.
             race: the times in earlier runs, and the executables of the fastest; None for none. Closed with this one.
             clock: seconds.
             available_memory: bytes of memory that are free now.
@@ -79,7 +80,7 @@ class Scheduler:
         self._stops = stops or Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
         workers, reference = Workers(sandbox, clock, plan.compiler_environ), reference or Reference()
-        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, programs)
+        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, {} if ran_as is None else ran_as)
         self._run = run = Run(
             plan=plan,
             devices=devices,
@@ -153,7 +154,7 @@ class Scheduler:
         Returns:
             The result; empty where they could not be compared.
         """
-        ran_as = self._run.jobs.programs.ran_as
+        ran_as = self._run.jobs.ran_as
         kept = [self._run.race.kept_fd(ran_as.get(index, index)) for index in configs]
         entries = tuple(
             Finalist(config=encode(config), saved=fd is not None, index=index)
@@ -176,9 +177,7 @@ class Scheduler:
             Executables as a worker loads them, and entries of JAX's compilation cache by key; both by the configs'
             indices.
         """
-        executables, for_cache = self._run.race.executables()
-        programs = self._run.jobs.programs
-        return programs.with_copies(executables), programs.with_copies(for_cache)
+        return self._run.race.executables(self._run.jobs.ran_as)
 
     def free_devices(self) -> None:
         """Ends the workers that own a device, and waits until they are gone, so that another process can use it."""

@@ -97,15 +97,20 @@ class Race:
         """Returns the file of a config's executable; None where it was not kept."""
         return self._kept[index][1] if index in self._kept else None
 
-    def executables(self) -> tuple[Mapping[int, bytes], Mapping[int, dict[str, bytes]]]:
-        """Returns executables as a worker loads them, and entries of JAX's compilation cache, both by index."""
-        executables = dict(self._executables)
-        for_cache = {}
+    def executables(self, ran_as: Mapping[int, int]) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
+        """Returns executables as a worker loads them, and entries of JAX's compilation cache, both by index.
+
+        Args:
+            ran_as: the index of the config that ran instead, by the indices of those that did not run.
+        """
+        executables, for_cache = dict(self._executables), dict[int, dict[str, bytes]]()
         for index, (_, fd) in self._kept.items():
             with contextlib.suppress(ValueError):  # a config may have written anything there
                 executables[index], key, value, *_ = spool.read_parts(fd)
                 if key:
                     for_cache[index] = {key.decode("ascii"): value}
+        executables |= {index: executables[first] for index, first in ran_as.items() if first in executables}
+        for_cache |= {index: for_cache[first] for index, first in ran_as.items() if first in for_cache}
         return executables, for_cache
 
     def close(self) -> None:

@@ -21,7 +21,6 @@ from quarantune.measure import finals
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
-from quarantune.scheduler.jobs import SamePrograms
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
@@ -243,7 +242,7 @@ class Routes:
             # Nothing waits where configs are compiled one by one.
             on_phase=lambda index, phase: None if here and phase == READY else events.on_phase(index, phase),
             reference=self._reference,
-            programs=SamePrograms(self._ran_as),
+            ran_as=self._ran_as,
             race=None if self._compile_only else self._race,
             source=source,
             lease_on=self._lease_on,
