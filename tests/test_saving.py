@@ -179,6 +179,24 @@ def test_a_file_is_written_through_a_link_and_into_a_pipe(tmp_path: Path) -> Non
         table(1).to_csv(tmp_path)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_file_that_is_a_mount_is_written_where_it_is(tmp_path: Path) -> None:
+    small, file = tmp_path / "small", tmp_path / "trials.csv"
+    small.mkdir()
+    file.touch()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={LARGE}", "tmpfs", str(small)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small filesystem is not allowed here")
+    try:
+        (small / "mounted.csv").touch()
+        subprocess.run(["mount", "--bind", str(small / "mounted.csv"), str(file)], check=True)
+        table(1).to_csv(file)
+        assert (small / "mounted.csv").read_text().startswith("n,outcome,")
+    finally:
+        subprocess.run(["umount", "-l", str(file)], check=False)
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
 SAVERS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])

@@ -83,14 +83,16 @@ def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
 def write(path: str | os.PathLike[str], content: bytes) -> None:
     """Makes `content` that of a file which a user names, all of it or none; a link leads to the file to replace.
 
-    What is no regular file, such as a pipe or a terminal, takes the bytes as they come.
+    A pipe or a terminal takes the bytes as they come, and so does a file that no other can take the place of, because
+    its directory is not writable or it is mounted alone into a container.
 
     Raises:
-        OSError: the file cannot be written; an earlier one is as it was.
+        OSError: the file cannot be written; one that can be replaced is as it was.
     """
     target = Path(os.path.realpath(path))
+    is_replaceable = os.path.isfile(path) and os.access(target.parent, os.W_OK) and not os.path.ismount(target)
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
+        if os.path.exists(path) and not is_replaceable:
             Path(path).write_bytes(content)
         else:
             with Directory(target.parent) as place:
