@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import numpy as np
 
-from quarantune import cache, jax_internals
-from quarantune.cache import Fingerprint
+from quarantune import jax_internals
+from quarantune.cache import Fingerprint, canonical_json, fingerprint, short_hash
 from quarantune.devices import discovery
 from quarantune.host.process import lazy
 from quarantune.transport.problem import (
@@ -160,7 +160,7 @@ class TunedFunction:
         """The fingerprint of the function's code and of the options that affect which config wins."""
         kept, version = self._fingerprints, is_former()
         if version not in kept:
-            kept[version] = cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
+            kept[version] = fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
         return kept[version]
 
     @lazy
@@ -177,7 +177,7 @@ class TunedFunction:
     def maker(self) -> JsonObject:
         """Values that distinguish the callable that makes its configs, with the code and the values that it reaches."""
         assert callable(self.configs)
-        return {"made_by": cache.fingerprint(self.configs).digest}
+        return {"made_by": fingerprint(self.configs).digest}
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""
@@ -187,7 +187,7 @@ class TunedFunction:
 
 def space_of(configs: Space) -> JsonObject:
     """Returns values that distinguish one config space from another, whatever the order of the configs."""
-    return {"configs": len(configs), "hash": cache.short_hash("\n".join(sorted(configs.texts())))}
+    return {"configs": len(configs), "hash": short_hash("\n".join(sorted(configs.texts())))}
 
 
 class BoundCall:
@@ -546,7 +546,7 @@ def _description(call: BoundCall) -> CallDescription:
 
 def _text(values: JsonObject, call: BoundCall, state: JsonObject) -> str:
     parts = {"call": values, "code": call.function.fingerprint.digest} | ({"jax": state} if state else {})
-    return cache.canonical_json(parts)
+    return canonical_json(parts)
 
 
 def _key_values(call: BoundCall, description: CallDescription) -> JsonObject:
@@ -558,7 +558,7 @@ def _key_values(call: BoundCall, description: CallDescription) -> JsonObject:
     returned = key_fn(*args, **kwargs)
     bucket = key_part(returned)
     try:
-        cache.canonical_json(bucket)
+        canonical_json(bucket)
     except (TypeError, ValueError) as error:
         hint = "; for symbolic shapes return what it returns for the concrete ones" if call.is_symbolic else ""
         raise TypeError(f"{call.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
