@@ -231,7 +231,7 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
     with caplog.at_level("INFO", logger="quarantune"):
         for n in (1, 2):
             found = call_result(described, {"n": n}, Findings(1.0, None))
-            agreement = resolver._ranks.agreement(described, settings)
+            agreement = resolver._agreement(described, settings)
             assert agreement is not None
             agreed = agreement.compare(found=found)
             assert agreed is not None

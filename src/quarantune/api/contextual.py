@@ -18,7 +18,8 @@ from quarantune.values.settings import ContextualKeywords, Options, checked_opti
 from quarantune.values.texts import cache_name
 
 if TYPE_CHECKING:
-    from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
+    from quarantune.resolve.contextual_job import ContextualFunction
+    from quarantune.resolve.resolver import Resolver
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -115,14 +116,14 @@ class Contextual(TunedCallable[_P, _R]):
         self._memo.clear()
 
     @lazy
-    def _resolver(self) -> ContextualResolver:
-        from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
+    def _resolver(self) -> Resolver:
+        from quarantune.resolve.contextual_job import ContextualFunction
 
         signature, static_names = self._signature, self._static_names
         function = ContextualFunction(
             self.__wrapped__, name=self.name, signature=signature, static_names=static_names, options=self._options
         )
-        return ContextualResolver(function)
+        return function.resolver()
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str) -> _R:
         function = cast("ContextualFunction", self._resolver.function)

@@ -410,6 +410,10 @@ class ContextualFunction(TunedFunction):
         super().__init__(fn, Space([{KEY: assignment.encode({}, others=OWN)}]), **about)
         self.runner = Runner(fn)
 
+    def resolver(self) -> Resolver:
+        """Returns what finds the assignments for its calls."""
+        return Resolver(self, KnownAssignments(self), job=ContextualJob)
+
 
 class KnownAssignments(KnownResults):
     """The known assignments for the calls of one function."""
@@ -451,13 +455,3 @@ def shown_together(chosen: Mapping[Slot, Config]) -> Config:
     """Returns the configs of some kernels as one, for messages."""
     names = labels([slot.name for slot in chosen])
     return {name: format_config(config) for name, config in zip(names, chosen.values(), strict=True)}
-
-
-class ContextualResolver(Resolver):
-    """Finds the best assignment for each call of one function; its configs hold the assignment under `KEY`."""
-
-    _known_results = KnownAssignments
-
-    @property
-    def _job(self) -> type[TuningJob]:
-        return ContextualJob

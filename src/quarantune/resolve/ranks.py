@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 
-from quarantune import cache, jax_internals
+from quarantune import cache
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.known_results import Known, KnownResults, Resolved
@@ -62,30 +62,6 @@ _MESSAGE_S = 5.0
 """How often a waiting rank reports that it waits."""
 
 
-class Ranks:
-    """The agreements of this rank with the others, for the calls of one function."""
-
-    def __init__(self, known: KnownResults) -> None:
-        """Has agreed on nothing yet.
-
-        Args:
-            known: the known results of the function.
-        """
-        self._known = known
-        self._client: Any = None
-        self._agreed: dict[CallKey, Resolved] = {}
-
-    def agreement(self, keyed: KeyedCall, settings: Settings) -> Agreement | None:
-        """Returns the agreement on a call; None in a program of one process, or where the settings say not to."""
-        found = jax_internals.coordination() if settings.agree else None
-        if found is None:
-            return None
-        if found.client is not self._client:  # the first program of this process, or another one
-            self._client = found.client
-            self._agreed.clear()
-        return Agreement(self._known, keyed, settings, found, self._agreed)
-
-
 @dataclasses.dataclass(eq=False)
 class Agreement:
     """The agreement of this rank with the others on one call.
@@ -95,16 +71,17 @@ class Agreement:
         keyed: the call.
         settings: the operator's settings.
         coordination: the means to agree.
-        agreed: the outcomes so far for the calls of the function.
+        agreed: the outcomes so far for the calls of the function, by the program of ranks and the key of the call.
     """
 
     known: KnownResults
     keyed: KeyedCall
     settings: Settings
     coordination: Coordination
-    agreed: dict[CallKey, Resolved]
+    agreed: dict[tuple[Any, CallKey], Resolved]
 
     def __post_init__(self) -> None:
+        self._problem = self.coordination.client, self.keyed.key
         self._progress = Progress(self.keyed.label, name=self.keyed.call.name, shown=self.settings.progress)
         self._poll_s = _FIRST_POLL_S
         self._next_message: tuple[int | None, float] = (None, 0.0)
@@ -128,7 +105,7 @@ class Agreement:
             near: returns the result of a near call, to use where no rank has one for this call.
             tune: tunes, and returns the result, or None where every config failed; None if this rank must not tune.
         """
-        if (agreed := self.agreed.get(self.keyed.key)) is not None:
+        if (agreed := self.agreed.get(self._problem)) is not None:
             return agreed
         self._own, self._tune, rank = own(), tune, self.coordination.rank
         if self._own is None and isolation_of(self.settings, self.keyed.problem()) is not Isolation.PROCESS:
@@ -153,7 +130,7 @@ class Agreement:
             own: as for `settle`.
             found: a result that this rank has just found, which it offers instead.
         """
-        if (agreed := self.agreed.get(self.keyed.key)) is not None:
+        if (agreed := self.agreed.get(self._problem)) is not None:
             if found is not None and (agreed.known is None or agreed.known.config != found.best_config):
                 text = "the defaults" if agreed.known is None else self.known.text_of(agreed.known.config)
                 told = "%s keeps running %s, as all ranks do; its new result is for the next program"
@@ -171,7 +148,7 @@ class Agreement:
         """Returns what an answer means for this rank, and keeps it."""
         outcome = self._resolved(answer)
         kept = dataclasses.replace(outcome, tuned=None)  # a result holds an executable
-        self.agreed.setdefault(self.keyed.key, kept)
+        self.agreed.setdefault(self._problem, kept)
         return outcome
 
     def _resolved(self, answer: Answer) -> Resolved:

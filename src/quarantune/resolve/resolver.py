@@ -7,7 +7,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from quarantune import cache, jax_internals
 from quarantune.cache import Entry
@@ -22,7 +22,7 @@ from quarantune.values.settings import Settings
 from quarantune.values.trial import CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:
-    from quarantune.resolve.ranks import Agreement, Ranks
+    from quarantune.resolve.ranks import Agreement
     from quarantune.resolve.tuning_job import CompilationSeeds, TuningJob
     from quarantune.results.result import FromCache, TuningResult
     from quarantune.transport.assignment import Assignment
@@ -47,37 +47,34 @@ _DEFAULTS = Choice(None, is_settled=False)  # another job may tune the call at a
 class Resolver:
     """Finds the best config for each call of one function: remembered, or by tuning for it."""
 
-    _known_results: ClassVar[type[KnownResults]] = KnownResults
-
-    def __init__(self, function: TunedFunction, *, on_phase: Callable[[int, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        function: TunedFunction,
+        known: KnownResults | None = None,
+        *,
+        job: type[TuningJob] | None = None,
+        on_phase: Callable[[int, str], None] | None = None,
+    ) -> None:
         """Sets up a resolver; nothing is read or started.
 
         Args:
             function: the function.
+            known: the results that are known for its calls.
+            job: tunes for a call.
             on_phase: called with the index of a config and the phase that it enters, at last with `end`.
         """
         self.function = function
-        self._known = self._known_results(function)
+        self._known = known or KnownResults(function)
+        self._job = job
+        self._agreed: dict[Any, Resolved] = {}
         self._locks: dict[tuple[int, CallKey], threading.RLock] = {}
         self._on_phase = on_phase or (lambda index, phase: None)
-
-    @property
-    def _job(self) -> type[TuningJob]:
-        from quarantune.resolve.tuning_job import TuningJob  # cached calls do not need it
-
-        return TuningJob
 
     @lazy
     def _seeds(self) -> CompilationSeeds:
         from quarantune.resolve.tuning_job import CompilationSeeds  # the same
 
         return CompilationSeeds()
-
-    @lazy
-    def _ranks(self) -> Ranks:
-        from quarantune.resolve.ranks import Ranks  # programs of one process do not need it
-
-        return Ranks(self._known)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Returns a call of the function, bound to be resolved."""
@@ -206,7 +203,9 @@ class Resolver:
         self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
     ) -> TuningResult:
         """Tunes for a call, and remembers the result or the failure in this process; see `TuningJob`."""
-        job = self._job(
+        from quarantune.resolve.tuning_job import TuningJob  # cached calls do not need it
+
+        job = (self._job or TuningJob)(
             described, settings, self._known, self._seeds, self._on_phase, start_over=start_over, earlier=earlier
         )
         try:
@@ -306,9 +305,12 @@ class Resolver:
 
     def _agreement(self, described: KeyedCall, settings: Settings) -> Agreement | None:
         """Returns the agreement on a call with the other ranks of this program, if it has any."""
-        if in_sandbox() or jax_internals.coordination() is None:
+        coordination = None if in_sandbox() else jax_internals.coordination()
+        if coordination is None or not settings.agree:
             return None
-        return self._ranks.agreement(described, settings)
+        from quarantune.resolve.ranks import Agreement  # programs of one process do not need it
+
+        return Agreement(self._known, described, settings, coordination, self._agreed)
 
     def _allow_defaults(self, described: KeyedCall, settings: Settings, *, where: tuple[str, ...]) -> None:
         """Says once that a call runs with the function's own defaults.
