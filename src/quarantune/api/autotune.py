@@ -395,12 +395,12 @@ class Autotuned(TunedCallable[_P, _R]):
         if call.given:
             bound = self.__wrapped__
         else:
-            choice = resolver.choice(call)
-            if choice.config is None:
+            chosen, is_settled = resolver.choice(call)
+            if chosen is None:
                 return self.__wrapped__(*args, **kwargs)
-            config = choice.config
+            config = chosen
             bound = bind_config(self.__wrapped__, config)
-            if not choice.is_settled:
+            if not is_settled:
                 return bound(*args, **kwargs)
             if key is None and not self._options.time_grad:
                 from quarantune.transport import differentiation  # calls outside a trace do not need it

@@ -34,7 +34,7 @@ from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
-from quarantune.values.trial import Outcome, SandboxError, Searched, Trial, TuningFailedError
+from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
 
@@ -79,8 +79,6 @@ class _Step:
 class ContextualJob(TuningJob):
     """One call whose kernels this process tunes, or waits for while another process tunes them."""
 
-    _all_searched = Searched()
-
     @property
     def _runner(self) -> Runner:
         assert isinstance(self._call.function, ContextualFunction)
@@ -111,10 +109,6 @@ class ContextualJob(TuningJob):
     def _search(self) -> SearchLimits:
         """The search of each kernel, and the budgets that they divide."""
         return SearchLimits.of(self._options, self._settings)
-
-    def _searched(self) -> Searched:
-        """Returns how thorough the searches of all kernels were together."""
-        return self._all_searched
 
     def _tune_kernels(self) -> ContextualResult:
         others, start, step = self._begin()
@@ -148,8 +142,9 @@ class ContextualJob(TuningJob):
             spaces.append(slots[slot].space)
             slots, time_ms = step.slots, step.time_ms
         _logger.info("%s: %.4g ms with %d kernels tuned", self._name, time_ms, len(choices))
-        self._all_searched = _together(searched, self._search)
-        return self._conclude_kernels(choices, spaces, tries, time_ms, baseline_ms)
+        findings = findings_now(self._call, time_ms, [trial for _, trial in tries], _together(searched, self._search))
+        findings = dataclasses.replace(findings, baseline_ms=baseline_ms)
+        return self._conclude_kernels(choices, spaces, tries, findings)
 
     def _begin(self) -> tuple[str, dict[Slot, Config], _Step]:
         """Runs the function once, to see which kernels it calls and how long it takes.
@@ -318,8 +313,7 @@ class ContextualJob(TuningJob):
         choices: Mapping[Slot, KernelChoice],
         spaces: Sequence[JsonObject],
         tries: Sequence[tuple[dict[Slot, Config], Trial]],
-        time_ms: float,
-        baseline_ms: float | None,
+        findings: Findings,
     ) -> ContextualResult:
         """Saves the choices, and returns the result."""
         names = dict(zip(choices, labels([slot.name for slot in choices]), strict=True))
@@ -332,14 +326,15 @@ class ContextualJob(TuningJob):
         ]
         chosen = {slot: choice.config for slot, choice in choices.items()}
         config: Config = {KEY: assignment.encode(chosen, others=OWN)}
-        findings = dataclasses.replace(
-            findings_now(self._call, time_ms, trials, self._searched()), baseline_ms=baseline_ms
-        )
         kernels = [
             {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": space}
             for (slot, choice), space in zip(choices.items(), spaces, strict=True)
         ]
-        parts = {"config": {"assignment": assignment.nested(chosen)}, "kernels": kernels, "baseline_ms": baseline_ms}
+        parts = {
+            "config": {"assignment": assignment.nested(chosen)},
+            "kernels": kernels,
+            "baseline_ms": findings.baseline_ms,
+        }
         self._save(self._entry(config, findings) | parts)
         return self._contextual(Known(config, findings), [*choices.values()], tuple(trials), from_cache=False)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -28,20 +27,8 @@ if TYPE_CHECKING:
     from quarantune.transport.assignment import Assignment
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The config to use for a call.
-
-    Attributes:
-        config: the config; None to run with the defaults.
-        is_settled: whether it stays the choice for all such calls of this process.
-    """
-
-    config: Config | None
-    is_settled: bool = True
-
-
-_DEFAULTS = Choice(None, is_settled=False)  # another job may tune the call at any time
+_DEFAULTS = None, False
+"""A choice that is not settled: another job may tune the call at any time."""
 
 
 class Resolver:
@@ -85,10 +72,14 @@ class Resolver:
 
     def config(self, call: BoundCall) -> Config | None:
         """Returns the config to use for a call as `choice` does; None to run with the defaults."""
-        return self.choice(call).config
+        return self.choice(call)[0]
 
-    def choice(self, call: BoundCall) -> Choice:
+    def choice(self, call: BoundCall) -> tuple[Config | None, bool]:
         """Returns the config to use for a call, remembered or found by tuning, or that of a near call.
+
+        Returns:
+            The config, None to run with the defaults; and whether it stays the choice for all such calls of this
+            process.
 
         Raises:
             TuningFailedError: every config failed, now or earlier in this process.
@@ -115,7 +106,7 @@ class Resolver:
             slot = assignment.slot(call.name, cache.canonical_json(described.values), self.function.identity)
             is_assigned, config = assignment.find(slot, lambda: _seen(call))
             if is_assigned:
-                return Choice(config, is_settled=config is not None)
+                return config, config is not None
         with self._lock_of(described.key):
             return self._choice(described)
 
@@ -216,7 +207,7 @@ class Resolver:
         self._known.remember(described.key, result, settings)
         return result
 
-    def _choice(self, described: KeyedCall) -> Choice:
+    def _choice(self, described: KeyedCall) -> tuple[Config | None, bool]:
         call, settings = described.call, environment.current()
         # A sweep within a sweep would measure the two against each other.
         may_tune = not in_sandbox() and not call.is_symbolic
@@ -224,7 +215,7 @@ class Resolver:
         if found.known is not None:
             # What a block of code sets does not hold for the calls after it.
             is_settled = not found.is_nearest or not (environment.block_of("on_miss") or settings.record)
-            return Choice(found.known.config, is_settled=is_settled)
+            return found.known.config, is_settled
         if settings.on_miss != "tune" and not in_sandbox():
             self._allow_defaults(described, settings, where=("default", "nearest"))
         elif call.is_symbolic and not in_sandbox():
