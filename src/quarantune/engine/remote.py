@@ -89,7 +89,7 @@ _jitted_stand_in = jax.jit(stand_in)
 
 
 def pack(request: SweepRequest, configs: Sequence[Config]) -> tuple[bytes, Call]:
-    """Returns the call of a sweep packed for `unpack`, and as it is in this process.
+    """Returns the call of a sweep as a pickled `Parcel`, and as it is in this process.
 
     Args:
         request: the sweep.
@@ -125,15 +125,6 @@ def pack(request: SweepRequest, configs: Sequence[Config]) -> tuple[bytes, Call]
         target=request.target,
     )
     return pickle.dumps(parcel), packed.call
-
-
-def unpack(data: bytes) -> Parcel:
-    """Returns the parcel that `pack` packed in a process with the same versions."""
-    parcel = pickle.loads(data)
-    assert isinstance(parcel, Parcel)
-    if not parcel.is_jitted:
-        return parcel
-    return dataclasses.replace(parcel, problem=dataclasses.replace(parcel.problem, fn=_jitted_stand_in))
 
 
 def _values_of(packed: PackedCall) -> bytes:
@@ -409,7 +400,7 @@ class _Shard:
         try:
             if self._task["versions"] != (here := versions_here()):
                 raise _EndError(REFUSED, differing(self._task["versions"], here))
-            parcel = unpack(self._task["parcel"])
+            parcel: Parcel = pickle.loads(self._task["parcel"])
             self._check_device(parcel)
             self._say(Entered(phase=(NO_CONFIG, Phase.LOAD)))
             with _prepared(parcel.threads):
@@ -438,11 +429,14 @@ class _Shard:
 
     def _sweep(self, parcel: Parcel) -> Swept:
         configs: dict[int, Any] = dict(self._task["configs"])
+        problem = parcel.problem
+        if parcel.is_jitted:
+            problem = dataclasses.replace(problem, fn=_jitted_stand_in)
         with environment.settings(**parcel.settings):
             settings = environment.current()
         target = None if parcel.target is None else targets.usable(parcel.target)
         request = SweepRequest(
-            problem=parcel.problem,
+            problem=problem,
             options=parcel.options,
             settings=settings,
             limits=SweepLimits.of(parcel.options, settings),
