@@ -207,6 +207,21 @@ def test_slow_clocks_and_other_tenants_are_found(
     assert (found.status.value, words in found.found) == (status, True)
 
 
+def test_of_each_gpu_its_own_tenants_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text("""#!/bin/sh
+case "$*" in
+--query-gpu*throttle*) printf '0, H200, 570.1, 1980, 1980, 0x0, 2000, 9\n1, H200, 570.1, 1980, 1980, 0x0, 2000, 9\n' ;;
+--query-compute*--id=0*) echo 'GPU-a, 77, 2000' ;;
+--query-compute*--id=1*) echo 'GPU-b, 78, 2000' ;;
+--query-compute*) printf 'GPU-a, 77, 2000\nGPU-b, 78, 2000\n' ;;
+esac
+""")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    first, second = (check.found for check in doctor.nvidia())
+    assert ("processes 77," in first, "processes 78," in second) == (True, True)
+
+
 def test_damaged_results_are_found(cache_dir: Path) -> None:
     cache_dir.mkdir()
     (cache_dir / "matmul.json").write_text("{")

@@ -477,11 +477,10 @@ def nvidia() -> list[Check]:
     rows = _smi(f"--query-gpu={_QUERY}") or _smi(f"--query-gpu={_QUERY.replace('throttle', 'event')}")
     if not rows:
         return [warn(name, "nvidia-smi does not answer, so neither is known", "put nvidia-smi on PATH and run again")]
-    others = [row for row in _smi("--query-compute-apps=gpu_uuid,pid,used_memory") if row[1:2] != [str(os.getpid())]]
-    return [_nvidia(row, others) for row in rows if len(row) == len(_QUERY.split(","))]
+    return [_nvidia(row) for row in rows if len(row) == len(_QUERY.split(","))]
 
 
-def _nvidia(row: list[str], others: list[list[str]]) -> Check:
+def _nvidia(row: list[str]) -> Check:
     index, _, _, clock, most, reasons, used, busy = row
     name = f"clocks and tenants of GPU {index}"
     found = f"{clock} of {most} MHz, {used} MiB in use, {busy}% busy"
@@ -492,15 +491,17 @@ def _nvidia(row: list[str], others: list[list[str]]) -> Check:
     if hindered := [reason for bit, reason in _HINDERED.items() if mask & bit]:
         return warn(name, f"{found}; slowed down by {' and '.join(hindered)}", "wait until it is cool and idle")
     if _whole(used) > _TENANT_MIB or _whole(busy) > 0:
-        pids = f", processes {', '.join(row[1] for row in others)}" if others else ""
+        tenants = _smi("--query-compute-apps=gpu_uuid,pid,used_memory", f"--id={index}")
+        others = [pid for row in tenants for pid in row[1:2] if pid != str(os.getpid())]
+        pids = f", processes {', '.join(others)}" if others else ""
         found += f": another program uses it{pids}, which makes times scatter and leaves less memory"
         return warn(name, found, "end it, or choose another GPU with QUARANTUNE_DEVICES")
     return ok(name, f"{found}; nobody else uses it")
 
 
-def _smi(query: str) -> list[list[str]]:
+def _smi(*query: str) -> list[list[str]]:
     """Returns the rows that nvidia-smi prints; none where it is missing or refuses the query."""
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
