@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -179,6 +180,18 @@ def test_a_file_is_written_through_a_link_and_into_a_pipe(tmp_path: Path) -> Non
         table(1).to_csv(tmp_path)
 
 
+def test_a_file_that_is_replaced_keeps_its_mode_and_a_new_one_has_the_usual_one(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    (tmp_path / "other").touch()
+    table(1).to_csv(shared / "trials.csv")
+    assert (shared / "trials.csv").stat().st_mode == (tmp_path / "other").stat().st_mode
+    (shared / "trials.csv").chmod(0o600)
+    table(2).to_csv(shared / "trials.csv")
+    assert stat.S_IMODE((shared / "trials.csv").stat().st_mode) == 0o600
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_a_file_that_is_a_mount_is_written_where_it_is(tmp_path: Path) -> None:
     small, file = tmp_path / "small", tmp_path / "trials.csv"
@@ -192,6 +205,11 @@ def test_a_file_that_is_a_mount_is_written_where_it_is(tmp_path: Path) -> None:
         subprocess.run(["mount", "--bind", str(small / "mounted.csv"), str(file)], check=True)
         table(1).to_csv(file)
         assert (small / "mounted.csv").read_text().startswith("n,outcome,")
+        subprocess.run(["umount", "-l", str(file)], check=True)
+        (tmp_path / "beside.csv").touch()
+        subprocess.run(["mount", "--bind", str(tmp_path / "beside.csv"), str(file)], check=True)
+        table(1).to_csv(file)
+        assert (tmp_path / "beside.csv").read_text() == (small / "mounted.csv").read_text()
     finally:
         subprocess.run(["umount", "-l", str(file)], check=False)
         subprocess.run(["umount", "-l", str(small)], check=True)

@@ -7,11 +7,13 @@ one whole result at any time, whoever saves to it and whatever ends a save.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +29,8 @@ _SCHEMA = 2
 _PART = re.compile(rf"({FUNCTION}|{WINNER})(-[0-9a-f]+)?\.bin")
 _REMAINS = re.compile(rf"{_PART.pattern}|\.({_PART.pattern}|{re.escape(JSON)})\.[0-9a-f]+\.tmp")
 _LARGEST_BYTES = 1 << 31
+_IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+"""A file cannot be replaced: its directory is not writable, or it is a mount."""
 _SAVING_S = 3600.0
 """No save takes longer than this, in seconds."""
 
@@ -89,16 +93,33 @@ def write(path: str | os.PathLike[str], content: bytes) -> None:
     Raises:
         OSError: the file cannot be written; one that can be replaced is as it was.
     """
-    target = Path(os.path.realpath(path))
-    is_replaceable = os.path.isfile(path) and os.access(target.parent, os.W_OK) and not os.path.ismount(target)
     try:
-        if os.path.exists(path) and not is_replaceable:
-            Path(path).write_bytes(content)
-        else:
-            with Directory(target.parent) as place:
-                place.replace(target.name, content)
+        if not os.path.exists(path) or os.path.isfile(path):
+            try:
+                _replace(Path(os.path.realpath(path)), content)
+                return
+            except OSError as error:
+                if error.errno not in _IRREPLACEABLE or not os.path.exists(path):
+                    raise
+        Path(path).write_bytes(content)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # not with the name of the draft
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """Has a new file take the place of one, with its mode, or of none."""
+    draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
+    mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else None
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else 0o600)
+    try:
+        if mode is not None:
+            os.fchmod(fd, mode)
+        shared_files.write_all(fd, content)
+        os.fsync(fd)
+        os.replace(draft, file)
+    finally:
+        os.close(fd)
+        draft.unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> set[str]:
