@@ -218,6 +218,7 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("report kernels.scale --device A100", "nothing is cached for the device 'A100'"),
         ("report kernels.scale -o nowhere/page.html", "give another file with -o"),
         ("replay nowhere", "'nowhere' cannot be read"),
+        ("replay /dev/zero", "'/dev/zero' cannot be read (it is no regular file)"),
         ("replay bad.txt", "bad.txt is no JSON"),
         ("replay bad.txt --seeds 0", "whole number of at least 1"),
         ("completion tcsh", "Choose from bash, zsh, fish"),

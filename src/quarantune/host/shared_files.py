@@ -115,7 +115,7 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
             TooLargeError: the file is larger.
             OSError: the file cannot be read, or does not exist.
         """
-        return _content(self.open(name, os.O_RDONLY), largest_bytes)
+        return _content(self.open(name, os.O_RDONLY), name, largest_bytes)
 
     def replace(self, name: str, content: bytes) -> None:
         """Makes `content` a file's content, all of it or none; a link is replaced, not followed.
@@ -287,7 +287,7 @@ def read(path: Path, *, largest_bytes: int, below: Path | None = None) -> bytes:
         OSError: the file cannot be read, or does not exist.
     """
     if below is None:
-        return _content(_opened(os.fspath(path), 0, None), largest_bytes)
+        return _content(_opened(os.fspath(path), 0, None), os.fspath(path), largest_bytes)
     with directory_of(path, below=below) as place:
         return place.read(path.name, largest_bytes=largest_bytes)
 
@@ -354,20 +354,20 @@ def _opened(name: str, flags: int, directory_fd: int | None) -> int:
     except OSError as error:
         if error.errno not in _ODD:
             raise
-        raise NotAFileError(error.errno, _ODD[error.errno]) from None
+        raise NotAFileError(error.errno, _ODD[error.errno], name) from None
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
-        raise NotAFileError(code, _ODD[code])
+        raise NotAFileError(code, _ODD[code], name)
     return fd
 
 
-def _content(fd: int, largest_bytes: int) -> bytes:
+def _content(fd: int, name: str, largest_bytes: int) -> bytes:
     with os.fdopen(fd, "rb") as file:
         if os.fstat(fd).st_size <= largest_bytes and len(content := file.read(largest_bytes + 1)) <= largest_bytes:
             return content
-    raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
+    raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB", name)
 
 
 def _add_mode(fd: int, wanted: int) -> None:
