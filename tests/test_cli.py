@@ -216,6 +216,8 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("cache path --json", "there is no option '--json'"),
         ("report kernels.scal", "Did you mean 'kernels.scale'"),
         ("report kernels.scale --device A100", "nothing is cached for the device 'A100'"),
+        ("report My.scale", "nothing is cached for 'My.scale'"),
+        ("report kernels.*", "no function 'kernels.*' has results"),
         ("report kernels.scale -o nowhere/page.html", "give another file with -o"),
         ("replay nowhere", "'nowhere' cannot be read"),
         ("replay /dev/zero", "'/dev/zero' cannot be read (it is no regular file)"),
@@ -552,6 +554,13 @@ def test_a_report_is_written(run: Run, tmp_path: Path, filled: Store) -> None:
     assert page.read_text().count('"when":"before"') == page.read_text().count('"when":"after"') == 2
     code, _, err = run("report", f"{tmp_path}/none/kernels.scale", "kernels.scale", "-o", page)
     assert (code, "none" in err) == (2, True)
+
+
+def test_a_function_whose_results_were_all_pruned_has_no_report(run: Run, tmp_path: Path, filled: Store) -> None:
+    assert run("cache", "prune", "kernels.scale", "--older-than", "1d")[0] == 0
+    code, out, err = run("report", "kernels.scale", "-o", tmp_path / "scale.html")
+    assert (code, out) == (2, "")
+    assert is_one_line_about(err, "no function 'kernels.scale' has results", "`quarantune cache list` shows all"), err
 
 
 # --- other commands -----------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from quarantune.results import report, saved_files
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config, encode, format_config, format_value, frozen, is_number, text_of
-from quarantune.values.texts import call_size, call_text, printable
+from quarantune.values.texts import call_size, call_text, printable, shown
 from quarantune.values.trial import NO_FIGURES, Findings, Outcome, Trial, interval_text
 
 _SCRIPTS = (
@@ -370,7 +370,9 @@ def cached_results(directory: Path, name: str, *, device: str | None = None) -> 
     """
     store = Store(directory, read_only=True)
     devices = None if device is None else [device]
-    ((_, contents),) = tuning_cache.chosen(store, names=[safe_name(name)], devices=devices)
+    contents = dict(tuning_cache.chosen(store, names=[name], devices=devices)).get(safe_name(name))
+    if contents is None:  # its file is empty, or the name is a pattern for those of others
+        raise ValueError(f"no function {shown(name)} has results. `quarantune cache list` shows all names.")
     # Of one call, the last one of these, which is the newest.
     found = sorted(tuning_cache.entries_of(name, contents), key=lambda each: str(each[1].get("created", "")))
     newest = {
