@@ -798,6 +798,19 @@ def test_dumping_leaves_cloudpickles_global_list_alone(monkeypatch: pytest.Monke
     assert pickling.loads(blob)(1) == 2
 
 
+def test_a_type_variable_of_a_made_up_module_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = types.ModuleType("made_up_module")
+    made_up.lock = threading.Lock()  # type: ignore[attr-defined]  # so that the module cannot travel as a whole
+    code = "from typing import Generic, TypeVar\nT = TypeVar('T', int, str, covariant=True)\nclass Box(Generic[T]): ..."
+    exec(code, vars(made_up))
+    monkeypatch.setitem(sys.modules, "made_up_module", made_up)
+    blob = pickling.dumps([made_up.T, made_up.Box])
+    monkeypatch.delitem(sys.modules, "made_up_module")
+    found, box = pickling.loads(blob)
+    assert box.__parameters__ == (found,)
+    assert (found.__name__, found.__constraints__, found.__covariant__) == ("T", (int, str), True)
+
+
 def test_the_message_for_a_lock_in_a_closure_names_the_way_to_it() -> None:
     lock = threading.Lock()
 

@@ -251,9 +251,12 @@ def test_every_lock_is_free_in_a_fork(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import signal, threading, types, warnings
 import cloudpickle
+lock_of_cloudpickle = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK
+from quarantune.cache import store
 from quarantune.host import process
 from quarantune.transport import pickling
 from quarantune.sandbox import template
+assert cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK is lock_of_cloudpickle
 
 made_up = sys.modules["made_up"] = types.ModuleType("made_up")
 exec("def helper(): pass", vars(made_up))
@@ -292,7 +295,13 @@ def pack():
     pickling.dumps(lambda: 1)
     assert not cloudpickle.list_registry_pickle_by_value()
 
+def pickle_a_class():
+    with lock_of_cloudpickle:
+        inside.set()
+        assert go_on.wait(100)
+
 fork_while(lambda: pickling.dumps([made_up.helper, Slow()]), pack)
+fork_while(pickle_a_class, lambda: pickling.dumps(type("Plain", (), {{"__module__": "__main__"}})))
 lazy = Lazy()
 fork_while(lambda: lazy.value, lambda: Lazy().value)
 

@@ -8,31 +8,23 @@ import importlib
 import inspect
 import io
 import operator
+import os
 import pickle
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import cloudpickle
-import cloudpickle.cloudpickle as by_value
 import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host.process import new_lock
 from quarantune.transport import classes, importable, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
 _SIGNATURE_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
-_NO_FILE = "<dynamic-code>"
-"""cloudpickle writes this in place of a code's file since 3.1.3; errors name the file, and fingerprints read it."""
-
-# cloudpickle's own module has private names, of which releases 3.1.0 to 3.1.3 have these. `_dynamic_class_reduce`,
-# `_dynamic_function_reduce`, `_make_typevar` and `_decompose_typevar` pickle by value what is in a module that workers
-# cannot import: its public `register_pickle_by_value` would change all other pickles of this process, too.
-# `_DYNAMIC_CLASS_TRACKER_LOCK` would stay held in a fork that is made while another thread pickles a class.
-by_value._DYNAMIC_CLASS_TRACKER_LOCK = new_lock()
 
 
 def dumps(obj: object, apart: list[memoryview] | None = None) -> bytes:
@@ -113,15 +105,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return module is not None and name != "__main__" and not self._can_import(module.__name__)
 
     def _reduce_class(self, cls: type) -> Any:
-        is_here_only = self._lives_here_only(cls)
-        reduced = by_value._dynamic_class_reduce(cls) if is_here_only else super().reducer_override(cls)
+        reduced = _reduce_by_value(self, cls) if self._lives_here_only(cls) else super().reducer_override(cls)
         if not isinstance(reduced, tuple) or len(reduced) != 6 or isinstance(cls, enum.EnumMeta):
             return reduced
         return classes.reduce_class(cls, reduced, self._can_import)
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
         is_here_only = self._lives_here_only(function)
-        reduced = self._dynamic_function_reduce(function) if is_here_only else super().reducer_override(function)
+        reduced = _reduce_by_value(self, function) if is_here_only else super().reducer_override(function)
         if reduced is NotImplemented:
             return reduced
         rebuild, (code, namespace, *rest), (attributes, slots), _, _, set_state = reduced
@@ -130,11 +121,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module and function.__globals__ is vars(module) and self._can_import(module.__name__):
             # The worker imports the module and uses its globals. Copies of them could include locks, and would not
             # be identical to the sentinels and primitives that JAX compares by identity.
-            namespace, slots = _ModuleGlobals(module.__name__), slots | {"__globals__": {}}
+            namespace, slots = module.__name__, slots | {"__globals__": {}}
         # A function that refers to its own wrapper is wrapped before it is complete, and the wrapper reads its
         # signature and name, which cloudpickle would set last.
         early = {name: slots[name] for name in _SIGNATURE_ATTRIBUTES}
-        arguments = (rebuild, (code, namespace, *rest), early)
+        arguments = (rebuild, code, namespace, rest, early)
         return _make_function, arguments, (attributes, slots), None, None, set_state
 
     def _reduce_code(self, code: types.CodeType) -> Any:
@@ -145,12 +136,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module.__name__ not in sys.modules or module.__name__ == "__main__" or self._can_import(module.__name__):
             return NotImplemented
         content = {name: value for name, value in vars(module).items() if name != "__builtins__"}
-        return by_value.dynamic_subimport, (module.__name__, content)
+        return _make_module, (module.__name__, content)
 
     def _reduce_type_variable(self, variable: Any) -> Any:
         if not self._lives_here_only(variable):
             return NotImplemented
-        return by_value._make_typevar, by_value._decompose_typevar(variable)
+        named = ("bound", "covariant", "contravariant")
+        options = {name: getattr(variable, f"__{name}__") for name in named}
+        return functools.partial(TypeVar, **options), (variable.__name__, *variable.__constraints__)
 
     def _reduce_jitted(self, fn: Any) -> Any:
         options = jax_internals.jit_options(fn)
@@ -208,16 +201,6 @@ _OF_WRAPPERS = (_Pickler._reduce_jitted, _Pickler._reduce_custom_rule, _Pickler.
 """The reducers of objects that travel by name where they can."""
 
 
-class _ModuleGlobals:
-    """Unpickles as the globals of a module."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __reduce__(self) -> Any:
-        return module_globals, (self._name,)
-
-
 def _reference_from(modules: Iterable[types.ModuleType], obj: Any) -> Any:
     home = next(filter(None, (importable.home_in(module, obj) for module in modules)), None)
     return NotImplemented if home is None else (load_by_name, (*home, 0))
@@ -273,6 +256,35 @@ def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
     )
 
 
+# --- what cloudpickle does not promise: releases 3.0 to 3.1.3 have these names ---
+
+
+_NO_FILE = "<dynamic-code>"
+"""cloudpickle writes this in place of a code's file since 3.1.3; errors name the file, and fingerprints read it."""
+
+
+def _reduce_by_value(pickler: _Pickler, obj: Any) -> Any:
+    """Reduces a function or class as if it were in no module.
+
+    Private because the public `register_pickle_by_value` changes a list of the whole process, which the pickling of
+    other threads follows.
+    """
+    if isinstance(obj, type):
+        return cloudpickle.cloudpickle._dynamic_class_reduce(obj)
+    return pickler._dynamic_function_reduce(obj)
+
+
+def _free_class_tracker() -> None:
+    """Frees cloudpickle's lock in a fork that was made while another thread pickled a class.
+
+    Private because nothing public reaches the lock.
+    """
+    cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_free_class_tracker)
+
+
 def parts_of(fn: Any) -> tuple[Callable[..., Any], jax_internals.JitOptions | None, str]:
     """Returns the parts of a function that any pickler carries whole: itself, its options of `jax.jit`, and its file.
 
@@ -309,10 +321,7 @@ def _in_file(code: types.CodeType, file: str) -> types.CodeType:
 _LARGEST_BYTES, _LARGEST_ARRAY_BYTES = 1 << 26, 1 << 24
 
 
-class _LeftOut: ...
-
-
-LEFT_OUT = _LeftOut()
+LEFT_OUT = object()
 """Stands for a part of a value that cannot travel."""
 
 
@@ -405,18 +414,24 @@ def load_by_name(module: str, qualname: str, depth: int) -> Any:
     return found
 
 
-def module_globals(module: str) -> Mapping[str, Any]:
-    """Returns the globals of a module, imported if need be."""
-    return vars(importlib.import_module(module))
-
-
 def _make_function(
-    make: Callable[..., types.FunctionType], arguments: tuple[Any, ...], attributes: Mapping[str, Any]
+    make: Callable[..., types.FunctionType],
+    code: types.CodeType,
+    namespace: str | dict[str, Any],
+    rest: tuple[Any, ...],
+    attributes: Mapping[str, Any],
 ) -> types.FunctionType:
-    function = make(*arguments)
+    """Makes a function, whose globals may be given as the name of a module."""
+    function = make(code, vars(importlib.import_module(namespace)) if isinstance(namespace, str) else namespace, *rest)
     for name, value in attributes.items():
         setattr(function, name, value)
     return function
+
+
+def _make_module(name: str, content: Mapping[str, Any]) -> types.ModuleType:
+    module = types.ModuleType(name)
+    vars(module).update(content)
+    return module
 
 
 def _array_of(elements: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
