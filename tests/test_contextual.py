@@ -570,6 +570,42 @@ def test_a_search_chooses_among_a_kernels_configs_that_hold_objects() -> None:
     assert one.lookup(X) == {(found.name, found.key): found.config}
 
 
+def test_a_users_search_asks_for_a_kernels_configs_with_their_objects() -> None:
+    class InOrder:
+        def __init__(self) -> None:
+            self.left = [{"ms": Plan(size, Way.FORTH)} for size in range(3)]
+            self.told: list[Any] = []
+
+        def ask(self, n: int) -> list[Any]:
+            taken, self.left = self.left[:n], self.left[n:]
+            return taken
+
+        def tell(self, config: Any, trial: Any) -> None:
+            self.told.append(config["ms"])
+
+    search = InOrder()
+    planned = kernel("asked", {"ms": [Plan(size, Way.FORTH) for size in range(3)]}, lambda x, plan: x + 0 * plan.type)
+
+    @quarantune.contextual_autotune(n_repeat=1)
+    def one(x: Any) -> Any:
+        return planned(x)
+
+    with quarantune.settings(search=search):
+        one.tune(X)
+    assert sorted(plan.type for plan in search.told) == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_a_search_chooses_among_configs_of_objects_that_a_call_makes() -> None:
+    planned = kernel("made", lambda x, ms=1: [{"ms": Plan(size, Way.FORTH)} for size in range(8)], lambda x, plan: x)
+
+    @quarantune.contextual_autotune(n_repeat=1, search="random", max_trials=3)
+    def one(x: Any) -> Any:
+        return planned(x)
+
+    assert [trial.outcome for trial in one.tune(X).kernels[0].trials] == ["ok"] * 3
+
+
 def test_any_pickler_keeps_the_file_of_a_function_tuned_in_context() -> None:
     def plain(x: Any) -> Any:
         return (lambda y: x + y)(x)

@@ -31,7 +31,7 @@ from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.transport.problem import Problem, kernels
 from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, format_config
+from quarantune.values.configs import Config, format_config, originals, restore
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
@@ -266,7 +266,9 @@ class ContextualJob(TuningJob):
             possible: list[Config] = [{KEY: text} for text in texts]
             configs, search = dict(enumerate(possible)), None
             if share is not None and not share.tries_all:
-                search = KernelSearch(share, shown, texts, self._limits.compile_timeout_s + self._limits.timeout_s)
+                search = KernelSearch(
+                    share, _with_objects(kernel, shown), texts, self._limits.compile_timeout_s + self._limits.timeout_s
+                )
                 progress.expect(search.total, is_bound=True, budget_s=search.time_budget_s)
                 configs = search.take(1)
             request = SweepRequest(
@@ -362,12 +364,12 @@ class KernelSearch(Searching):
 
         Args:
             limits: the search and its budgets.
-            configs: the kernel's configs, as a report holds them: with tags in the place of objects.
+            configs: the kernel's configs.
             texts: the assignment for each of them.
             trial_s: seconds that one trial may take.
         """
-        self._configs = [_without_tags(config) for config in configs]
-        super().__init__(limits, Space(self._configs), defaults=0, trial_s=trial_s)
+        super().__init__(limits, Space(configs), defaults=0, trial_s=trial_s)
+        self._configs = configs
         self._texts = texts
 
     def take(self, count: int) -> dict[int, Config]:
@@ -378,6 +380,17 @@ class KernelSearch(Searching):
         """Tells the search of the trial of an assignment, as that of the kernel's config."""
         if index >= 0:
             super().ended(index, dataclasses.replace(trial, config=self._configs[index]))
+
+
+def _with_objects(name: str, configs: Sequence[Config]) -> list[Config]:
+    """Returns a kernel's configs, as a report holds them, with their objects in the place of tags.
+
+    Configs that a call makes are not known here: plain dicts stand for their objects.
+    """
+    spaces = [kernel._configs for kernel in kernels(name) if isinstance(kernel._configs, Space)]
+    objects = originals(config for space in spaces for config in space.examples())
+    restored = [restore(config, objects) for config in configs]
+    return [config if originals([config]).keys() <= objects.keys() else _without_tags(config) for config in restored]
 
 
 def _without_tags(value: Any) -> Any:
