@@ -417,7 +417,7 @@ def load_by_name(module: str, qualname: str, depth: int) -> Any:
 def _make_function(
     make: Callable[..., types.FunctionType],
     code: types.CodeType,
-    namespace: str | dict[str, Any],
+    namespace: str | Mapping[str, Any],
     rest: tuple[Any, ...],
     attributes: Mapping[str, Any],
 ) -> types.FunctionType:
