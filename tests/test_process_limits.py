@@ -156,7 +156,7 @@ def trials_of(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, tuple[s
     ("kind", "limit", "settings"),
     [
         ("user", 24, {}),
-        ("user", 24, {"QUARANTUNE_CONFIGS_PER_WORKER": "4"}),
+        pytest.param("user", 24, {"QUARANTUNE_CONFIGS_PER_WORKER": "4"}, marks=pytest.mark.long),
         pytest.param("user", 40, {}, marks=pytest.mark.long),
         pytest.param("group", 48, {"QUARANTUNE_START_METHOD": "spawn"}, marks=pytest.mark.long),
     ],

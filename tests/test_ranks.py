@@ -65,6 +65,7 @@ def run(directory: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_four_ranks_with_caches_of_their_own_agree_in_every_case(tmp_path: Path) -> None:
     results = run(tmp_path)

@@ -438,6 +438,7 @@ def test_a_process_that_is_killed_while_it_records_loses_no_call(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.clients
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # those of other people's libraries

@@ -43,7 +43,7 @@ def hold(x: Any, name: str, n: int = 0) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_only_what_a_config_made_is_removed(start_method: str) -> None:
     name = f"shared-names-{os.getpid()}-{start_method}"
     ours = SharedMemory(name=name, create=True, size=1 << 12)

@@ -243,7 +243,9 @@ def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "tunes"), [(8, False), (3, True)], ids=["calls", "tune"])
+@pytest.mark.parametrize(
+    ("count", "tunes"), [(8, False), pytest.param(3, True, marks=pytest.mark.long)], ids=["calls", "tune"]
+)
 def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
     fleet: Fleet, cache_dir: Path, place: Path, count: int, tunes: bool
 ) -> None:
