@@ -47,19 +47,22 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
     The way to the directory may lead over links, because the user has chosen it. Folders below it may be no links.
     """
 
-    def __init__(self, path: Path, *below: str, make: bool = False) -> None:
+    def __init__(self, path: Path, *below: str, make: bool = False, shares: bool = True) -> None:
         """Opens a directory.
 
         Args:
             path: the directory that the user has chosen.
             below: the names of folders on the way to one below it.
             make: whether to make what is missing; a folder becomes writable for all who may write to the one above.
+            shares: whether new files are writable for all who may write to the directory. Otherwise they have the usual
+                mode, and a file that takes the place of another has its mode.
 
         Raises:
             OSError: it cannot be opened, a folder is a link, or the directory is another user's while its name says
                 that it is this user's.
         """
         self.path = path.joinpath(*below)
+        self._shares = shares
         self._fd = _open_root(path, make=make)
         try:
             for name in below:
@@ -81,7 +84,8 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
     def open(self, name: str, flags: int) -> int:
         """Opens a regular file, and never waits for a pipe, a terminal or a device.
 
-        With `O_CREAT` a missing file is made, writable for all who may write to the directory, whatever the umask is.
+        With `O_CREAT` a missing file is made; in a shared directory, it is writable for all who may write to that,
+        whatever the umask is.
 
         Raises:
             NotAFileError: the name stands for something else.
@@ -99,8 +103,9 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
             if flags & os.O_EXCL:
                 raise
             return self.open(name, flags)  # another process was quicker
-        mode = os.fstat(self._fd).st_mode
-        _add_mode(fd, (0o060 if mode & 0o020 else 0) | (0o006 if mode & 0o002 else 0))
+        if self._shares:
+            mode = os.fstat(self._fd).st_mode
+            _add_mode(fd, (0o060 if mode & 0o020 else 0) | (0o006 if mode & 0o002 else 0))
         return fd
 
     def read(self, name: str, *, largest_bytes: int) -> bytes:
@@ -145,6 +150,8 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
         fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
         def take_place(content: bytes) -> None:
+            if not self._shares and self.is_there(target):
+                os.fchmod(fd, stat.S_IMODE(self.status(target).st_mode))
             write_all(fd, content)
             os.fsync(fd)
             if not self.is_same(name, fd):

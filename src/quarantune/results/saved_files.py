@@ -13,7 +13,6 @@ import json
 import os
 import re
 import secrets
-import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,7 +95,9 @@ def write(path: str | os.PathLike[str], content: bytes) -> None:
     try:
         if not os.path.exists(path) or os.path.isfile(path):
             try:
-                _replace(Path(os.path.realpath(path)), content)
+                file = Path(os.path.realpath(path))
+                with Directory(file.parent, shares=False) as place:
+                    place.replace(file.name, content)
                 return
             except OSError as error:
                 if error.errno not in _IRREPLACEABLE or not os.path.exists(path):
@@ -104,22 +105,6 @@ def write(path: str | os.PathLike[str], content: bytes) -> None:
         Path(path).write_bytes(content)
     except OSError as error:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # not with the name of the draft
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """Has a new file take the place of one, with its mode, or of none."""
-    draft = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
-    mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else None
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if mode is None else 0o600)
-    try:
-        if mode is not None:
-            os.fchmod(fd, mode)
-        shared_files.write_all(fd, content)
-        os.fsync(fd)
-        os.replace(draft, file)
-    finally:
-        os.close(fd)
-        draft.unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> set[str]:
