@@ -6,6 +6,8 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
+import textwrap
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -18,6 +20,7 @@ from aftermath import eventually, shared_memory
 from helpers import ends, run_python
 
 import quarantune
+from quarantune.sandbox import contain
 
 X = np.ones(8, np.float32)
 held: list[Any] = []
@@ -57,6 +60,117 @@ def test_only_what_a_config_made_is_removed(start_method: str) -> None:
         Path(f"/dev/shm/{name}-other").unlink(missing_ok=True)
         ours.close()
         ours.unlink()
+
+
+MADE = {
+    "shared memory": "SharedMemory(name, create=True, size=8)",
+    "shared memory of a name with a slash": "SharedMemory('/' + name, create=True, size=8)",
+    "open": "open('/dev/shm/' + name, 'w')",
+    "open, exclusively": "open(file='/dev/shm/' + name, mode='xb', buffering=0)",
+    "write_text": "Path('/dev/shm', name).write_text('text')",
+    "os.open": "os.open(b'/dev/shm/' + name.encode(), flags=os.O_CREAT)",
+    "mkdir": "os.mkdir('/dev/shm/' + name)",
+    "mkdtemp": "tempfile.mkdtemp(prefix=name, dir='/dev/shm')",
+}
+BEGINNING = """
+import builtins, io, os, signal, sys, tempfile
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+import _posixshmem
+from quarantune.sandbox import contain
+
+name, fd, begun = sys.argv[1], int(sys.argv[2]), set(os.listdir("/dev/shm"))
+
+def replace(made):
+    builtins.open = io.open = made(open)
+    os.open, os.mkdir, _posixshmem.shm_open = made(os.open), made(os.mkdir), made(_posixshmem.shm_open)
+"""
+DIES = """
+def dying(real):
+    def made(*args, **kwargs):
+        result = real(*args, **kwargs)
+        if made := [it for it in set(os.listdir("/dev/shm")) - begun if name in it or "quarantune" in it]:
+            print(*made, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return made
+"""
+
+
+def run_noting(code: str, name: str, directory: Path) -> tuple[subprocess.CompletedProcess[str], int]:
+    """Runs a process that notes its names as a worker does; returns it, and the file with its names."""
+    fd = os.open(directory / "names", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    command = [sys.executable, "-c", BEGINNING + code, name, str(fd)]
+    return subprocess.run(command, pass_fds=[fd], capture_output=True, text=True, check=False), fd
+
+
+@pytest.mark.parametrize("moment", ["as soon as it is there", "when it has been made"])
+@pytest.mark.parametrize("made", MADE)
+def test_shared_memory_goes_whenever_its_worker_is_killed(made: str, moment: str, tmp_path: Path) -> None:
+    name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"
+    steps = ["replace(dying)", "contain.note_in(fd)"]
+    steps = steps if moment == "as soon as it is there" else steps[::-1]
+    done, fd = run_noting("\n".join([DIES, *steps, MADE[made]]), name, tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    contain.remove_shared_memory(fd)
+    assert done.stdout
+    assert not set(done.stdout.split()) & set(shared_memory())
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_names_are_made_as_if_they_were_not_noted(made: str, tmp_path: Path) -> None:
+    name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"
+    code = f"""
+        os.umask(0o027)
+        try:
+            result = {MADE[made]}
+        except Exception as error:
+            print(type(error), error, error.filename)
+        else:
+            print(getattr(result, "name", None))
+        for path in Path("/dev/shm").glob(name + "*"):
+            about = path.lstat()
+            print(oct(about.st_mode), about.st_nlink, about.st_size)
+    """
+    for before in ("", "open('/dev/shm/' + name, 'w')"):
+        said = []
+        for begin in ("pass", "contain.note_in(fd)"):
+            done, fd = run_noting("\n".join([before, begin, textwrap.dedent(code)]), name, tmp_path)
+            assert done.returncode == 0, done.stderr
+            said.append(done.stdout)
+            contain.remove_shared_memory(fd)
+            for path in Path("/dev/shm").glob(name + "*"):
+                path.rmdir() if path.is_dir() else path.unlink()
+        assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("made", [made for made in MADE if made != "mkdtemp"])
+def test_what_another_process_makes_at_the_same_moment_stays(made: str, tmp_path: Path) -> None:
+    name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"
+    code = f"""
+really_open = os.open
+
+def slow(real):
+    def made(*args, **kwargs):
+        os.close(really_open(f"/dev/shm/{{name}}", os.O_CREAT))
+        return real(*args, **kwargs)
+    return made
+
+replace(slow)
+contain.note_in(fd)
+try:
+    {MADE[made]}
+except FileExistsError as error:
+    print(error)
+"""
+    path = Path("/dev/shm", name)
+    try:
+        done, fd = run_noting(code, name, tmp_path)
+        assert done.returncode == 0, done.stderr
+        contain.remove_shared_memory(fd)
+        assert path.exists()
+    finally:
+        path.unlink(missing_ok=True)
 
 
 KILLED = """

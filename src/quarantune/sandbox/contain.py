@@ -17,7 +17,7 @@ import signal
 import stat
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from quarantune.host import machine
@@ -33,6 +33,9 @@ _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
 _SHARED_MEMORY = "/dev/shm"
 _MOST_BYTES = 1 << 20
 """Of a file with names of shared memory."""
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
+_ARGUMENTS_WITH_OPENER = 7
+"""Of `open`, after the file."""
 _noted_in: list[int] = []
 """The files for the names that this process makes: its own and, since its template may be killed, the template's."""
 
@@ -153,7 +156,9 @@ def kill_orphans(known: Collection[int]) -> None:
 # --- shared memory ---
 #
 # Its name outlives its processes, and `multiprocessing` removes it only where its tracker outlives them. So a worker
-# notes each name as it makes it, in a file that its template holds. Names that code in C makes are not noted.
+# notes each name in a file that its template holds. A worker may be killed at any moment, and another process may give
+# the name, too: so the worker makes everything under a name that only it gives, noted before, then notes what has the
+# name that was asked for, and renames it. Names that code in C makes are not noted.
 
 
 @contextlib.contextmanager
@@ -164,8 +169,7 @@ def directory() -> Iterator[str]:
         OSError: the system has no room for it.
     """
     path = f"{_SHARED_MEMORY}/quarantune-{os.urandom(8).hex()}"
-    _note(path)  # first: a worker may be killed as soon as it is made
-    os.mkdir(path, 0o700)
+    os.mkdir(path, 0o700)  # which notes it
     try:
         yield path
     finally:
@@ -189,40 +193,78 @@ def note_in(fd: int) -> None:
     _noted_in.append(fd)
     if len(_noted_in) > 1:
         return  # a fork of a process that notes them
-    builtins.open = io.open = _noting(open)
-    for name in ("open", "mkdir"):
-        setattr(os, name, _noting(getattr(os, name)))
-    try:
+    os.mkdir = _noting(os.mkdir, lambda *_, **__: True)
+    os.open = _noting(os.open, lambda flags, *_, **__: flags & os.O_CREAT)
+    builtins.open = io.open = _opening_by(open)
+    with contextlib.suppress(ImportError):  # a system without shared memory
         module: Any = importlib.import_module("_posixshmem")
-    except ImportError:
-        return  # a system without shared memory
-    real = module.shm_open
-
-    def shm_open(path: str, flags: int, **how: Any) -> int:
-        opened: int = real(path, flags, **how)
-        if flags & os.O_EXCL:  # it was not there before
-            _note(path, os.fstat(opened))
-        return opened
-
-    module.shm_open = shm_open
+        module.shm_open = _noting(module.shm_open, lambda flags, *_, **__: flags & os.O_CREAT, place="")
 
 
-def _noting(real: Any) -> Any:
-    """Returns a function that opens or makes a path as `real` does, and notes a name that was not there before."""
+def _noting(real: Any, makes: Callable[..., object], *, place: str = _SHARED_MEMORY) -> Any:
+    """Returns a function that does as `real`, and notes each name in shared memory that it makes before that is there.
+
+    Args:
+        real: opens or makes a path.
+        makes: says whether it may make it, by its other arguments.
+        place: the directory of shared memory, as its paths begin.
+    """
 
     @functools.wraps(real)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        path = args[0] if args else kwargs.get("file", kwargs.get("path"))
-        name = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
-        is_new = os.path.dirname(name) == _SHARED_MEMORY and not os.path.lexists(name)
-        result = real(*args, **kwargs)
-        if is_new:
-            with contextlib.suppress(OSError):
-                _note(name, os.lstat(name))
+    def made(path: Any, *args: Any, **kwargs: Any) -> Any:
+        name = _name_in(place, path)
+        target = f"{_SHARED_MEMORY}/{name}"
+        if not name or not makes(*args, **kwargs) or os.path.lexists(target):
+            return real(path, *args, **kwargs)
+        draft = f"{_SHARED_MEMORY}/quarantune-{os.urandom(8).hex()}"
+        _note(draft)
+        try:
+            result = real(f"{place}/{os.path.basename(draft)}", *args, **kwargs)
+        except OSError as error:
+            error.filename = path
+            raise
+        _note(target, os.lstat(draft))
+        if not _rename_to_new(draft, target):
+            _remove(draft)
+            if result is not None:
+                os.close(result)
+            return real(path, *args, **kwargs)
         return result
 
-    made.__module__ = "builtins" if real is open else "os"  # where pickle finds it by its name
+    made.__module__ = "os"  # where pickle finds it by its name
     return made
+
+
+def _opening_by(real: Any) -> Any:
+    """Returns a function that does as the function `open`, and opens files in shared memory by `os.open`."""
+
+    @functools.wraps(real)
+    def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
+        if _name_in(_SHARED_MEMORY, file) and len(args) < _ARGUMENTS_WITH_OPENER:
+            kwargs.setdefault("opener", lambda path, flags: os.open(path, flags, 0o666))
+        return real(file, *args, **kwargs)
+
+    opened.__module__ = "builtins"
+    return opened
+
+
+def _name_in(place: str, path: Any) -> str:
+    """Returns the name of a path directly in a directory; an empty one for any other path."""
+    directory, name = os.path.split(os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else "")
+    return name if directory.rstrip("/") == place else ""
+
+
+def _rename_to_new(path: str, target: str) -> bool:
+    """Renames a file or directory, unless there is one of the new name; returns whether it did."""
+    try:
+        return not _libc.renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+    except AttributeError:  # a C library of before 2018
+        return False
+
+
+def _remove(path: str | bytes) -> None:
+    """Removes a file, or a directory with what is in it."""
+    shutil.rmtree(path) if stat.S_ISDIR(os.lstat(path).st_mode) else os.unlink(path)
 
 
 def remove_shared_memory(fd: int) -> None:
@@ -235,5 +277,5 @@ def remove_shared_memory(fd: int) -> None:
             about = os.lstat(path)
             # Not what another process has made since.
             if (int(device), int(inode)) in ((0, 0), (about.st_dev, about.st_ino)):
-                shutil.rmtree(path) if stat.S_ISDIR(about.st_mode) else os.unlink(path)
+                _remove(path)
     os.close(fd)
