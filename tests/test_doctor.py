@@ -138,6 +138,18 @@ def test_a_missing_cuda_plugin_is_found_beside_a_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("device", "is_tpu"), [("0x0042", False), ("0x0063", True)], ids=["a NIC of Google's", "v5e"])
+def test_a_tpu_is_found_on_the_pci_bus(device: str, is_tpu: bool, tmp_path: Path) -> None:
+    for address, vendor, id_ in (("0000:00:04.0", "0x10de", "0x0063"), ("0000:00:05.0", "0x1ae0", device)):
+        (tmp_path / "devices" / address).mkdir(parents=True)
+        (tmp_path / "devices" / address / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / "devices" / address / "device").write_text(f"{id_}\n")
+    mounts = f"mount --bind '{tmp_path / 'devices'}' /sys/bus/pci/devices"
+    status, found = diagnose(tmp_path, mounts=mounts, JAX_PLATFORMS="cpu")
+    assert (status, "TPU" in found) == (0, is_tpu)
+
+
+@pytest.mark.slow
 def test_a_plugin_that_does_not_load_is_found_beside_a_driver(tmp_path: Path) -> None:
     (tmp_path / "driver" / "nvidia").mkdir(parents=True)
     (tmp_path / "driver" / "nvidia" / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module 570.1\n")
@@ -287,9 +299,9 @@ def test_the_findings_are_plain_data() -> None:
     ],
 )
 def test_a_plugin_that_jax_is_not_set_to_use_is_told_from_one_that_does_not_work(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, platforms: str | None, chosen: list[str]
+    monkeypatch: pytest.MonkeyPatch, platforms: str | None, chosen: list[str]
 ) -> None:
-    hardware = {kind: ((str(tmp_path),), *rest) for kind, (_, *rest) in doctor._HARDWARE.items()}
+    hardware = {kind: (lambda: True, *rest) for kind, (_, *rest) in doctor._HARDWARE.items()}
     monkeypatch.setattr(doctor, "_HARDWARE", hardware)
     monkeypatch.setattr(targets, "has_plugin", lambda plugin: True)
     monkeypatch.setattr(discovery, "accelerators", lambda: discovery.Backend((discovery.cpu_device(),), None))

@@ -157,11 +157,12 @@ def _judged(name: str, found: str, remedy: str, *, is_good: bool, is_needed: boo
 
 # --- JAX: its versions, and its plugins for the devices that are here ---
 
-_HARDWARE = {
-    "NVIDIA GPU": (("/proc/driver/nvidia/version", "/dev/nvidiactl"), "cuda", "jax[cuda13]"),
-    "TPU": (("/dev/accel0",), "tpu", "jax[tpu]"),
+_NVIDIA_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
+_HARDWARE: dict[str, tuple[Callable[[], bool], str, str]] = {
+    "NVIDIA GPU": (lambda: any(map(os.path.exists, _NVIDIA_DRIVER)), "cuda", "jax[cuda13]"),
+    "TPU": (jax_internals.has_tpu, "tpu", "jax[tpu]"),
 }
-"""For each kind of device: the files by which its driver is seen, the name of JAX's plugin, and how to install it."""
+"""For each kind of device: whether it is here, the name of JAX's plugin, and how to install it."""
 
 
 def jax_versions() -> Check:
@@ -192,11 +193,7 @@ def plugins() -> Iterator[Check]:
 
 def _hardware() -> list[tuple[str, str, str]]:
     """Returns each kind of device whose driver is here, with JAX's plugin for it and how to install that."""
-    return [
-        (kind, plugin, package)
-        for kind, (files, plugin, package) in _HARDWARE.items()
-        if any(map(os.path.exists, files))
-    ]
+    return [(kind, plugin, package) for kind, (is_here, plugin, package) in _HARDWARE.items() if is_here()]
 
 
 def _is_chosen(plugin: str) -> bool:

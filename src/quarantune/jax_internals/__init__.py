@@ -627,6 +627,17 @@ def backends_initialized() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
+def has_tpu() -> bool:
+    """Returns whether this machine has TPUs on its PCI bus, which says nothing of their driver.
+
+    Private because JAX has no public way to look for them without initialising a backend, and files such as
+    `/dev/accel0` and `/dev/vfio/0` differ between kinds of TPUs, or are those of other devices.
+    """
+    from jax._src import hardware_utils
+
+    return bool(hardware_utils.num_available_tpu_chips_and_device_id()[0])
+
+
 def target_config(devices: Sequence[Any]) -> str | None:
     """Returns the description of a GPU that XLA needs to compile for it elsewhere; None if there is none.
 
