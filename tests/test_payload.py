@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
 import os
 import sys
@@ -758,6 +759,26 @@ def test_structs_have_the_dtype_jax_would_use() -> None:
     call, _, _ = _roundtrip(_plain, np.ones(2), jnp.full((2,), 1.0))
     (wide, weak), _ = payload.call_as_structs(call)
     assert (wide.dtype, weak.weak_type) == (jnp.float32, True)
+
+
+def test_an_option_that_a_module_sets_when_it_is_imported_gets_the_callers_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "jax_numpy_rank_promotion"
+    setting = f"import jax\njax.config.update({name!r}, 'raise')\ndef double(x):\n    return 2 * x\n"
+    (tmp_path / "setting_an_option.py").write_text(setting, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = jax.config.values[name]  # type: ignore[attr-defined]
+    try:
+        module = importlib.import_module("setting_an_option")
+        jax.config.update(name, "warn")
+        packed = payload.pack_call(module.double, (np.ones(3),), {})
+        del sys.modules["setting_an_option"]  # as in a worker
+        payload.unpack_call(packed.blob)
+        assert "setting_an_option" in sys.modules
+        assert jax.config.values[name] == "warn"  # type: ignore[attr-defined]
+    finally:
+        jax.config.update(name, before)
 
 
 def test_a_full_disk_raises_instead_of_leaving_a_short_spool() -> None:

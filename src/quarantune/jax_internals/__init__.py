@@ -555,32 +555,20 @@ def options_to_travel() -> Mapping[str, Any]:
     }
 
 
-def adopt_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Sets JAX's options in this process to those of the caller's.
+def adopt_options(options: Mapping[str, Any]) -> None:
+    """Sets JAX's options in this process to those of the caller's, as far as they are registered here.
 
     Args:
         options: what `options_to_travel` returned in the caller's process.
-
-    Returns:
-        The options that are unknown here, because the module that registers them is not imported yet.
     """
     here = jax.config.values
     for name, value in options.items():
-        if name in here and here[name] != value:
+        if name not in here:
+            logging.getLogger("quarantune").debug(
+                "JAX has no option %s in this process; the caller's value %r is left out", name, value
+            )
+        elif here[name] != value:
             jax.config.update(name, value)
-    return {name: value for name, value in options.items() if name not in here}
-
-
-def adopt_late_options(options: Mapping[str, Any]) -> None:
-    """Sets the remaining options once the function's modules are imported, and drops those that are still unknown.
-
-    Args:
-        options: what `adopt_options` returned.
-    """
-    for name, value in adopt_options(options).items():
-        logging.getLogger("quarantune").debug(
-            "JAX has no option %s in this process; the caller's value %r is left out", name, value
-        )
 
 
 trace_context: Callable[[], tuple[Any, ...]] = config.trace_context

@@ -291,10 +291,11 @@ def unpack_call(blob: bytes) -> Call:
     sys.path[:] = process.import_path + [entry for entry in sys.path if entry not in process.import_path]
     adopt_program_name(process.program)
     importlib.invalidate_caches()  # the user may have written a module since this process last looked
-    unknown = jax_internals.adopt_options(process.jax_options)
+    jax_internals.adopt_options(process.jax_options)
     _provide_cpu_devices(process.devices)
-    call: Call = loads(root)  # imports the user's modules, of which one may register the options that are unknown
-    jax_internals.adopt_late_options(unknown)
+    call: Call = loads(root)
+    # Again, as that has imported the user's modules: some register options, or set them, which the caller has undone.
+    jax_internals.adopt_options(process.jax_options)
     jax_internals.set_contexts(loads(process.contexts))
     return call
 
