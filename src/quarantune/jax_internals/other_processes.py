@@ -213,7 +213,7 @@ def prepare_to_load(executable: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutableParts:
-    """The parts of a compiled program, except the trees of its arguments and outputs.
+    """The parts of a compiled program, except the tree of its arguments.
 
     Attributes:
         program: the executable as serialised by XLA.
@@ -228,6 +228,8 @@ class ExecutableParts:
         out_shardings: the shardings of its outputs.
         in_layouts: the memory layouts of its arguments.
         out_layouts: the memory layouts of its outputs.
+        out_tree: the tree of its outputs; None if that has pytree classes, which only the function itself provides.
+        devices: the devices of this process to load it onto, in the program's order; none where it was compiled.
     """
 
     program: bytes
@@ -242,6 +244,60 @@ class ExecutableParts:
     out_shardings: Sequence[Any]
     in_layouts: Sequence[Any]
     out_layouts: Sequence[Any]
+    out_tree: Any
+    devices: Sequence[Any] = ()
+
+    def with_trees(self, in_tree: Any, out_tree: Any) -> Any:
+        """Returns the program as a callable, loaded onto its devices.
+
+        Private because the public `deserialize_and_load` takes only a pickle.
+
+        Args:
+            in_tree: the tree of its arguments: a pair of the positional ones and the keyword arguments.
+            out_tree: the tree of its outputs.
+
+        Raises:
+            ValueError: the trees are those of another program, or XLA cannot load this one.
+        """
+        if (in_tree.num_leaves, out_tree.num_leaves) != (len(self.all_in_avals), len(self.out_avals)):
+            raise ValueError("the compiled program has another number of arguments or outputs than its function")
+        prepare_to_load(self.program)
+        try:
+            return self._loaded(in_tree, out_tree)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"the compiled program cannot be loaded: {error}") from error
+
+    def _loaded(self, in_tree: Any, out_tree: Any) -> Any:
+        from jax._src import core
+        from jax._src.interpreters import pxla
+        from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+        client, device_list = self.devices[0].client, xla_client.DeviceList(tuple(self.devices))
+        names = tuple("" for _ in self.all_in_avals)
+        unloaded = pxla.UnloadedMeshExecutable(
+            xla_executable=client.deserialize_executable(self.program, executable_devices=device_list),
+            device_list=device_list,
+            backend=client,
+            input_avals=self.in_avals,
+            input_shardings=self.in_shardings,
+            output_avals=self.out_avals,
+            output_shardings=self.out_shardings,
+            committed=self.committed,
+            name=self.name,
+            unordered_effects=[],
+            ordered_effects=[],
+            keepalive=[],
+            host_callbacks=[],
+            kept_var_idx=set(self.kept),
+            mut=None,
+            xla_in_layouts=self.in_layouts,
+            dispatch_in_layouts=[None] * len(self.in_layouts),
+            xla_out_layouts=self.out_layouts,
+            all_args_info=pxla.AllArgsInfo(self.all_in_avals, core.DebugInfo("jit", self.name, names, None)),
+            pgle_profiler=None,
+        )
+        infos = [jax.stages.ArgInfo(aval, index in self.donated) for index, aval in enumerate(self.all_in_avals)]
+        return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(infos), out_tree)
 
 
 def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
@@ -277,50 +333,8 @@ def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
         out_shardings=found.output_shardings,
         in_layouts=found.xla_in_layouts,
         out_layouts=found.xla_out_layouts,
+        out_tree=compiled.out_tree,
     )
-
-
-def executable_from_parts(parts: ExecutableParts, *, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Any:
-    """Returns the compiled program with the given parts, loaded onto devices of this process.
-
-    Private because the public `deserialize_and_load` takes only a pickle.
-
-    Args:
-        parts: the parts from `executable_parts`, with shardings on devices of this process.
-        in_tree: the tree of its arguments: a pair of the positional ones and the keyword arguments.
-        out_tree: the tree of its outputs.
-        devices: the devices it runs on, in the program's order.
-    """
-    from jax._src import core
-    from jax._src.interpreters import pxla
-    from jax._src.lib import xla_client  # type: ignore[attr-defined]
-
-    client, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
-    names = tuple("" for _ in parts.all_in_avals)
-    unloaded = pxla.UnloadedMeshExecutable(
-        xla_executable=client.deserialize_executable(parts.program, executable_devices=device_list),
-        device_list=device_list,
-        backend=client,
-        input_avals=parts.in_avals,
-        input_shardings=parts.in_shardings,
-        output_avals=parts.out_avals,
-        output_shardings=parts.out_shardings,
-        committed=parts.committed,
-        name=parts.name,
-        unordered_effects=[],
-        ordered_effects=[],
-        keepalive=[],
-        host_callbacks=[],
-        kept_var_idx=set(parts.kept),
-        mut=None,
-        xla_in_layouts=parts.in_layouts,
-        dispatch_in_layouts=[None] * len(parts.in_layouts),
-        xla_out_layouts=parts.out_layouts,
-        all_args_info=pxla.AllArgsInfo(parts.all_in_avals, core.DebugInfo("jit", parts.name, names, None)),
-        pgle_profiler=None,
-    )
-    infos = [jax.stages.ArgInfo(aval, index in parts.donated) for index, aval in enumerate(parts.all_in_avals)]
-    return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(infos), out_tree)
 
 
 # --- the persistent compilation cache ---
@@ -443,26 +457,7 @@ def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
 # --- classes registered as pytrees ---
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PytreeRegistration:
-    """The registration of a class as a pytree, as values that can be pickled.
-
-    Attributes:
-        data_fields: for a dataclass registration, its data fields; None for the other kinds.
-        meta_fields: for a dataclass registration, its static fields.
-        flatten: returns children and static data; None if only `flatten_with_keys` was given.
-        unflatten: takes static data and children; None for a dataclass registration.
-        flatten_with_keys: like `flatten`, with a key for each child; None if JAX kept no reference to it.
-    """
-
-    data_fields: tuple[str, ...] | None = None
-    meta_fields: tuple[str, ...] = ()
-    flatten: Callable[..., Any] | None = None
-    unflatten: Callable[..., Any] | None = None
-    flatten_with_keys: Callable[..., Any] | None = None
-
-
-def pytree_registration(cls: type) -> PytreeRegistration | None:
+def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
     """Returns the registration of `cls` as a pytree, or None if there is none.
 
     Private (`tree_util._registry`, and the closures of its functions) because JAX has no public way to read a
@@ -471,77 +466,59 @@ def pytree_registration(cls: type) -> PytreeRegistration | None:
 
     Args:
         cls: any class.
+
+    Returns:
+        JAX's function that registers such a class, and its arguments after the class, which can be pickled.
     """
     entry = tree_util._registry.get(cls)
     if entry is None:
         return None
     hidden = inspect.getclosurevars(entry.to_iter).nonlocals if inspect.isfunction(entry.to_iter) else {}
     if "data_fields" in hidden and "meta_fields" in hidden:
-        return PytreeRegistration(data_fields=tuple(hidden["data_fields"]), meta_fields=tuple(hidden["meta_fields"]))
+        return jax.tree_util.register_dataclass, (tuple(hidden["data_fields"]), tuple(hidden["meta_fields"]))
     if "flatten_with_keys" in hidden:
-        return PytreeRegistration(flatten_with_keys=hidden["flatten_with_keys"], unflatten=entry.from_iter)
+        return jax.tree_util.register_pytree_with_keys, (hidden["flatten_with_keys"], entry.from_iter)
     keyed = operator.methodcaller("tree_flatten_with_keys") if hasattr(cls, "tree_flatten_with_keys") else None
-    return PytreeRegistration(flatten=entry.to_iter, unflatten=entry.from_iter, flatten_with_keys=keyed)
+    return jax.tree_util.register_pytree_node, (entry.to_iter, entry.from_iter, keyed)
 
 
-def register_pytree(cls: type, registration: PytreeRegistration) -> None:
+def register_pytree(cls: type, registration: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
     """Registers `cls` as a pytree, unless it is registered already.
 
     Args:
         cls: a class that was unpickled by value.
         registration: what `pytree_registration` returned in the sending process.
     """
-    if cls in tree_util._registry:
-        return
-    if registration.data_fields is not None:
-        jax.tree_util.register_dataclass(cls, registration.data_fields, registration.meta_fields)
-    elif registration.flatten is None:
-        assert registration.flatten_with_keys is not None
-        assert registration.unflatten is not None
-        jax.tree_util.register_pytree_with_keys(cls, registration.flatten_with_keys, registration.unflatten)
-    else:
-        assert registration.unflatten is not None
-        jax.tree_util.register_pytree_node(
-            cls, registration.flatten, registration.unflatten, registration.flatten_with_keys
-        )
+    if cls not in tree_util._registry:
+        register, arguments = registration
+        register(cls, *arguments)
 
 
-@contextlib.contextmanager
-def pytree_registrations_held_back() -> Iterator[HeldBack]:
-    """Notes the pytree classes that the block registers instead of registering them, as JAX cannot undo that.
+def made_unregistered(make: Callable[[], type]) -> type:
+    """Makes a class that is no pytree, whatever it does when it is made; it may register other classes.
 
     Private (`tree_util._all_registries`) because a class that registers itself while it is made, in its metaclass or
-    `__init_subclass__`, may use any of JAX's functions for this, and all of them use these registries.
+    `__init_subclass__`, may use any of JAX's functions for this, and all of them use these registries, from which
+    nothing can be removed.
+
+    Args:
+        make: makes the class.
     """
-    held, is_known = HeldBack(), hasattr(tree_util, "_all_registries")
+    noted: list[tuple[str, type, tuple[Any, ...]]] = []
+
+    def noting(method: str) -> Callable[..., None]:
+        return lambda nodetype, *arguments: noted.append((method, nodetype, arguments))
+
+    methods = ("register_node", "register_dataclass_node")
+    stand_in = types.SimpleNamespace(**{method: noting(method) for method in methods})
+    is_known = hasattr(tree_util, "_all_registries")
     # Where another version of JAX has other registries, the registration stays.
-    with _replaced(tree_util, _all_registries=(held,)) if is_known else contextlib.nullcontext():
-        yield held
-
-
-class HeldBack:
-    """Stands in for a pytree registry of JAX: notes registrations without making them."""
-
-    def __init__(self) -> None:
-        self._noted: list[tuple[type, str, tuple[Any, ...]]] = []
-
-    def register_node(self, nodetype: type, *functions: Any) -> None:
-        """Notes a class with the functions that flatten and unflatten it."""
-        self._noted.append((nodetype, "register_node", functions))
-
-    def register_dataclass_node(self, nodetype: type, *fields: Any) -> None:
-        """Notes a class with its fields."""
-        self._noted.append((nodetype, "register_dataclass_node", fields))
-
-    def release(self, *, but: type) -> None:
-        """Makes the noted registrations, except those of one class.
-
-        Args:
-            but: the class.
-        """
-        for nodetype, method, arguments in self._noted:
-            if nodetype is but:
-                tree_util._registry.pop(nodetype, None)
-            else:
-                for registry in tree_util._all_registries:
-                    getattr(registry, method)(nodetype, *arguments)
+    with _replaced(tree_util, _all_registries=(stand_in,)) if is_known else contextlib.nullcontext():
+        cls = make()
+    for method, nodetype, arguments in noted:
+        if nodetype is cls:
+            tree_util._registry.pop(cls, None)
+        else:
+            for registry in tree_util._all_registries:
+                getattr(registry, method)(nodetype, *arguments)
+    return cls

@@ -10,7 +10,7 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.host.process import lazy
-from quarantune.transport import executable
+from quarantune.jax_internals.other_processes import ExecutableParts
 from quarantune.transport.problem import bind_config, jitted_with
 from quarantune.values.configs import Config
 
@@ -46,8 +46,8 @@ class Winner:
         self._jitted, self._keywords = jitted_with(fn, config)
         self._jit = jax_internals.jit_options(fn)
         dynamic, self._statics = self._split(args, kwargs)
-        self._read: executable.ReadProgram | None = None
-        if isinstance(compiled, executable.ReadProgram):
+        self._read: ExecutableParts | None = None
+        if isinstance(compiled, ExecutableParts):
             self._read = compiled
             self._call = None if compiled.out_tree is None else compiled.with_trees(_tree(dynamic), compiled.out_tree)
         else:

@@ -17,11 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quarantune.jax_internals.other_processes import (
-    pytree_registration,
-    pytree_registrations_held_back,
-    register_pytree,
-)
+from quarantune.jax_internals.other_processes import made_unregistered, pytree_registration, register_pytree
 
 _PLAIN = ("builtins", "abc", "typing", "enum", "dataclasses", "collections.abc")
 """Modules whose metaclasses and bases keep no tables of classes."""
@@ -58,12 +54,9 @@ def _table_entries(cls: type, can_import: Callable[[str], bool]) -> Iterator[tup
 def _make_class(make: Callable[..., type], metaclass: Any, *arguments: Any) -> type:
     """Makes an empty class, by calling its metaclass if that does not fail on an empty class."""
     try:
-        with pytree_registrations_held_back() as held:
-            cls = make(metaclass, *arguments)
+        return made_unregistered(lambda: make(metaclass, *arguments))
     except Exception:
         return make(_bare(metaclass), *arguments)
-    held.release(but=cls)
-    return cls
 
 
 def _bare(metaclass: Any) -> Callable[..., type]:

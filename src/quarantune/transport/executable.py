@@ -5,7 +5,7 @@ As a pickle, for a process that trusts the writer; or as data that is read witho
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 import struct
 from collections.abc import Callable, Mapping
@@ -19,14 +19,9 @@ from jax.experimental.layout import Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from quarantune import jax_internals
-from quarantune.jax_internals.other_processes import (
-    ExecutableParts,
-    executable_from_parts,
-    executable_parts,
-    prepare_to_load,
-)
+from quarantune.jax_internals.other_processes import ExecutableParts, executable_parts, prepare_to_load
 from quarantune.transport import pickling
-from quarantune.values.codec import decode_json
+from quarantune.values.codec import JsonObject, decode_json
 
 _LARGEST_HEADER_BYTES = 1 << 24
 
@@ -79,19 +74,6 @@ def _device_ids(compiled: Any) -> list[int]:
 # --- as data ---
 
 
-@dataclasses.dataclass(frozen=True)
-class ReadProgram:
-    """A program that was read but is not loaded yet.
-
-    Attributes:
-        out_tree: the tree of its outputs; None if that has pytree classes, which only the function itself provides.
-        with_trees: loads the program, given the trees of its arguments and outputs, and returns it as a callable.
-    """
-
-    out_tree: Any
-    with_trees: Callable[[Any, Any], Any]
-
-
 def to_data(compiled: Any) -> bytes:
     """Returns a compiled program as bytes for `from_data`.
 
@@ -102,23 +84,16 @@ def to_data(compiled: Any) -> bytes:
         ValueError: the program cannot be represented as data.
     """
     parts = executable_parts(compiled)
-    try:
-        out_tree = _tree(compiled.out_tree)
-    except ValueError:
-        out_tree = None
-    header = {
-        "devices": _device_ids(compiled),
-        "name": parts.name,
-        "committed": parts.committed,
-        "out_tree": out_tree,
-    }
-    header |= {name: list(map(write, getattr(parts, name))) for name, (write, _) in _LISTS.items()}
+    header: JsonObject = {name: list(map(write, getattr(parts, name))) for name, (write, _) in _LISTS.items()}
+    header |= {"devices": _device_ids(compiled), "name": parts.name, "committed": parts.committed, "out_tree": None}
+    with contextlib.suppress(ValueError):
+        header["out_tree"] = _tree(parts.out_tree)
     text = json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + parts.program
 
 
-def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ReadProgram:
-    """Returns the program that `to_data` wrote, for the devices of this process with the same numbers.
+def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ExecutableParts:
+    """Returns the parts of the program that `to_data` wrote, for the devices of this process with the same numbers.
 
     No byte is interpreted as Python code. XLA loads the machine code, which runs only when the program is called.
 
@@ -141,29 +116,19 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ReadProgram:
                 # XLA would run it on none: a worker numbers its devices from 0, which of several ranks only one does.
                 raise ValueError("this process has no device with its number")
             here = {number: onto}
-        devices = [here[number] for number in header["devices"]]
         parts = ExecutableParts(
             program=blob[8 + length :],
             name=str(header["name"]),
             committed=bool(header["committed"]),
             **{name: [read(item, here) for item in header[name]] for name, (_, read) in _LISTS.items()},
+            out_tree=None if header["out_tree"] is None else jax.tree.structure(_read_tree(header["out_tree"][0])),
+            devices=[here[number] for number in header["devices"]],
         )
-        out_tree = None if header["out_tree"] is None else jax.tree.structure(_read_tree(header["out_tree"][0]))
-        if not devices or (out_tree is not None and out_tree.num_leaves != len(parts.out_avals)):
+        if not parts.devices or (parts.out_tree is not None and parts.out_tree.num_leaves != len(parts.out_avals)):
             raise ValueError("it has no devices, or a wrong number of outputs")
+        return parts
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError, struct.error) as error:
         raise ValueError(f"the compiled program cannot be read: {error!r}") from error
-
-    def with_trees(in_tree: Any, tree: Any) -> Any:
-        if (in_tree.num_leaves, tree.num_leaves) != (len(parts.all_in_avals), len(parts.out_avals)):
-            raise ValueError("the compiled program has another number of arguments or outputs than its function")
-        prepare_to_load(parts.program)
-        try:
-            return executable_from_parts(parts, in_tree=in_tree, out_tree=tree, devices=devices)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"the compiled program cannot be loaded: {error}") from error
-
-    return ReadProgram(out_tree, with_trees)
 
 
 # --- the parts of a program as data ---
