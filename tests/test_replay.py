@@ -9,15 +9,18 @@ import math
 import re
 import runpy
 import sys
+import warnings
 import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import refused
 
 import quarantune
-from quarantune import Outcome, Trial
+from quarantune import CacheWarning, Outcome, Trial
 from quarantune.cache.journal import Journal, compile_failures
+from quarantune.cache.store import _reported
 from quarantune.search import models
 from quarantune.values.configs import Config
 
@@ -228,6 +231,58 @@ def test_a_damaged_journal_is_named_and_no_other_one(tmp_path: Path) -> None:
     assert "problem.one" not in str(raised.value)
     (tmp_path / "problem.two.jsonl").unlink()
     assert quarantune.replay(tmp_path, "exhaustive", seeds=[0]).size == 1
+
+
+def recorded(directory: Path) -> Path:
+    """Records ROWS in the journal of a function, and returns its file."""
+    journal = Journal(directory, "matmul", "cpu", "key")
+    for config, time in ROWS:
+        ended = {"outcome": Outcome.ERROR} if isinstance(time, str) else {"outcome": Outcome.OK, "time_ms": time}
+        journal.append({"trial": Trial(config=config, **ended).to_json()})
+    (file,) = (directory / "matmul.trials").iterdir()
+    return file
+
+
+def test_lines_that_are_left_out_are_counted_and_their_file_is_named(tmp_path: Path) -> None:
+    file = recorded(tmp_path)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines, lines[0].replace(b"3.0", b"0.3"), b"\xff garbage \0\n"]))
+    for path in (file, file.parent):
+        _reported.clear()
+        with pytest.warns(
+            CacheWarning, match=f"^2 damaged lines of the journal '{re.escape(str(file))}' are left out$"
+        ):
+            expected(quarantune.replay(path, "exhaustive", seeds=[0]))
+    file.write_bytes(b"".join([*lines, b"garbage\n"]))
+    with pytest.warns(CacheWarning, match="^1 damaged line of the journal .* is left out$"):
+        expected(quarantune.replay(file, "exhaustive", seeds=[0]))
+
+
+@pytest.mark.parametrize(("garbage", "lines"), [(b"\0" * 5000, 0), (bytes(range(256)) * 20, 20), (b"\xff\n", 1)])
+def test_a_journal_of_garbage_holds_no_trials(garbage: bytes, lines: int, tmp_path: Path) -> None:
+    file = tmp_path / "problem.host.jsonl"
+    file.write_bytes(garbage)
+    for path in (file, tmp_path):
+        _reported.clear()
+        error = pytest.raises(ValueError, match=f"^{re.escape(str(path))} holds n")
+        with warnings.catch_warnings(record=True, action="always") as caught, error:
+            quarantune.replay(path)
+        assert [str(each.message).split()[0] for each in caught] == [str(lines)] * bool(lines)
+
+
+def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = recorded(tmp_path)
+    expected(quarantune.replay(file, "exhaustive", seeds=[0]))
+    for path, mode in ((file, 0), (file.parent, 0), (file.parent, 0o111)):
+        with refused(path, mode):
+            for given in {file if mode == 0 else file.parent, file.parent}:
+                with pytest.raises(PermissionError) as raised:
+                    quarantune.replay(given)
+                assert str(raised.value.filename).startswith(str(file.parent))
+    (file.parent / "another.host.jsonl").mkdir()
+    for given in (file.parent / "another.host.jsonl", file.parent):
+        with pytest.raises((OSError, ValueError), match=r"another\.host\.jsonl"):
+            quarantune.replay(given)
 
 
 def test_the_example_prints_a_table_for_each_recording(

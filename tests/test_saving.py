@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import refused
 
 from quarantune import Outcome, SavedResultError, Trial, TuningResult
 
@@ -148,6 +150,31 @@ def test_a_file_that_the_disk_refuses_leaves_the_earlier_one(
     assert os.listdir(tmp_path) == ["trials"]
     write(large, file)
     assert len(file.read_bytes()) > LARGE // 2
+
+
+@pytest.mark.parametrize("write", [TuningResult.to_csv, TuningResult.report])
+def test_a_file_in_a_directory_that_is_not_writable_is_named_or_written_where_it_is(
+    tmp_path: Path, write: Callable[[TuningResult, Path], None]
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    file, writable = place / "trials", place / "writable"
+    write(table(1), tmp_path / "earlier")
+    with refused(place, 0o555), pytest.raises(PermissionError, match=r"Permission denied: .*/trials'$"):
+        write(table(2), file)
+    assert os.listdir(place) == []
+    for each in (file, writable):
+        shutil.copy(tmp_path / "earlier", each)
+    file.chmod(0o444)
+    writable.chmod(0o666)
+    with refused(place, 0o555):
+        with pytest.raises(PermissionError, match=r"Permission denied: .*/trials'$"):
+            write(table(2), file)
+        write(table(2), writable)
+    write(table(2), tmp_path / "later")
+    assert file.read_bytes() == (tmp_path / "earlier").read_bytes()
+    assert len(writable.read_bytes()) == len((tmp_path / "later").read_bytes())
+    assert sorted(os.listdir(place)) == ["trials", "writable"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")

@@ -36,6 +36,8 @@ RECORDS = ("jsonl", "final", "uncompiled", "failed")
 """The suffixes of the files about one problem beside its entry; locks and claims of living jobs are none of them."""
 _TURNS = ("", *(f"_{number:04}" for number in range(1, 10_000)))
 """What tells the files apart that one host has written one after the other."""
+_CONSEQUENCE = ": trials that are missing are measured again"
+"""Of damage to a journal of the cache, which sweeps read."""
 _TROUBLE_KEY = "trouble"
 _TROUBLE = frozenset({"crashed", "timeout"})
 
@@ -105,7 +107,7 @@ class Journal:
                 else:
                     yield record
             if damaged:
-                report_once(_damage_of(path, damaged))
+                report_once(f"{_damage_of(path, damaged)}{_CONSEQUENCE}")
 
     def trials(self) -> Iterator[Trial]:
         """Yields the trials of its records; a record without one is left out."""
@@ -231,8 +233,15 @@ def _append_line(place: Directory, name: str, line: bytes) -> bool:
 
 
 def read(path: Path) -> list[JsonObject]:
-    """Returns the whole records of one file."""
-    return [record for record in _read_lines(path) if record is not None]
+    """Returns the whole records of a file that the user names; damaged lines are left out and reported once.
+
+    Raises:
+        OSError: it is no regular file, is too large, or cannot be read.
+    """
+    records = list(_parsed(shared_files.read(path, largest_bytes=LARGEST_READ_JOURNAL_BYTES)))
+    if damaged := records.count(None):
+        report_once(_damage_of(path, damaged))
+    return [record for record in records if record is not None]
 
 
 def records_below(directory: Path, suffix: str) -> Iterator[JsonObject | None]:
@@ -245,14 +254,15 @@ def damage(directory: Path) -> list[str]:
     """Returns a sentence for each journal below a cache directory that has damaged lines."""
     paths = shared_files.paths(directory, "*.trials/*.jsonl", "*.trials/*.uncompiled")
     found = {path: sum(record is None for record in _read_lines(path, below=directory)) for path in paths}
-    return [_damage_of(path, damaged) for path, damaged in found.items() if damaged]
+    return [f"{_damage_of(path, damaged)}{_CONSEQUENCE}" for path, damaged in found.items() if damaged]
 
 
 def _damage_of(path: Path, damaged: int) -> str:
-    return f"{damaged} damaged lines of the journal {str(path)!r} are left out: their trials are measured again"
+    lines, are = ("line", "is") if damaged == 1 else ("lines", "are")
+    return f"{damaged} damaged {lines} of the journal {str(path)!r} {are} left out"
 
 
-def _read_lines(path: Path, *, below: Path | None = None) -> Iterator[JsonObject | None]:
+def _read_lines(path: Path, *, below: Path) -> Iterator[JsonObject | None]:
     """Yields the records of a file, None for each damaged line; a torn last line is left out."""
     try:
         data = shared_files.read(path, below=below, largest_bytes=LARGEST_READ_JOURNAL_BYTES)
@@ -261,6 +271,11 @@ def _read_lines(path: Path, *, below: Path | None = None) -> Iterator[JsonObject
         return
     except OSError:
         return
+    yield from _parsed(data)
+
+
+def _parsed(data: bytes) -> Iterator[JsonObject | None]:
+    """Yields the records of a file's content, None for each damaged line; a torn last line is left out."""
     for line in io.BytesIO(data):
         if line.endswith(b"\n") and len(line) > 1:
             yield _parse(line[:-1])

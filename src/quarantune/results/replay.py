@@ -307,7 +307,8 @@ def _read_path(path: Path) -> list[Trial]:
 
 def _read_journals(directory: Path) -> list[Trial]:
     problems: dict[str, tuple[str, list[Trial]]] = {}
-    for file in sorted(directory.glob("*.jsonl")):
+    # Not by a glob, which finds nothing where the directory cannot be read.
+    for file in sorted(file for file in directory.iterdir() if file.suffix == ".jsonl"):
         if trials := _read_journal(file):
             problems.setdefault(file.name.partition(".")[0], (file.name, []))[1].extend(trials)
     if not problems:
@@ -321,7 +322,6 @@ def _read_journals(directory: Path) -> list[Trial]:
 
 def _read_journal(file: Path) -> list[Trial]:
     """Returns the trials of a journal; other records, such as those of configs that hung, are left out."""
-    os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))  # raises where the journal below would be taken for empty
     try:
         return [Trial.from_json(record["trial"]) for record in journal.read(file) if "trial" in record]
     except (KeyError, TypeError, ValueError) as error:
