@@ -513,6 +513,12 @@ SCRIBBLE = """for fd in range(3, 64):
             os.write(fd, bytes(64))
     time.sleep(600)"""
 
+FORGE = """from quarantune.sandbox import wire
+    for fd in range(3, 64):
+        if "socket:" in os.path.realpath(f"/proc/self/fd/{fd}"):
+            os.write(fd, wire.encode({"message": "LoadFailed", "text": "", "error": "", "outcome": "ok"}))
+    time.sleep(600)"""
+
 LOAD_TROUBLES = {
     "raise ValueError('not here')": ("error", "not here"),
     "raise SystemExit(3)": ("error", "3"),
@@ -521,6 +527,7 @@ LOAD_TROUBLES = {
     "os._exit(0)": ("crashed", "exited with code 0 while it loaded"),
     "ctypes.PyDLL(None).pause()": ("timeout", "took longer than"),
     SCRIBBLE: ("crashed", "damaged its own connection while it loaded"),
+    FORGE: ("crashed", "damaged its own connection while it loaded"),
 }
 
 
@@ -533,21 +540,23 @@ def test_a_failed_load_is_reported_and_the_next_sweep_works(hostility: str, load
         sandbox_for(module.act, load_timeout_s=deadline_s(1.0) if outcome == "timeout" else PATIENCE_S),
     ):
         pass
-    assert caught.value.report.outcome.value == outcome
-    assert "loading" in caught.value.report.log
+    assert caught.value.outcome.value == outcome
+    assert "loading" in caught.value.log
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
-@pytest.mark.parametrize(("kills", "is_loaded"), [(2, True), (9, False)])
+@pytest.mark.parametrize(
+    ("victim", "kills", "is_loaded"), [("os.getpid()", 2, True), ("os.getpid()", 9, False), ("os.getppid()", 2, True)]
+)
 def test_a_load_that_is_killed_twice_is_tried_a_third_time(
-    kills: int, is_loaded: bool, load: Callable[..., ModuleType], tmp_path: Path
+    victim: str, kills: int, is_loaded: bool, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     loads = tmp_path / "loads"
     noting = f"""    with open({str(loads)!r}, "a") as loads:
         loads.write("x")
     if os.path.getsize({str(loads)!r}) <= {kills}:
-        os.kill(os.getpid(), 9)"""
+        os.kill({victim}, 9); time.sleep(600)"""
     act = load(HOSTILE.format(hostility=noting)).act
     refused = pytest.raises(LoadError, match="3 times in a row: does another program kill processes")
     with contextlib.nullcontext() if is_loaded else refused, sandbox_for(act) as sandbox:

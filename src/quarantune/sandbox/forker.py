@@ -35,7 +35,6 @@ from quarantune.sandbox.template_messages import (
     Import,
     Kill,
     Loaded,
-    LoadFailed,
     Open,
     Order,
     Started,
@@ -334,7 +333,7 @@ def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> None:
             # them is initialised here, because a process that has done that must not be forked.
             load_plugins()
     except BaseException as error:
-        client.connection.send_message(LoadFailed(**vars(program.describe_error(error))))
+        client.connection.send_message(program.describe_error(error))
         os._exit(0)
     hazard = _fork_hazard()
     client.connection.send_message(Loaded(hazard, _of_packages(sys.modules.keys() - before)))

@@ -10,7 +10,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from quarantune.host import machine
@@ -20,10 +20,10 @@ from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
     LOAD_REPORTS,
     Ended,
+    ErrorDescription,
     Import,
     Kill,
     Loaded,
-    LoadFailed,
     LoadReport,
     Order,
     StartSweep,
@@ -32,6 +32,7 @@ from quarantune.sandbox.template_messages import (
     was_killed,
 )
 from quarantune.sandbox.wire import Connection
+from quarantune.values import codec
 from quarantune.values.codec import JsonObject
 from quarantune.values.trial import Outcome, SandboxError
 
@@ -83,17 +84,25 @@ class LoadError(Exception):
     """The payload could not be loaded.
 
     Attributes:
-        report: the failure, with the end of the loading process's output.
+        description: the exception, or how the sweep's template ended.
+        outcome: the outcome of every config of the sweep.
+        was_killed: whether another process may have killed the sweep's template.
+        log: the end of the output of the sweep's template.
     """
 
-    def __init__(self, report: LoadFailed) -> None:
-        super().__init__("\n".join((report.text, report.traceback, report.log)))
-        self.report = report
+    def __init__(self, description: ErrorDescription, outcome: Outcome, *, was_killed: bool = False) -> None:
+        self.description = description
+        self.outcome = outcome
+        self.was_killed = was_killed
+        self.log = ""
+
+    def __str__(self) -> str:
+        return "\n".join((self.description.text, self.description.traceback, self.log))
 
 
 @dataclasses.dataclass(eq=False)
-class _Worker:
-    """A worker, as this process knows it."""
+class _Child:
+    """A worker, or the sweep's template while it loads the payload, as this process knows it."""
 
     number: int
     connection: Connection
@@ -148,7 +157,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         """Modules of installed packages that the sweep's template has imported."""
         self._deaths = 0
         self._watch = template.TemplateWatch()
-        self._workers: dict[int, _Worker] = {}
+        self._children: dict[int, _Child] = {}
         self._worker_numbers = itertools.count(_SWEEP + 1)
         self._inherited: tuple[int | None, frozenset[machine.FileId]] | None = None
         self._imported: set[str] = set()
@@ -173,7 +182,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         pid = self.template_pid
         if self._inherited is None or self._inherited[0] != pid:
             self._inherited = pid, frozenset(machine.shared_files([] if pid is None else [pid]))
-        fds = [self._payload_fd, self._arrays_fd, *(worker.log_fd for worker in self._workers.values())]
+        fds = [self._payload_fd, self._arrays_fd, *(worker.log_fd for worker in self._children.values())]
         return {*self._inherited[1], *(machine.file_id(fd) for fd in fds if fd >= 0)}
 
     # Opening and closing
@@ -198,7 +207,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 return
             except (SandboxError, LoadError) as error:
                 # Another program may have killed the load, or an earlier sweep may have damaged the template.
-                load_was_killed = isinstance(error, LoadError) and error.report.was_killed
+                load_was_killed = isinstance(error, LoadError) and error.was_killed
                 if not load_was_killed and (self._template is None or self._template.is_alive):
                     raise
                 if not again:
@@ -245,33 +254,68 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             LoadError: the payload cannot be loaded.
             SandboxError: the process's template died or does not answer.
         """
-        assert self._template is not None
-        (process_link,) = self._links
-        log_fd = spool.create_log()
         try:
-            load = _Load(self._template, process_link, log_fd, loads_plugins=self._loads_plugins)
-            try:
-                spawning.import_modules(self._modules)  # while the templates start, which takes longer
-                report = load.wait(timeout_s)
-            except BaseException:
-                load.link.hang_up()
-                raise
-            if isinstance(report, Loaded) and report.fork_hazard is None:
-                self._packages = report.modules
-                self._add_link(load.link, load.pid)
-                return
-            load.link.hang_up()
-            if isinstance(report, LoadFailed):
-                raise LoadError(dataclasses.replace(report, log=spool.read_log(log_fd, last_bytes=4000)))
+            child = self._start(StartSweep(number=_SWEEP, loads_plugins=self._loads_plugins))
+            spawning.import_modules(self._modules)  # while the templates start, which takes longer
+            loaded = self._await_load(child, timeout_s)
+            if loaded.fork_hazard is None and child.connection.is_open and child.pid is not None:
+                del self._children[_SWEEP]
+                os.close(child.log_fd)
+                self._selector.unregister(child.connection)
+                self._packages = loaded.modules
+                self._add_link(child.connection, child.pid)
+        except LoadError as error:
+            error.log = spool.read_log(child.log_fd, last_bytes=4000)
+            raise
         finally:
-            os.close(log_fd)
+            self.forget(_SWEEP)
+
+    def _await_load(self, child: _Child, timeout_s: float) -> Loaded:
+        """Returns what the sweep's template has loaded; kills it at the deadline, which starts once it runs.
+
+        Raises:
+            LoadError: the payload cannot be loaded.
+            SandboxError: the process's template died or does not answer.
+        """
+        report: LoadReport | None = None
+        failure: LoadError | None = None
+        is_up, is_killed = False, False
+        deadline, stops = time.monotonic() + _STARTUP_DEADLINE_S, Stops(time.monotonic)
+        # A quick fork may have loaded before its parent reports that it runs.
+        while report is None or child.pid is None:
+            events = self.poll(min(_LOAD_POLL_S, deadline - time.monotonic()))
+            deadline += stops.lost_s()
+            if child.pid is not None and not is_up:
+                is_up, deadline = True, time.monotonic() + timeout_s
+            for event in events:
+                if isinstance(event, Ended):
+                    if report is None:
+                        raise failure or _crash(event.status)
+                elif report is None and failure is None:
+                    try:
+                        report = codec.decode(event.message if isinstance(event, Said) else None, *LOAD_REPORTS)
+                    except codec.DamageError:
+                        text = "the process damaged its own connection while it loaded the function"
+                        failure = LoadError(ErrorDescription(text), Outcome.CRASHED)
+            is_late = time.monotonic() >= deadline
+            if is_late and (is_killed or not is_up):
+                raise SandboxError("the template process does not answer")
+            if is_late and report is None and failure is None:
+                text = f"loading the function took longer than {timeout_s:g} s"
+                failure = LoadError(ErrorDescription(text), Outcome.TIMEOUT)
+            if failure is not None and not is_killed:
+                is_killed, deadline = True, time.monotonic() + _STARTUP_DEADLINE_S
+                self._order(Kill(_SWEEP))
+        if isinstance(report, ErrorDescription):
+            raise LoadError(report, Outcome.ERROR)
+        return report
 
     def close(self) -> None:
         """Kills every worker and the sweep's template, and waits, within a bound, until they are gone."""
         try:
             self._end_children()
         finally:
-            for number in list(self._workers):
+            for number in list(self._children):
                 self.forget(number)
             self._release()
             self._selector.close()
@@ -284,7 +328,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         link, *sweep_links = self._links
         for sweep_link in sweep_links:
             sweep_link.hang_up()  # its template kills its workers and exits
-        running = {_SWEEP} if sweep_links else set(self._workers)
+        running = {_SWEEP} if sweep_links else set(self._children)
         deadline = time.monotonic() + _CLOSE_WAIT_S
         with contextlib.suppress(wire.WireError), selectors.DefaultSelector() as selector:
             for number in running - {_SWEEP}:
@@ -302,6 +346,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         """Closes all connections; the templates kill what this sandbox still has there. It may connect again."""
         for link in reversed(list(self._links)):
             self._drop_link(link)
+        self._events.clear()
         template.close_unused()
 
     def _add_link(self, link: Connection, pid: int) -> None:
@@ -330,6 +375,10 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             OSError: no descriptors are left.
         """
         number = next(self._worker_numbers)
+        self._start(StartWorker(number=number, task=task, environ=environ or {}, method=self._method), fds)
+        return number
+
+    def _start(self, order: StartSweep | StartWorker, fds: Sequence[int] = ()) -> _Child:
         log_fd = spool.create_log()
         try:
             connection, theirs = wire.connection_pair()
@@ -337,21 +386,20 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             os.close(log_fd)
             raise
         with theirs:
-            self._workers[number] = worker = _Worker(number, connection, log_fd)
-            self._selector.register(connection, selectors.EVENT_READ, worker)
-            order = StartWorker(number=number, task=task, environ=environ or {}, method=self._method)
+            self._children[order.number] = child = _Child(order.number, connection, log_fd)
+            self._selector.register(connection, selectors.EVENT_READ, child)
             self._order(order, [log_fd, theirs.fileno(), *fds])
-        return number
+        return child
 
     def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
         """Sends a worker a further task; where the worker no longer reads, `Ended` follows."""
         with contextlib.suppress(wire.WireError):
-            self._workers[number].connection.send(message, fds)
+            self._children[number].connection.send(message, fds)
 
     def finish(self, number: int) -> None:
         """Closes the connection to a worker, so that it ends, unless it has ended and was forgotten."""
-        if number in self._workers:
-            self._disconnect(self._workers[number])
+        if number in self._children:
+            self._disconnect(self._children[number])
 
     def kill(self, number: int, *, shows_stack: bool = False) -> None:
         """Kills a worker and everything it started; `Ended` follows.
@@ -365,29 +413,29 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
 
     def pid(self, number: int) -> int | None:
         """Returns a worker's process id, once it is known."""
-        return self._workers[number].pid if number in self._workers else None
+        return self._children[number].pid if number in self._children else None
 
     def log(self, number: int) -> str:
         """Returns a worker's output."""
-        return spool.read_log(self._workers[number].log_fd) if number in self._workers else ""
+        return spool.read_log(self._children[number].log_fd) if number in self._children else ""
 
     def clear_log(self, number: int) -> None:
         """Removes the output of a worker so far, which is none of its next config's."""
-        if number in self._workers:
-            spool.clear_log(self._workers[number].log_fd)
+        if number in self._children:
+            spool.clear_log(self._children[number].log_fd)
 
     def trim_logs(self) -> None:
         """Shortens the logs that have grown too large."""
-        for worker in self._workers.values():
+        for worker in self._children.values():
             spool.trim_log(worker.log_fd)
 
     def forget(self, number: int) -> None:
         """Removes a worker that has ended, or one that does not die."""
-        if (worker := self._workers.pop(number, None)) is not None:
+        if (worker := self._children.pop(number, None)) is not None:
             self._disconnect(worker)
             os.close(worker.log_fd)
 
-    def _disconnect(self, worker: _Worker) -> None:
+    def _disconnect(self, worker: _Child) -> None:
         if worker.connection.is_open:
             self._selector.unregister(worker.connection)
             worker.connection.hang_up()
@@ -429,19 +477,19 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             SandboxError: templates keep dying.
         """
         for key, _ in self._selector.select(0 if self._events else max(0.0, timeout_s)):
-            if isinstance(key.data, _Worker):
+            if isinstance(key.data, _Child):
                 self._read(key.data)
             else:
                 self._read_template(key.data)
         if (now := time.monotonic()) >= self._next_check:
             self._next_check = now + _CHECK_S
-            for worker in self._workers.values():
+            for worker in self._children.values():
                 self._read(worker)  # which notices a frame that is never finished
             self._check_templates()
         events, self._events = self._events, []
         return events
 
-    def _read(self, worker: _Worker) -> bool:
+    def _read(self, worker: _Child) -> bool:
         """Reads the messages that have arrived from a worker, and returns whether there were any; never waits.
 
         A worker whose connection is closed or damaged is disconnected.
@@ -473,14 +521,14 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._replace(link)
             return
         for event, _ in received:
-            if (worker := self._workers.get(event.number)) is None:
+            if (worker := self._children.get(event.number)) is None:
                 continue
             if isinstance(event, Ended):
                 self._end(worker, event.status)
             else:
                 worker.pid = event.pid
 
-    def _end(self, worker: _Worker, status: int | None) -> None:
+    def _end(self, worker: _Child, status: int | None) -> None:
         """Adds a worker's last messages, then its end, to the events, unless its end is known already."""
         if worker.has_ended:
             return
@@ -498,7 +546,9 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
 
     def _check_templates(self) -> None:
         """Wakes templates that were stopped, and kills one that does not answer, so that it is replaced."""
-        awaits_start = any(worker.pid is None and not worker.has_ended for worker in self._workers.values())
+        # To fork the sweep's template, the process's may first have to start, and to warm up, which takes long.
+        workers = [child for child in self._children.values() if child.number != _SWEEP]
+        awaits_start = any(worker.pid is None and not worker.has_ended for worker in workers)
         unresponsive = self._watch.check([*reversed(self._links.values())], awaits_start=awaits_start)
         if unresponsive is not None:
             pid, reason = unresponsive
@@ -510,9 +560,13 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         """Goes on with another template after the one at the end of `lost` has died, and its workers with it.
 
         Raises:
-            SandboxError: templates keep dying, or no other can be started.
+            SandboxError: templates keep dying, no other can be started, or it was to fork the sweep's template.
         """
-        for worker in self._workers.values():
+        if _SWEEP in self._children:
+            assert self._template is not None
+            ending = describe_status(self._template.await_end())
+            raise SandboxError(f"the template process {ending} while it started:\n{self._template.log()}")
+        for worker in self._children.values():
             self._end(worker, None)
         self._deaths += 1
         if self._deaths > _MAX_DEATHS:
@@ -538,117 +592,6 @@ def _cwd() -> str | None:
         return None  # the caller's directory is gone, so workers stay where the template is
 
 
-class _Load:
-    """The load of one sweep's payload by a sweep's template, which is ordered here.
-
-    Attributes:
-        link: the connection to the sweep's template.
-        pid: the process id of the sweep's template; 0 until it runs.
-    """
-
-    def __init__(
-        self, process: template.Template, process_link: Connection, log_fd: int, *, loads_plugins: bool
-    ) -> None:
-        """Orders the sweep's template, and starts the deadline for its start.
-
-        Args:
-            process: the process's template.
-            process_link: the sweep's connection to it.
-            log_fd: takes the output of the sweep's template.
-            loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
-
-        Raises:
-            SandboxError: the process's template died.
-        """
-        self.link, theirs = wire.connection_pair()
-        self.pid = 0
-        self._process = process
-        self._process_link = process_link
-        self._deadline = time.monotonic() + _STARTUP_DEADLINE_S
-        self._report: LoadReport | None = None
-        self._killed_for: LoadFailed | None = None
-        order = StartSweep(number=_SWEEP, loads_plugins=loads_plugins)
-        try:
-            process_link.send_message(order, [log_fd, theirs.fileno()], within_s=_SEND_WAIT_S)
-        except wire.WireError as error:
-            self.link.hang_up()
-            process.await_end()  # it has closed its connections before it can be seen to have exited
-            raise SandboxError("the template process died") from error
-        finally:
-            theirs.close()
-
-    def wait(self, timeout_s: float) -> LoadReport:
-        """Returns how the load went; kills the sweep's template at the deadline, which starts once it runs.
-
-        Raises:
-            SandboxError: the process's template died or does not answer.
-        """
-        with selectors.DefaultSelector() as selector:
-            for link in (self.link, self._process_link):
-                selector.register(link, selectors.EVENT_READ)
-            stopped = Stops(time.monotonic)
-            while True:
-                selector.select(max(0.0, min(_LOAD_POLL_S, self._deadline - time.monotonic())))
-                if not self.pid and machine.is_stopped(self._process.pid):
-                    template.wake([self._process.pid])
-                self._deadline += stopped.lost_s()
-                ended = self._read_events(timeout_s)
-                self._read_report(selector)  # after the events: all that was sent before the end has arrived by then
-                if ended is not None:
-                    return self._report or self._killed_for or _crash(ended.status)
-                # A quick fork may have loaded before its parent reports that it runs.
-                if self._report is not None and self.pid:
-                    return self._report
-                if time.monotonic() >= self._deadline:
-                    if not self.pid or self._killed_for is not None:
-                        raise SandboxError("the template process does not answer")
-                    text = f"loading the function took longer than {timeout_s:g} s"
-                    self._kill(LoadFailed(text, outcome=Outcome.TIMEOUT))
-
-    def _read_events(self, timeout_s: float) -> Ended | None:
-        """Takes note of the start of the sweep's template, and returns its end, if that has been reported."""
-        with self._noticing_death():
-            for event, _ in self._process_link.receive_messages(*CHILD_EVENTS):
-                if isinstance(event, Ended):
-                    return event
-                self.pid = event.pid
-                if self._killed_for is None:
-                    self._deadline = time.monotonic() + timeout_s
-        return None
-
-    def _read_report(self, selector: selectors.BaseSelector) -> None:
-        """Reads the report, if it has arrived.
-
-        A link that was closed is followed by `Ended`. The process at the other end of a damaged link is killed.
-        """
-        if not self.link.is_open:
-            return
-        try:
-            for report, fds in self.link.receive_messages(*LOAD_REPORTS):
-                wire.close_all(fds)
-                self._report = self._report or report
-        except wire.WireError as error:
-            selector.unregister(self.link)  # it would stay readable and keep this process busy
-            self.link.hang_up()
-            if self._report is None and not isinstance(error, wire.WireClosedError):
-                text = "the process damaged its own connection while it loaded the function"
-                self._kill(LoadFailed(text, outcome=Outcome.CRASHED))
-
-    def _kill(self, reason: LoadFailed) -> None:
-        self._killed_for = reason
-        self._deadline = time.monotonic() + _STARTUP_DEADLINE_S
-        with self._noticing_death():
-            self._process_link.send_message(Kill(_SWEEP))
-
-    @contextlib.contextmanager
-    def _noticing_death(self) -> Iterator[None]:
-        try:
-            yield
-        except wire.WireError as error:
-            ending = describe_status(self._process.await_end())
-            raise SandboxError(f"the template process {ending} while it started:\n{self._process.log()}") from error
-
-
-def _crash(status: int | None) -> LoadFailed:
+def _crash(status: int | None) -> LoadError:
     text = f"the process {describe_status(status)} while it loaded the function"
-    return LoadFailed(text, outcome=Outcome.CRASHED, was_killed=was_killed(status))
+    return LoadError(ErrorDescription(text), Outcome.CRASHED, was_killed=was_killed(status))

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from quarantune.values.codec import JsonObject
-from quarantune.values.trial import Outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +195,7 @@ class ErrorDescription:
     """
 
     text: str
-    error: str
+    error: str = ""
     traceback: str = ""
 
     @property
@@ -205,25 +204,9 @@ class ErrorDescription:
         return ": ".join(filter(None, (self.error, self.text)))
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadFailed(ErrorDescription):
-    """Sweep's template to caller: the payload cannot be loaded.
-
-    Attributes:
-        outcome: the outcome of every config of the sweep.
-        log: the end of the output of the sweep's template, which the caller adds.
-        was_killed: whether another process may have killed the sweep's template.
-    """
-
-    error: str = ""
-    outcome: Outcome = Outcome.ERROR
-    log: str = ""
-    was_killed: bool = False
-
-
-LoadReport: TypeAlias = Loaded | LoadFailed
-LOAD_REPORTS: tuple[type[LoadReport], ...] = (Loaded, LoadFailed)
-"""Messages that a sweep's template sends once, after loading the payload."""
+LoadReport: TypeAlias = Loaded | ErrorDescription
+LOAD_REPORTS: tuple[type[LoadReport], ...] = (Loaded, ErrorDescription)
+"""Messages that a sweep's template sends once, after loading the payload, or failing to."""
 
 
 # --- options of freshly started interpreters ---

@@ -20,7 +20,6 @@ from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import LoadError
-from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
@@ -157,7 +156,7 @@ class Routes:
         try:
             self._sandbox.open(load_timeout_s=self._limits.compile_timeout_s)
         except LoadError as error:
-            self._fail_all(configs, error.report)
+            self._fail_all(configs, error)
             return False
         return True
 
@@ -320,11 +319,12 @@ class Routes:
             return _CONFIGS_PER_TPU_WORKER
         return 1 if self._on_cpu else _CONFIGS_PER_ACCELERATOR_WORKER
 
-    def _fail_all(self, configs: dict[int, Config], report: LoadFailed) -> None:
+    def _fail_all(self, configs: dict[int, Config], error: LoadError) -> None:
         """Ends every config, because the function itself cannot be loaded."""
-        log = "\n".join(part for part in (report.traceback, report.log) if part)
+        log = "\n".join(part for part in (error.description.traceback, error.log) if part)
+        message = error.description.message
         for index, config in configs.items():
-            trial = Trial(config=config, outcome=report.outcome, phase=Phase.LOAD, message=report.message, log_tail=log)
+            trial = Trial(config=config, outcome=error.outcome, phase=Phase.LOAD, message=message, log_tail=log)
             self._finish(index, trial, log)
 
     def _reference_for(
