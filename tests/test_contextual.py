@@ -555,55 +555,88 @@ class Plan:
     way: Way
 
 
-@pytest.mark.slow
-def test_a_search_chooses_among_a_kernels_configs_that_hold_objects() -> None:
-    plans = [Plan(size, way) for size in range(8) for way in Way]
-    planned = kernel("planned", {"ms": plans}, lambda x, plan: x + 0 * plan.type)
+def listed(x: Any, ms: Any = 1) -> list[dict[str, Any]]:
+    return [{"ms": Plan(int(x.shape[0]) + size, Way.FORTH)} for size in range(3)]
 
-    @quarantune.contextual_autotune(n_repeat=1, search="random", max_trials=3)
+
+MADE = pytest.mark.parametrize("configs", [listed(X), listed], ids=["a list", "made by a call"])
+
+
+def planned(name: str, configs: Any, **options: Any) -> quarantune.Contextual:
+    """Makes a function with one kernel, whose configs hold plans."""
+
+    def run(x: Any, ms: Any = 1) -> Any:
+        return x + 0 * (0 if ms == 1 else ms.type)
+
+    run.__qualname__ = name
+    jitted = functools.partial(jax.jit, static_argnames=["ms"])(run)
+    only = quarantune.autotune(configs, ref_fn=None, **options)(jitted)
+
+    @quarantune.contextual_autotune(n_repeat=1, name=f"with_{name}")
     def one(x: Any) -> Any:
-        return planned(x)
+        return only(x)
 
+    return one
+
+
+class AsksForPlans:
+    """A search of the user's own."""
+
+    def __init__(self) -> None:
+        self.left = listed(X)[:2]
+        self.told: list[Any] = []
+
+    def ask(self, n: int) -> list[Any]:
+        taken, self.left = self.left[:n], self.left[n:]
+        return taken
+
+    def tell(self, config: Any, trial: Any) -> None:
+        self.told.append(config["ms"])
+
+
+@MADE
+def test_objects_are_shown_as_they_are(configs: Any, cache_dir: Path) -> None:
+    one = planned("shown", configs)
     result = one.tune(X)
-    assert [trial.outcome for trial in result.kernels[0].trials] == ["ok"] * 3
     (found,) = result.kernels
+    plans = [config["ms"] for config in listed(X)]
+    assert [trial.config["ms"] for trial in found.trials] == plans
+    assert found.config["ms"] in plans
+    assert {config["ms"] for config in found.tie} <= {*plans}
+    assert "type=4" in result.table()
+    assert "$" not in f"{result.table()} {result!r} {result.trials}"
     assert one.lookup(X) == {(found.name, found.key): found.config}
-
-
-def test_a_users_search_asks_for_a_kernels_configs_with_their_objects() -> None:
-    class InOrder:
-        def __init__(self) -> None:
-            self.left = [{"ms": Plan(size, Way.FORTH)} for size in range(3)]
-            self.told: list[Any] = []
-
-        def ask(self, n: int) -> list[Any]:
-            taken, self.left = self.left[:n], self.left[n:]
-            return taken
-
-        def tell(self, config: Any, trial: Any) -> None:
-            self.told.append(config["ms"])
-
-    search = InOrder()
-    planned = kernel("asked", {"ms": [Plan(size, Way.FORTH) for size in range(3)]}, lambda x, plan: x + 0 * plan.type)
-
-    @quarantune.contextual_autotune(n_repeat=1)
-    def one(x: Any) -> Any:
-        return planned(x)
-
-    with quarantune.settings(search=search):
-        one.tune(X)
-    assert sorted(plan.type for plan in search.told) == [0, 1, 2]
+    again = planned("shown", configs)
+    assert again.lookup(X) == one.lookup(X)
+    (entry,) = next(iter(json.loads((cache_dir / "with_shown.json").read_text()).values())).values()
+    assert entry["kernels"][0]["config"] == {
+        "ms": {"$type": "Plan", "type": found.config["ms"].type, "way": {"$enum": "Way.FORTH"}}
+    }
 
 
 @pytest.mark.slow
-def test_a_search_chooses_among_configs_of_objects_that_a_call_makes() -> None:
-    planned = kernel("made", lambda x, ms=1: [{"ms": Plan(size, Way.FORTH)} for size in range(8)], lambda x, plan: x)
+@MADE
+def test_a_search_chooses_among_a_kernels_configs_that_hold_objects(configs: Any) -> None:
+    with quarantune.settings(search="random", max_trials=2):
+        (found,) = planned("searched", configs).tune(X).kernels
+    assert [trial.outcome for trial in found.trials] == ["ok"] * 2
 
-    @quarantune.contextual_autotune(n_repeat=1, search="random", max_trials=3)
-    def one(x: Any) -> Any:
-        return planned(x)
 
-    assert [trial.outcome for trial in one.tune(X).kernels[0].trials] == ["ok"] * 3
+@MADE
+def test_a_users_search_asks_for_a_kernels_configs_with_their_objects(configs: Any) -> None:
+    with quarantune.settings(search=(search := AsksForPlans())):
+        planned("asked", configs).tune(X)
+    assert sorted(plan.type for plan in search.told) == [4, 5]
+
+
+def test_a_users_search_is_told_why_it_cannot_ask_for_objects_that_are_not_known_here() -> None:
+    one = planned("keyed", listed, key_fn=lambda x: 4)
+    needed = r"AsksForPlans cannot .*Plan.*only a call of .*keyed makes.*list the configs.*search='surrogate'"
+    with quarantune.settings(search=AsksForPlans()), pytest.raises(ValueError, match=needed):
+        one.tune(X)
+    with quarantune.settings(search="random", max_trials=2):
+        (found,) = one.tune(X).kernels
+    assert [trial.outcome for trial in found.trials] == ["ok"] * 2
 
 
 def test_any_pickler_keeps_the_file_of_a_function_tuned_in_context() -> None:

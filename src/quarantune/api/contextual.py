@@ -166,8 +166,10 @@ class Contextual(TunedCallable[_P, _R]):
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
+        from quarantune.resolve.contextual_job import chosen_in
+
         config = self._resolver.lookup(self._resolver.bind(args, kwargs))
-        return None if config is None else dict(assignment.Assignment(str(config[assignment.KEY])).chosen)
+        return None if config is None else chosen_in(config)
 
     def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with every kernel at its own defaults, tuned or not."""

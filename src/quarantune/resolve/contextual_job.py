@@ -14,9 +14,11 @@ from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Entry
+from quarantune.host.process import lazy
 from quarantune.measure import finals
 from quarantune.resolve.call_key import BoundCall, TunedFunction, space_of
 from quarantune.resolve.known_results import Known, KnownResults, call_result, findings_now
+from quarantune.resolve.recorded import described_arguments
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuning_job import TuningJob
 from quarantune.results import report
@@ -29,10 +31,10 @@ from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
-from quarantune.transport.problem import Problem, kernels
-from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, format_config, originals, restore
-from quarantune.values.settings import Settings
+from quarantune.transport.problem import Arguments, Problem, kernels
+from quarantune.values.codec import JsonObject, decode_json
+from quarantune.values.configs import Config, encode, format_config, has_tag, originals, restore
+from quarantune.values.settings import SURROGATE, Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
 
@@ -185,7 +187,7 @@ class ContextualJob(TuningJob):
             try:
                 step = self._try(tried, [shown_together(chosen) for chosen in candidates], "any kernel", runner)
             except TuningFailedError:
-                reports = [runner.left_report(text) for text in tried]
+                reports = [self._with_objects(runner.left_report(text)) for text in tried]
                 furthest = max(range(len(tried)), key=lambda index: len(reports[index]))
                 if len(reports[furthest]) > len(seen):
                     start, seen = candidates[furthest], reports[furthest]
@@ -266,9 +268,8 @@ class ContextualJob(TuningJob):
             possible: list[Config] = [{KEY: text} for text in texts]
             configs, search = dict(enumerate(possible)), None
             if share is not None and not share.tries_all:
-                search = KernelSearch(
-                    share, _with_objects(kernel, shown), texts, self._limits.compile_timeout_s + self._limits.timeout_s
-                )
+                trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
+                search = KernelSearch(share, self._to_search(kernel, shown, share), texts, trial_s)
                 progress.expect(search.total, is_bound=True, budget_s=search.time_budget_s)
                 configs = search.take(1)
             request = SweepRequest(
@@ -304,11 +305,38 @@ class ContextualJob(TuningJob):
     def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
         if isolation_of(self._settings, problem) is Isolation.NONE:
-            return assignment.read_report(runner.report({KEY: text}))
+            return self._with_objects(assignment.read_report(runner.report({KEY: text})))
         try:
-            return assignment.read_report(swept.executables[winner])
+            seen = assignment.read_report(swept.executables[winner])
         except (KeyError, ValueError) as error:
             raise SandboxError(f"{self._name}: its worker did not say which kernels were called: {error!r}") from error
+        return self._with_objects(seen)
+
+    def _with_objects(self, seen: Mapping[Slot, Seen]) -> dict[Slot, Seen]:
+        """Returns the kernels of a report, with the objects in their configs."""
+        return {slot: Seen(with_objects(slot, each.configs, self._objects), each.space) for slot, each in seen.items()}
+
+    @lazy
+    def _objects(self) -> Callable[[Slot], Mapping[str, Any]]:
+        """Returns what `objects_of` returns, which may call a user's function, once for each kernel."""
+        return functools.cache(objects_of)
+
+    def _to_search(self, kernel: str, configs: Sequence[Config], limits: SearchLimits) -> Sequence[Config]:
+        """Returns a kernel's configs for a search; plain dicts stand for objects that are not known here.
+
+        Raises:
+            ValueError: it is a search of the user's, which can only ask for the objects themselves.
+        """
+        if not (unknown := [config for config in configs if any(map(has_tag, config.values()))]):
+            return configs
+        if not isinstance(limits.search, str):
+            raise ValueError(
+                f"{self._name}: {limits.label} cannot ask for configs of {kernel} such as {format_config(unknown[0])}: "
+                f"they hold objects that this process does not have, because only a call of {kernel} makes them and "
+                "its arguments are not known here; list the configs in its decorator, or choose a search by its name, "
+                f"as search={SURROGATE!r}"
+            )
+        return [_without_tags(config) for config in configs]
 
     def _conclude_kernels(
         self,
@@ -329,7 +357,7 @@ class ContextualJob(TuningJob):
         chosen = {slot: choice.config for slot, choice in choices.items()}
         config: Config = {KEY: assignment.encode(chosen, others=OWN)}
         kernels = [
-            {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": space}
+            {**slot._asdict(), "config": encode(choice.config), "time_ms": choice.time_ms, "space": space}
             for (slot, choice), space in zip(choices.items(), spaces, strict=True)
         ]
         parts = {
@@ -343,7 +371,7 @@ class ContextualJob(TuningJob):
     def _result_of(self, known: Known) -> ContextualResult:
         kernels = [
             KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=known.findings.time_ms)
-            for slot, chosen in assignment.Assignment(str(known.config[KEY])).chosen.items()
+            for slot, chosen in chosen_in(known.config).items()
         ]
         return self._contextual(known, kernels)
 
@@ -382,15 +410,45 @@ class KernelSearch(Searching):
             super().ended(index, dataclasses.replace(trial, config=self._configs[index]))
 
 
-def _with_objects(name: str, configs: Sequence[Config]) -> list[Config]:
-    """Returns a kernel's configs, as a report holds them, with their objects in the place of tags.
+def objects_of(slot: Slot) -> Mapping[str, Any]:
+    """Returns the objects in the configs of a kernel's call, by their texts, as far as they are known here.
 
-    Configs that a call makes are not known here: plain dicts stand for their objects.
+    Nothing is known of a kernel that only a call of the function makes, nor, where a function makes the configs, of a
+    call that its key does not describe.
     """
-    spaces = [kernel._configs for kernel in kernels(name) if isinstance(kernel._configs, Space)]
-    objects = originals(config for space in spaces for config in space.examples())
-    restored = [restore(config, objects) for config in configs]
-    return [config if originals([config]).keys() <= objects.keys() else _without_tags(config) for config in restored]
+    found: dict[str, Any] = {}
+    for kernel in kernels(slot.name):
+        function = kernel._resolver.function
+        arguments: Arguments = ((), {})
+        try:
+            if callable(function.configs):
+                arguments = described_arguments(decode_json(slot.key), function)
+            space = BoundCall(function, *arguments).configs
+            space.whole()
+            found |= originals(space.examples())
+        except Exception as error:  # what a user's function raises for arguments that its key does not describe
+            _logger.debug("%s: the objects in its configs are not known: %r", slot.name, error)
+    return found
+
+
+def with_objects(
+    slot: Slot, configs: Sequence[Config], known: Callable[[Slot], Mapping[str, Any]] = objects_of
+) -> list[Config]:
+    """Returns configs of a kernel's call as a report or a file holds them, with objects in the place of tags.
+
+    Args:
+        slot: the kernel's call.
+        configs: its configs.
+        known: returns the objects that are known here by their texts; others stay as they are.
+    """
+    tagged = any(has_tag(value) for config in configs for value in config.values())
+    return [restore(config, known(slot)) for config in configs] if tagged else [*configs]
+
+
+def chosen_in(config: Config) -> dict[Slot, Config]:
+    """Returns the config of each kernel in the only config of a contextual function, with objects as they are."""
+    chosen = assignment.Assignment(str(config[KEY])).chosen
+    return {slot: with_objects(slot, [config])[0] for slot, config in chosen.items()}
 
 
 def _without_tags(value: Any) -> Any:
@@ -450,7 +508,7 @@ class KnownAssignments(KnownResults):
 
     def text_of(self, config: Config) -> str:
         """Returns an assignment as messages show it."""
-        return format_config(shown_together(assignment.Assignment(str(config[KEY])).chosen))
+        return format_config(shown_together(chosen_in(config)))
 
 
 def _is_offered(name: str, space: Any) -> bool:
