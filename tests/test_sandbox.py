@@ -584,6 +584,56 @@ def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker(
         assert sandbox.baseline_bytes > 10 << 20  # the template's memory, with JAX, does not count as the worker's
 
 
+SENDS_DESCRIPTORS = """
+    import socket
+    from quarantune.sandbox import wire
+    fds = [int(fd) for fd in os.listdir("/proc/self/fd")]
+    links = [fd for fd in fds if "socket:" in os.path.realpath(f"/proc/self/fd/{fd}")]
+
+    def send():
+        frame = wire.encode({"message": "Started", "number": 99, "pid": 1, "fds": 1})
+        for fd in links:
+            with socket.socket(fileno=os.dup(fd)) as link:
+                socket.send_fds(link, [frame], [0])
+
+    os.register_at_fork(before=send)
+"""
+
+
+def test_descriptors_that_a_template_sends_are_closed(load: Callable[..., ModuleType]) -> None:
+    with sandbox_for(load(HOSTILE.format(hostility=SENDS_DESCRIPTORS)).act) as sandbox:
+        assert forks_loaded(sandbox)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            sandbox.forget(run(sandbox, do="nothing").number)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+LAZY = """
+    import importlib.abc, importlib.util
+
+    class Missing(importlib.abc.Loader):
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            raise ModuleNotFoundError("an optional package is not installed")
+
+    def import_lazily(name):
+        spec = importlib.util.spec_from_loader(name, importlib.util.LazyLoader(Missing()))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+    import_lazily("imported_at_its_first_use")
+"""
+
+
+def test_a_module_that_would_be_imported_at_its_first_use_is_not_used(load: Callable[..., ModuleType]) -> None:
+    with sandbox_for(load(HOSTILE.format(hostility=f"    import sys{LAZY}")).act) as sandbox:
+        assert forks_loaded(sandbox)
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
+
+
 # --- orphans ------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import gc
 import importlib
+import inspect
 import os
 import selectors
 import signal
@@ -385,7 +386,8 @@ def _import_for_forks(modules: Sequence[str], *, are_installed: bool = False) ->
 
 def _of_packages(names: Iterable[str]) -> tuple[str, ...]:
     """Returns those of some imported modules that are part of installed packages, which nobody edits meanwhile."""
-    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    # Read without running code of theirs: a lazy module would be imported now, or fail to be.
+    files = {name: inspect.getattr_static(sys.modules.get(name), "__file__", None) for name in names}
     return tuple(sorted(name for name, file in files.items() if isinstance(file, str) and is_installed(file)))
 
 

@@ -19,6 +19,7 @@ from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
     LOAD_REPORTS,
+    ChildEvent,
     Ended,
     ErrorDescription,
     Import,
@@ -336,9 +337,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             selector.register(link, selectors.EVENT_READ)
             while running and (left_s := deadline - time.monotonic()) > 0:
                 selector.select(left_s)
-                for event, _ in link.receive_messages(*CHILD_EVENTS):
-                    if isinstance(event, Ended):
-                        running.discard(event.number)
+                running -= {event.number for event in _child_events(link) if isinstance(event, Ended)}
             if sweep_links and self._template is not None:
                 self._template.warm_up(self._environ, modules=self._packages)
 
@@ -516,11 +515,11 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         if link not in self._links:
             return
         try:
-            received = link.receive_messages(*CHILD_EVENTS)
+            events = _child_events(link)
         except wire.WireError:
             self._replace(link)
             return
-        for event, _ in received:
+        for event in events:
             if (worker := self._children.get(event.number)) is None:
                 continue
             if isinstance(event, Ended):
@@ -590,6 +589,13 @@ def _cwd() -> str | None:
         return os.getcwd()
     except OSError:
         return None  # the caller's directory is gone, so workers stay where the template is
+
+
+def _child_events(link: Connection) -> list[ChildEvent]:
+    """Returns what a template reports of its children; a module's hook for forks may send descriptors with it."""
+    received = link.receive_messages(*CHILD_EVENTS)
+    wire.close_all([fd for _, fds in received for fd in fds])
+    return [event for event, _ in received]
 
 
 def _crash(status: int | None) -> LoadError:
