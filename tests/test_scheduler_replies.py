@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from scripted import (
@@ -137,7 +137,7 @@ IMPLAUSIBLE: list[tuple[object, dict[str, Any]]] = [
     ("Failed", {"error": ...}),
     ("Failed", {"outcome": "broken"}),
     ("Failed", {"outcome": ["error"]}),
-    *(("Failed", {"outcome": outcome.value}) for outcome in Outcome if outcome.value not in set(Raised)),
+    *(("Failed", {"outcome": outcome.value}) for outcome in Outcome if outcome.value not in get_args(Raised)),
     ("Failed", {"outcome": "unfit"}),
     (["Measured"], {}),
     ("Nonsense", {}),

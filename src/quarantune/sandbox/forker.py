@@ -38,9 +38,8 @@ from quarantune.sandbox.template_messages import (
     Loaded,
     Open,
     Order,
+    Start,
     Started,
-    StartSweep,
-    StartWorker,
     TemplateOptions,
     WarmUp,
     WorkerOptions,
@@ -69,7 +68,8 @@ def main(frame: object) -> None:
             sys.argv = list(options.argv)
             _worker_program()
             _prepare_to_fork()
-            _Forker(options.owner_pid).serve(_Client(_connection(options.connection_fd)))
+            owner = _Client(_connection(options.connection_fd), Open({}, None, loads_plugins=False))
+            _Forker(options.owner_pid).serve(owner)
         case WorkerOptions() as options:
             importlib.import_module("jax")
             _run_worker(options, None)
@@ -98,10 +98,9 @@ class _Client:
     """A connection to this template: its owner's, or that of a sweep, with the data that the sweep's workers share."""
 
     connection: Connection
+    sweep: Open
     payload_fd: int = -1
     arrays_fd: int = -1
-    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    cwd: str | None = None
     call: object | None = None
 
 
@@ -199,12 +198,12 @@ class _Forker:
         match order:
             case Open():
                 connection_fd, payload_fd, arrays_fd = (*fds, -1, -1)[:3]
-                self._add(_Client(_connection(connection_fd), payload_fd, arrays_fd, order.environ, order.cwd))
+                self._add(_Client(_connection(connection_fd), order, payload_fd, arrays_fd))
             case WarmUp():
                 self._warm_up(order)
-            case StartSweep() | StartWorker():
+            case Start():
                 self._start(client, order, fds)
-                if isinstance(order, StartSweep):
+                if order.task is None:
                     importlib.import_module(_DECORATOR)  # beside the load that has begun
                     _prepare_to_fork()
             case Kill():
@@ -234,7 +233,7 @@ class _Forker:
             os._exit(SPOILED)
         _prepare_to_fork()
 
-    def _start(self, client: _Client, order: StartSweep | StartWorker, fds: list[int]) -> None:
+    def _start(self, client: _Client, order: Start, fds: list[int]) -> None:
         names_fd = -1
         try:
             names_fd = spool.create_log()
@@ -249,20 +248,19 @@ class _Forker:
             self._report(client, Started(order.number, pid))
         wire.close_all(fds)
 
-    def _launch(self, client: _Client, order: StartSweep | StartWorker, fds: list[int], names_fd: int) -> int:
+    def _launch(self, client: _Client, order: Start, fds: list[int], names_fd: int) -> int:
         """Starts the process of a child and returns its id."""
         parent = os.getpid()
         log_fd, connection_fd, *task_fds = fds
-        if isinstance(order, StartSweep):
+        if order.task is None:
 
             def serve_sweep() -> None:
                 contain.contain_worker(parent=parent, log_fd=log_fd, names_fd=names_fd, oom_score=0)
                 self._close_in_fork()
-                sweep = dataclasses.replace(client, connection=_connection(connection_fd))
-                _serve_sweep(sweep, parent, loads_plugins=order.loads_plugins)
+                _serve_sweep(dataclasses.replace(client, connection=_connection(connection_fd)), parent)
 
             return _fork(serve_sweep)
-        environ = {**_set_by_modules, **client.environ, **order.environ}
+        environ = {**_set_by_modules, **client.sweep.environ, **order.environ}
         options = WorkerOptions(
             parent_pid=parent,
             connection_fd=connection_fd,
@@ -271,7 +269,7 @@ class _Forker:
             names_fd=names_fd,
             payload_fd=client.payload_fd,
             arrays_fd=client.arrays_fd,
-            cwd=client.cwd,
+            cwd=client.sweep.cwd,
             task=order.task,
         )
         if order.method == "spawn":
@@ -282,7 +280,7 @@ class _Forker:
                 stderr=log_fd,
                 pass_fds=[fd for fd in (*fds, names_fd, client.payload_fd, client.arrays_fd) if fd >= 0],
                 env=environ,
-                cwd=client.cwd,
+                cwd=client.sweep.cwd,
                 start_new_session=True,
             )
             process.returncode = 0  # reaped here, with the other children, and not by Popen
@@ -320,16 +318,16 @@ class _Forker:
         self._selector.close()
 
 
-def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> None:
+def _serve_sweep(client: _Client, parent: int) -> None:
     """Loads the payload and serves its sweep, or reports why it cannot and exits."""
     from quarantune.jax_internals.other_processes import load_plugins
 
-    _set_environ({**_set_by_modules, **client.environ})
+    _set_environ({**_set_by_modules, **client.sweep.environ})
     program = _worker_program()
     before = set(sys.modules)
     try:
-        client.call = program.load_call(client.payload_fd, client.cwd)
-        if loads_plugins:
+        client.call = program.load_call(client.payload_fd, client.sweep.cwd)
+        if client.sweep.loads_plugins:
             # In the environment that the function's modules may have changed. Every fork uses the plugins, and none of
             # them is initialised here, because a process that has done that must not be forked.
             load_plugins()

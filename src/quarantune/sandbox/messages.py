@@ -7,10 +7,9 @@ descriptors that travel with a message are part of its documentation.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
@@ -216,14 +215,9 @@ TASKS = (Probe, Prepare, Expect, Compile, Measure, ComputeReference, Compare)
 # --- from a worker to the scheduler: replies ---
 
 
-class Raised(enum.StrEnum):
-    """The outcomes of a config that raised; all others are seen from outside the worker."""
-
-    ERROR = "error"
-    WRONG = "wrong"
-    DEVICE_OOM = "device_oom"
-    UNFIT = "unfit"
-    """The program must be compiled on its device."""
+Raised: TypeAlias = Literal["error", "wrong", "device_oom", "unfit"]
+"""The outcomes of a config that raised, all others being seen from outside the worker, and one of a program: `unfit`
+says that it must be compiled on its device."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,9 +26,9 @@ from quarantune.sandbox.template_messages import (
     Kill,
     Loaded,
     LoadReport,
+    Open,
     Order,
-    StartSweep,
-    StartWorker,
+    Start,
     describe_status,
     was_killed,
 )
@@ -238,9 +238,8 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         }
         if self._warm_up is not None:
             self._template.warm_up(self._environ, self._warm_up)
-        link = self._template.open(
-            payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=self._environ, cwd=_cwd()
-        )
+        sweep = Open(self._environ, _cwd(), self._loads_plugins)
+        link = self._template.open(sweep, payload_fd=self._payload_fd, arrays_fd=self._arrays_fd)
         self._add_link(link, self._template.pid)
 
     def _load(self, timeout_s: float) -> None:
@@ -256,7 +255,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             SandboxError: the process's template died or does not answer.
         """
         try:
-            child = self._start(StartSweep(number=_SWEEP, loads_plugins=self._loads_plugins))
+            child = self._start(_SWEEP, None)
             spawning.import_modules(self._modules)  # while the templates start, which takes longer
             loaded = self._await_load(child, timeout_s)
             if loaded.fork_hazard is None and child.connection.is_open and child.pid is not None:
@@ -297,13 +296,13 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                         report = codec.decode(event.message if isinstance(event, Said) else None, *LOAD_REPORTS)
                     except codec.DamageError:
                         text = "the process damaged its own connection while it loaded the function"
-                        failure = LoadError(ErrorDescription(text), Outcome.CRASHED)
+                        failure = LoadError(ErrorDescription(text, error=""), Outcome.CRASHED)
             is_late = time.monotonic() >= deadline
             if is_late and (is_killed or not is_up):
                 raise SandboxError("the template process does not answer")
             if is_late and report is None and failure is None:
                 text = f"loading the function took longer than {timeout_s:g} s"
-                failure = LoadError(ErrorDescription(text), Outcome.TIMEOUT)
+                failure = LoadError(ErrorDescription(text, error=""), Outcome.TIMEOUT)
             if failure is not None and not is_killed:
                 is_killed, deadline = True, time.monotonic() + _STARTUP_DEADLINE_S
                 self._order(Kill(_SWEEP))
@@ -373,11 +372,15 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         Raises:
             OSError: no descriptors are left.
         """
-        number = next(self._worker_numbers)
-        self._start(StartWorker(number=number, task=task, environ=environ or {}, method=self._method), fds)
-        return number
+        return self._start(next(self._worker_numbers), task, fds, environ).number
 
-    def _start(self, order: StartSweep | StartWorker, fds: Sequence[int] = ()) -> _Child:
+    def _start(
+        self,
+        number: int,
+        task: JsonObject | None,
+        fds: Sequence[int] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> _Child:
         log_fd = spool.create_log()
         try:
             connection, theirs = wire.connection_pair()
@@ -385,8 +388,9 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             os.close(log_fd)
             raise
         with theirs:
-            self._children[order.number] = child = _Child(order.number, connection, log_fd)
+            self._children[number] = child = _Child(number, connection, log_fd)
             self._selector.register(connection, selectors.EVENT_READ, child)
+            order = Start(number=number, task=task, environ=environ or {}, method=self._method)
             self._order(order, [log_fd, theirs.fileno(), *fds])
         return child
 
@@ -600,4 +604,4 @@ def _child_events(link: Connection) -> list[ChildEvent]:
 
 def _crash(status: int | None) -> LoadError:
     text = f"the process {describe_status(status)} while it loaded the function"
-    return LoadError(ErrorDescription(text), Outcome.CRASHED, was_killed=was_killed(status))
+    return LoadError(ErrorDescription(text, error=""), Outcome.CRASHED, was_killed=was_killed(status))

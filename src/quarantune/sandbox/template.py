@@ -74,14 +74,13 @@ class Template:
         """Whether a sandbox is connected to it."""
         return any(link.is_open for link in self._links)
 
-    def open(self, *, payload_fd: int, arrays_fd: int, environ: Mapping[str, str], cwd: str | None) -> Connection:
+    def open(self, sweep: Open, *, payload_fd: int, arrays_fd: int) -> Connection:
         """Returns a new connection to the template, for one sweep.
 
         Args:
+            sweep: describes the sweep.
             payload_fd: the pickled call; -1 for none.
             arrays_fd: its arrays' bytes; -1 for none.
-            environ: the environment of the sweep's template and its workers.
-            cwd: their working directory; None where the caller's no longer exists.
 
         Raises:
             SandboxError: the template died.
@@ -90,7 +89,7 @@ class Template:
         try:
             with self._sending, theirs:
                 fds = [theirs.fileno(), *(fd for fd in (payload_fd, arrays_fd) if fd >= 0)]
-                self._connection.send_message(Open(environ=environ, cwd=cwd), fds)
+                self._connection.send_message(sweep, fds)
         except wire.WireError as error:
             connection.close()
             self.await_end()

@@ -23,10 +23,12 @@ class Open:
     Attributes:
         environ: the environment of the sweep's template and its workers.
         cwd: their working directory; None where the caller's no longer exists.
+        loads_plugins: whether its workers need JAX's plugins for devices other than the CPU.
     """
 
     environ: Mapping[str, str]
     cwd: str | None
+    loads_plugins: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,36 +52,21 @@ SPOILED = 76
 """The exit status of a template that warmed up and must not be forked."""
 
 
-@dataclasses.dataclass(frozen=True)
-class StartSweep:
-    """Caller to template: fork a sweep's template, which loads the payload and serves a connection of its own.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Caller to a template: start a worker, or a sweep's template, which loads the payload and serves its connection.
 
-    Descriptors: the log, the connection.
+    Descriptors: the child's log, its connection, then those that belong to its first task.
 
     Attributes:
         number: identifies the child in later messages.
-        loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
-    """
-
-    number: int
-    loads_plugins: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class StartWorker:
-    """Caller to a template: start a worker.
-
-    Descriptors: the worker's log, its connection, then those that belong to its first task.
-
-    Attributes:
-        number: identifies the worker in later messages.
-        task: the frame of the worker's first task, which templates pass on unread.
+        task: the frame of a worker's first task, which templates pass on unread; None for a sweep's template.
         environ: environment variables that this worker gets in addition to the sweep's.
-        method: `fork` or `spawn`.
+        method: `fork` or `spawn`; a sweep's template is forked.
     """
 
     number: int
-    task: JsonObject
+    task: JsonObject | None
     environ: Mapping[str, str]
     method: str
 
@@ -108,8 +95,8 @@ class Import:
     modules: tuple[str, ...]
 
 
-Order: TypeAlias = Open | WarmUp | StartSweep | StartWorker | Kill | Import
-ORDERS: tuple[type[Order], ...] = (Open, WarmUp, StartSweep, StartWorker, Kill, Import)
+Order: TypeAlias = Open | WarmUp | Start | Kill | Import
+ORDERS: tuple[type[Order], ...] = (Open, WarmUp, Start, Kill, Import)
 """Messages that a template receives."""
 
 
@@ -195,7 +182,7 @@ class ErrorDescription:
     """
 
     text: str
-    error: str = ""
+    error: str
     traceback: str = ""
 
     @property

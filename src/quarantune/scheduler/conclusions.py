@@ -18,7 +18,6 @@ from quarantune.sandbox.messages import (
     Lowered,
     Measured,
     PhaseEntered,
-    Raised,
     Ready,
     ReferenceComputed,
     Reply,
@@ -193,7 +192,7 @@ class Conclusions:
     def _on_failed(self, worker: Worker, reply: Failed) -> None:
         """Ends a worker whose task raised, and with it all that its config did to the process."""
         run = self._run
-        if reply.outcome is Raised.UNFIT and self._route.on_unfit(worker, reply):
+        if reply.outcome == "unfit" and self._route.on_unfit(worker, reply):
             return
         worker.traceback, worker.raised_at, job, verdict = reply.traceback, reply.place, worker.job, raised(reply)
         if job is not None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from quarantune.host import machine
-from quarantune.sandbox.messages import Failed, Raised
+from quarantune.sandbox.messages import Failed
 from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
@@ -185,9 +185,9 @@ def too_large(job: Job, plan: Plan) -> Verdict | None:
 
 def raised(reply: Failed) -> Verdict:
     """Returns the verdict on a worker whose task raised."""
-    if reply.outcome is Raised.WRONG:
+    if reply.outcome == "wrong":
         return Verdict(Outcome.WRONG, reply.text)
-    outcome = Outcome.ERROR if reply.outcome is Raised.UNFIT else Outcome(reply.outcome.value)
+    outcome = Outcome.ERROR if reply.outcome == "unfit" else Outcome(reply.outcome)
     return Verdict(outcome, reply.message)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import jax
 
 from quarantune.host.process import is_installed
+from quarantune.sandbox.messages import Raised
 from quarantune.sandbox.template_messages import ErrorDescription
-from quarantune.values.trial import Outcome
 
 _ON_CHIP = re.compile(r"memory space [vs]mem")
 """In a compiler's complaint about a TPU's memory on the chip, which only a kernel's blocks can exhaust."""
@@ -46,19 +46,19 @@ class WrongResultError(Exception):
         self.group = group
 
 
-def outcome_of(error: BaseException, phase: str) -> str:
+def outcome_of(error: BaseException, phase: str) -> Raised:
     """Returns the outcome that an exception in `phase` stands for, or `unfit` for a program in the wrong worker."""
     if isinstance(error, NeedsDeviceError):
         return "unfit"
     if isinstance(error, WrongResultError):
-        return Outcome.WRONG.value
+        return "wrong"
     # While compiling, the same status also means that a kernel wants more shared memory than there is.
     exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     if exhausted and (
         phase != "compile" or ("out of memory" in str(error).lower() and not _ON_CHIP.search(str(error)))
     ):
-        return Outcome.DEVICE_OOM.value
-    return Outcome.ERROR.value
+        return "device_oom"
+    return "error"
 
 
 def place_of(error: BaseException, message: str, phase: str) -> str:

@@ -333,7 +333,7 @@ class Worker:
         return messages.Failed(
             **self._heading(),
             **vars(about),
-            outcome=messages.Raised(outcome_of(error, self.phase)),
+            outcome=outcome_of(error, self.phase),
             agreement=agreement,
             place=shortened(place_of(error, about.text, self.phase)),
             goes_on=goes_on,
