@@ -1,4 +1,4 @@
-"""Arrays of a call: made from raw data, or from a shape and a dtype alone, and references in the place of arrays."""
+"""Arrays of a call: made from raw data, or from a shape and a dtype alone, and descriptions in the place of arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, Sharding
 
 from quarantune import jax_internals
-from quarantune.values.describe import MeshSpec
+from quarantune.values.describe import MeshSpec, ShardingSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
@@ -123,21 +123,61 @@ def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndar
     return generator.uniform(-1, 1, elements)
 
 
-@dataclasses.dataclass(frozen=True)
-class ArrayRef:
-    """Stands for an array in the argument trees of a call.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """Stands for one array in the arguments of a call.
 
-    It has a shape and a dtype because a pytree class of the user's may read them when it is unflattened.
+    It has a shape and a dtype like an array, because a pytree class of the user's may read them when it is unflattened.
+
+    Attributes:
+        index: its number among the arrays of the call.
+        shape: its shape.
+        dtype: its dtype, which may be that of PRNG keys.
+        weak_type: whether it is weakly typed.
+        is_committed: whether it is on one device and bound to that, which makes another program of a call.
+        is_numpy: whether the function gets an array of NumPy's.
+        offset: where its bytes start in the spool, if it has any there.
+        is_generated: whether the worker generates the array, because there is no concrete value.
+        sharding: how it is laid out over several devices; None if it is on one device.
+        is_transposed: whether the spool has the bytes of its transpose. A numpy array in Fortran order keeps its order,
+            as the speed of a plain callable may depend on it.
     """
 
     index: int
     shape: tuple[int, ...]
     dtype: Any
+    weak_type: bool = False
+    is_committed: bool = False
+    is_numpy: bool = False
+    offset: int = 0
+    is_generated: bool = False
+    sharding: ShardingSpec | None = None
+    is_transposed: bool = False
 
     @property
     def ndim(self) -> int:
         """The number of axes."""
         return len(self.shape)
+
+    @property
+    def key_impl(self) -> str | None:
+        """The PRNG implementation of a key array, else None."""
+        return jax_internals.key_impl(self.dtype) if is_key_dtype(self.dtype) else None
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape of the data in the spool, where key arrays have further axes."""
+        return self.shape if self.key_impl is None else self.shape + jax_internals.key_data_shape(self.key_impl)
+
+    @property
+    def data_dtype(self) -> np.dtype[Any]:
+        """The dtype of the data in the spool."""
+        return np.dtype(np.uint32 if self.key_impl else self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has in the spool; 0 if the worker generates it."""
+        return 0 if self.is_generated else math.prod(self.data_shape) * self.data_dtype.itemsize
 
 
 def mesh_like(spec: MeshSpec) -> Mesh:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from quarantune import jax_internals
-from quarantune.transport.arrays import ArrayRef, mesh_like
+from quarantune.transport.arrays import ArraySpec, mesh_like
 from quarantune.values.describe import MeshSpec, sharding_of
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def under_shard_map(call: Call) -> Call:
 
 
 def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[..., Any]:
-    references = jax.tree_util.tree_leaves((call.args, call.kwargs))
+    described = jax.tree_util.tree_leaves((call.args, call.kwargs))
 
     @functools.wraps(fn)
     def sharded(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[...
         over_devices = jax.shard_map(
             local,
             mesh=mesh_like(mesh),
-            in_specs=tuple(_partitions(references[place], call) for place in shards),
+            in_specs=tuple(_partitions(described[place]) for place in shards),
             out_specs=PartitionSpec(mesh.axis_names),
             check_vma=False,
         )
@@ -148,6 +148,6 @@ def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[...
     return sharded
 
 
-def _partitions(reference: Any, call: Call) -> PartitionSpec:
-    sharding = call.specs[reference.index].sharding if isinstance(reference, ArrayRef) else None
+def _partitions(leaf: Any) -> PartitionSpec:
+    sharding = leaf.sharding if isinstance(leaf, ArraySpec) else None
     return PartitionSpec() if sharding is None else PartitionSpec(*sharding.partitions)

@@ -1,6 +1,6 @@
 """A call in transit: packed in the caller's process, and unpacked in a worker.
 
-A packed call is a blob, with a reference in the place of each array, and the elements of the arrays as raw bytes in a
+A packed call is a blob, with a description in the place of each array, and the elements of the arrays as raw bytes in a
 file, the spool.
 """
 
@@ -15,7 +15,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -26,10 +26,8 @@ from quarantune import jax_internals
 from quarantune.host.process import import_path
 from quarantune.host.shared_files import write_all
 from quarantune.transport.arrays import (
-    ArrayRef,
+    ArraySpec,
     concrete_data,
-    dtype_from_name,
-    is_key_dtype,
     make,
     mesh_like,
     next_start,
@@ -37,47 +35,15 @@ from quarantune.transport.arrays import (
 )
 from quarantune.transport.pickling import dumps, loads
 from quarantune.transport.problem import Arguments, with_leaves
-from quarantune.values.describe import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
+from quarantune.values.describe import (
+    MeshSpec,
+    ShardingSpec,
+    canonical_dtype,
+    context_mesh,
+    local_sharding,
+    sharding_of,
+)
 from quarantune.values.texts import adopt_program_name, program_name, shown
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ArraySpec:
-    """One array among a call's arguments.
-
-    Attributes:
-        index: its number among the arrays of the call.
-        shape: its shape.
-        dtype: the name of its dtype; for a PRNG key array, the dtype of its key data.
-        weak_type: whether it is weakly typed.
-        is_committed: whether it is on one device and bound to that, which makes another program of a call.
-        kind: `jax` or `numpy` array, or PRNG `key` array.
-        key_impl: the PRNG implementation of a key array, else None.
-        offset: where its bytes start in the spool.
-        nbytes: how many bytes it has in the spool; 0 if the worker generates it.
-        is_generated: whether the worker generates the array, because there is no concrete value.
-        sharding: how it is laid out over several devices; None if it is on one device.
-        is_transposed: whether the spool has the bytes of its transpose. A numpy array in Fortran order keeps its order,
-            as the speed of a plain callable may depend on it.
-    """
-
-    index: int
-    shape: tuple[int, ...]
-    dtype: str
-    weak_type: bool = False
-    is_committed: bool = False
-    kind: Literal["jax", "numpy", "key"] = "jax"
-    key_impl: str | None = None
-    offset: int = 0
-    nbytes: int = 0
-    is_generated: bool = False
-    sharding: ShardingSpec | None = None
-    is_transposed: bool = False
-
-    @property
-    def data_shape(self) -> tuple[int, ...]:
-        """The shape of the data in the spool, where key arrays have further axes."""
-        return self.shape if self.key_impl is None else self.shape + jax_internals.key_data_shape(self.key_impl)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,9 +73,9 @@ class Call:
 
     Attributes:
         fn: the function.
-        args: positional arguments, with an `ArrayRef` for each array.
+        args: positional arguments, with an `ArraySpec` for each array.
         kwargs: keyword arguments, likewise.
-        specs: the arrays the references point to.
+        specs: these arrays, by number.
         judges: functions that judge the function's output, by name.
         config_values: the config values that JSON cannot restore, by their JSON texts.
         context_mesh: the mesh that the worker sets; None for none.
@@ -167,25 +133,6 @@ class PackedCall:
     spool: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _ProcessOptions:
-    """What a worker takes over from the caller's process.
-
-    Attributes:
-        import_path: `sys.path`.
-        jax_options: the values of JAX's options.
-        contexts: the contexts of JAX that are set, pickled, as their values may be of the user's own classes.
-        devices: how many devices the call needs.
-        program: the name of its program, for keys.
-    """
-
-    import_path: list[str]
-    jax_options: Mapping[str, Any]
-    contexts: bytes
-    devices: int
-    program: str
-
-
 def pack_call(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -216,16 +163,12 @@ def pack_call(
         TypeError: a part of the call cannot be pickled.
         ValueError: an argument was deleted, or donated to an earlier call.
     """
-    arrays: list[Any] = []
-
-    def reference(array: Any) -> ArrayRef:
-        arrays.append(array)
-        return ArrayRef(len(arrays) - 1, tuple(array.shape), array.dtype)
-
-    packed_args, packed_kwargs = with_leaves(args, kwargs, _is_spooled, reference)
+    arrays = [leaf for value in (*args, *kwargs.values()) for leaf in jax.tree.leaves(value) if _is_spooled(leaf)]
     of_numpy = with_values or not jax_internals.is_jitted(fn)
     found = _specs(arrays, with_values=with_values, of_numpy=of_numpy)
     specs = found if manual_mesh is None else _as_shards(found, arrays, manual_mesh)
+    in_order = iter(specs)
+    packed_args, packed_kwargs = with_leaves(args, kwargs, _is_spooled, lambda _: next(in_order))
     call = Call(
         fn=fn,
         args=packed_args,
@@ -237,16 +180,11 @@ def pack_call(
         context_mesh=_mesh_to_send(specs, devices if manual_mesh is None else 0),
         program_values=program_values,
     )
-    process = _ProcessOptions(
-        import_path=import_path(),
-        jax_options=jax_internals.options_to_travel(),
-        contexts=dumps(jax_internals.contexts()),
-        devices=call.devices_needed,
-        program=program_name(),
-    )
+    contexts = dumps(jax_internals.contexts())  # their values may be of the user's own classes
+    process = import_path(), jax_internals.options_to_travel(), contexts, call.devices_needed, program_name()
     return PackedCall(
         # Two pickles, because the outer one is read before any of the user's modules is imported.
-        blob=pickle.dumps((process, dumps(call))),
+        blob=pickle.dumps((*process, dumps(call))),
         call=dataclasses.replace(
             call,
             context_mesh=None,
@@ -273,7 +211,7 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
         write_all(fd, packed.spool)
         return
     for spec, source in zip(packed.call.specs, packed.sources, strict=True):
-        if not spec.is_generated and spec.nbytes:
+        if spec.nbytes:
             data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
             data = data.T if spec.is_transposed else data
             os.lseek(fd, spec.offset, os.SEEK_SET)
@@ -286,17 +224,16 @@ def unpack_call(blob: bytes) -> Call:
     Args:
         blob: `PackedCall.blob`.
     """
-    process: _ProcessOptions
-    process, root = pickle.loads(blob)
-    sys.path[:] = process.import_path + [entry for entry in sys.path if entry not in process.import_path]
-    adopt_program_name(process.program)
+    paths, options, contexts, devices, program, root = pickle.loads(blob)
+    sys.path[:] = paths + [entry for entry in sys.path if entry not in paths]
+    adopt_program_name(program)
     importlib.invalidate_caches()  # the user may have written a module since this process last looked
-    jax_internals.adopt_options(process.jax_options)
-    _provide_cpu_devices(process.devices)
+    options = {**options, "jax_num_cpu_devices": _cpu_devices(options["jax_num_cpu_devices"], devices)}
+    jax_internals.adopt_options(options)
     call: Call = loads(root)
     # Again, as that has imported the user's modules: some register options, or set them, which the caller has undone.
-    jax_internals.adopt_options(process.jax_options)
-    jax_internals.set_contexts(loads(process.contexts))
+    jax_internals.adopt_options(options)
+    jax_internals.set_contexts(loads(contexts))
     return call
 
 
@@ -319,24 +256,18 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
     spool = _map_spool(call, fd)
 
     def array(spec: ArraySpec) -> Any:
+        sharding = _sharding(call, spec)
         if spec.is_generated:
-            dtype = spec.dtype if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
             return make(
-                spec.shape,
-                dtype,
-                spec.weak_type,
-                kind=kind,
-                seed=seed,
-                index=spec.index,
-                sharding=_sharding(call, spec),
+                spec.shape, spec.dtype, spec.weak_type, kind=kind, seed=seed, index=spec.index, sharding=sharding
             )
         data = _view(spool, spec)
-        if spec.kind == "numpy":
+        if spec.is_numpy:
             return data.copy(order="K")
-        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
+        return restore_array(data, spec.weak_type, spec.key_impl, sharding)
 
     # The mapping is closed with the last view of it.
-    return _replace_refs(call, array)
+    return _with_arrays(call, array)
 
 
 def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
@@ -351,14 +282,15 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
     """
 
     def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-        dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
-        if spec.kind == "numpy":
+        # The key dtype of this process: that of a PRNG of the user's may have been unpickled as another one.
+        dtype = spec.dtype if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
+        if spec.is_numpy:
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(
             spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(call, spec)
         )
 
-    return _replace_refs(call, struct)
+    return _with_arrays(call, struct)
 
 
 # --- in the caller's process ---
@@ -429,27 +361,22 @@ def _specs(arrays: Sequence[Any], *, with_values: bool, of_numpy: bool) -> tuple
 
 
 def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> ArraySpec:
-    impl = jax_internals.key_impl(array.dtype) if is_key_dtype(array.dtype) else None
     has_value = _has_value(array)
     is_generated = not (has_value and with_value)
     is_numpy = isinstance(array, np.ndarray) and not is_generated
-    spec = ArraySpec(
+    return ArraySpec(
         index=index,
         shape=tuple(array.shape),
         # A concrete array has the dtype it has; a struct's float64 is float32 unless x64 is on.
-        dtype="uint32" if impl else (jax.dtypes.canonicalize_dtype(array.dtype) if is_generated else array.dtype).name,
+        dtype=canonical_dtype(array.dtype) if is_generated else array.dtype,
         weak_type=bool(getattr(array, "weak_type", False)),
         is_committed=_is_committed(array),
-        kind="key" if impl else "numpy" if is_numpy and type(array) is not jax_internals.typed_ndarray else "jax",
-        key_impl=impl,
+        is_numpy=is_numpy and type(array) is not jax_internals.typed_ndarray,
+        offset=offset,
         is_generated=is_generated,
         sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
         is_transposed=is_numpy and array.flags.f_contiguous and not array.flags.c_contiguous,
     )
-    if is_generated:
-        return spec
-    nbytes = math.prod(spec.data_shape) * dtype_from_name(spec.dtype).itemsize
-    return dataclasses.replace(spec, offset=offset, nbytes=nbytes)
 
 
 def _is_committed(array: Any) -> bool:
@@ -480,12 +407,15 @@ def _has_value(array: Any) -> bool:
 # --- in a worker ---
 
 
-def _provide_cpu_devices(count: int) -> None:
-    """Configures JAX to make at least so many CPU devices, for a call whose arrays are spread over several devices."""
+def _cpu_devices(option: int, needed: int) -> int:
+    """Returns the number of CPU devices for JAX to make, at least so many as a call's arrays are spread over.
+
+    Args:
+        option: JAX's option in the caller's process; -1 where it is not set.
+        needed: how many devices the call needs.
+    """
     forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    option = jax.config.values["jax_num_cpu_devices"]
-    if count > (option if option >= 0 else int(forced[-1]) if forced else 1):
-        jax.config.update("jax_num_cpu_devices", count)
+    return needed if needed > (option if option >= 0 else int(forced[-1]) if forced else 1) else option
 
 
 def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
@@ -501,10 +431,9 @@ def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
 
 
 def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
-    dtype = dtype_from_name(spec.dtype)
     if spool is None or spec.nbytes == 0:
-        return np.zeros(spec.data_shape, dtype)
-    flat = np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset)
+        return np.zeros(spec.data_shape, spec.data_dtype)
+    flat = np.frombuffer(spool, spec.data_dtype, math.prod(spec.data_shape), spec.offset)
     return flat.reshape(spec.data_shape[::-1]).T if spec.is_transposed else flat.reshape(spec.data_shape)
 
 
@@ -520,8 +449,5 @@ def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
     return NamedSharding(mesh_like(spec.sharding.mesh), PartitionSpec(*spec.sharding.partitions))
 
 
-def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:
-    def is_reference(leaf: Any) -> bool:
-        return isinstance(leaf, ArrayRef)
-
-    return with_leaves(call.args, call.kwargs, is_reference, lambda leaf: make_array(call.specs[leaf.index]))
+def _with_arrays(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:
+    return with_leaves(call.args, call.kwargs, lambda leaf: isinstance(leaf, ArraySpec), make_array)
