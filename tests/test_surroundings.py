@@ -421,6 +421,7 @@ def test_an_outdated_template_is_replaced(tmp_path: Path) -> None:
 import os
 import psutil, quarantune
 from quarantune.sandbox import template
+from quarantune.sandbox.template_messages import Open
 
 def look(n, expected):
     found = [sorted(os.sched_getaffinity(0)), sorted(os.getgroups()), os.environ.get("LD_BIND_NOW")]
@@ -451,7 +452,8 @@ with quarantune.settings(disable_cache=True):
     # A template that a sweep of another thread uses stays until the end of that sweep.
     used = template.shared()
     null = os.open(os.devnull, os.O_RDONLY)
-    connection = used.open(payload_fd=null, arrays_fd=null, environ={}, cwd=None)
+    sweep = Open(environ={}, cwd=None, loads_plugins=False)
+    connection = used.open(sweep, payload_fd=null, arrays_fd=null)
     os.environ["LD_BIND_NOW"] = "2"
     assert template.shared() is not used and used.is_alive
     connection.hang_up()

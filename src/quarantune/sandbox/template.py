@@ -160,11 +160,10 @@ def _kill_marked(token: str) -> None:
 
 
 _lock = new_lock()
-_template: Template | None = None
+_templates: list[Template] = []
+"""The templates of this process. All but the last are out of date, and end with the last sweep that uses them."""
 _is_spoiled_by_warmth = False
 """Whether a template of this process could not be forked after it had warmed up."""
-_outdated: list[Template] = []
-"""Templates that were replaced while a sweep still used them; closed with the last such sweep."""
 
 
 def shared() -> Template:
@@ -175,58 +174,49 @@ def shared() -> Template:
     Raises:
         SandboxError: no template can be started.
     """
-    global _template
     with _lock:
-        if _template is not None and _template.inherited != inherited_state():
-            _outdated.append(_template)
-            _template = None
-            close_unused()
-        if _template is not None and not _template.is_alive:
-            _template.close()
-            _template = None
-        if _template is None:
-            try:
-                _template = Template()
-            except (OSError, RuntimeError) as error:
-                remedy = shortages.remedy(error)
-                text = f"the template process cannot be started: {error}{f': {remedy}' if remedy else ''}"
-                raise SandboxError(text) from error
-        return _template
+        for last in _templates[-1:]:
+            if last.is_alive and last.inherited == inherited_state():
+                return last
+        _close_unused(_templates)
+        try:
+            _templates.append(Template())
+        except (OSError, RuntimeError) as error:
+            remedy = shortages.remedy(error)
+            text = f"the template process cannot be started: {error}{f': {remedy}' if remedy else ''}"
+            raise SandboxError(text) from error
+        return _templates[-1]
 
 
 def close_unused() -> None:
     """Closes the templates that are out of date and that no sandbox is connected to."""
-    with _lock:
-        for template in [template for template in _outdated if not template.is_used]:
-            _outdated.remove(template)
-            template.close()
+    _close_unused(_templates[:-1])
+
+
+def _close_unused(templates: Sequence[Template]) -> None:
+    for template in list(templates):
+        if not template.is_used or not template.is_alive:
+            discard(template)
 
 
 def discard(template: Template) -> None:
     """Ends a template that no longer answers, unless another thread has; the process may not have exited yet."""
-    global _template
     with _lock:
-        if _template is template:
-            _template = None
+        if template in _templates:
+            _templates.remove(template)
             template.close()
 
 
 def close_shared() -> None:
     """Ends this process's templates; the next sweep starts another."""
-    if _template is not None:
-        discard(_template)
-    with _lock:
-        while _outdated:
-            _outdated.pop().close()
+    for template in list(_templates):
+        discard(template)
 
 
 def _forget_in_fork() -> None:
-    global _template
-    for template in (_template, *_outdated):
-        if template is not None:
-            template.disown()
-    _template = None
-    _outdated.clear()
+    for template in _templates:
+        template.disown()
+    _templates.clear()
 
 
 atexit.register(close_shared)
