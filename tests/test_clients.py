@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import python
+from helpers import child_environ
+from shared_python import SharedPython
 
 pytestmark = [pytest.mark.clients, pytest.mark.usefixtures("two_slots")]
 
@@ -27,16 +29,25 @@ def only(value, wanted):
 """
 
 
-def run(directory: Path, script: str, devices: int = 1) -> None:
-    """Runs a script as its user would, all warnings errors."""
-    file = directory / "script.py"
-    file.write_text(START + script)
+@pytest.fixture(scope="module", params=[1])
+def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Path, str], None]]:
+    """Runs a script as its user would, all warnings errors, on one device or as many as the test's parameter says."""
     # Other people's code may warn of other people's code; ours may not warn at all.
     strict = ["-W", "error:::quarantune", "-W", "error:::__main__"]
-    python(*strict, file, XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={request.param}"}
+    shared = SharedPython(*strict, environ=child_environ(**flags))
+
+    def run(directory: Path, script: str) -> None:
+        file = directory / "script.py"
+        file.write_text(START + script)
+        done = shared.run(file, **flags)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    yield run
+    shared.close()
 
 
-def test_flax_models_in_linen_and_nnx_call_a_tuned_kernel(tmp_path: Path) -> None:
+def test_flax_models_in_linen_and_nnx_call_a_tuned_kernel(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     pytest.importorskip("flax")
     run(
         tmp_path,
@@ -86,7 +97,9 @@ assert float(layer.calls[...]) == 3
     )
 
 
-def test_an_equinox_module_of_a_script_is_an_argument_and_a_self(tmp_path: Path) -> None:
+def test_an_equinox_module_of_a_script_is_an_argument_and_a_self(
+    tmp_path: Path, run: Callable[[Path, str], None]
+) -> None:
     pytest.importorskip("equinox")
     run(
         tmp_path,
@@ -126,7 +139,9 @@ agree(eqx.filter_grad(lambda net: net(x).sum())(net).bias, np.full(4, 2.0))
     )
 
 
-def test_optax_trains_through_a_tuned_attention_under_transformations(tmp_path: Path) -> None:
+def test_optax_trains_through_a_tuned_attention_under_transformations(
+    tmp_path: Path, run: Callable[[Path, str], None]
+) -> None:
     pytest.importorskip("optax")
     run(
         tmp_path,
@@ -169,7 +184,7 @@ assert attention.lookup(x, x, x) == {"block": 16}
     )
 
 
-def test_jaxs_own_gpu_kernels_are_tuned_in_interpret_mode(tmp_path: Path) -> None:
+def test_jaxs_own_gpu_kernels_are_tuned_in_interpret_mode(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     run(
         tmp_path,
         """
@@ -227,7 +242,9 @@ agree(got, paged_attention.paged_attention_reference(q, kv, kv, lengths))
     )
 
 
-def test_the_config_objects_of_jaxs_hopper_kernels_can_be_listed(tmp_path: Path) -> None:
+def test_the_config_objects_of_jaxs_hopper_kernels_can_be_listed(
+    tmp_path: Path, run: Callable[[Path, str], None]
+) -> None:
     pytest.importorskip("absl")  # which these modules of JAX import
     run(
         tmp_path,
@@ -264,7 +281,7 @@ assert again.best_config == best
     )
 
 
-def test_jaxs_own_tpu_kernels_are_tuned_in_tpu_interpret_mode(tmp_path: Path) -> None:
+def test_jaxs_own_tpu_kernels_are_tuned_in_tpu_interpret_mode(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     run(
         tmp_path,
         """
@@ -299,7 +316,10 @@ agree(product, jnp.concatenate([lhs[:64] @ rhs[0], lhs[64:] @ rhs[1]]))
     )
 
 
-def test_gspmd_and_shard_map_programs_on_four_devices_call_tuned_kernels(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [4], indirect=True)
+def test_gspmd_and_shard_map_programs_on_four_devices_call_tuned_kernels(
+    tmp_path: Path, run: Callable[[Path, str], None]
+) -> None:
     run(
         tmp_path,
         """
@@ -330,7 +350,6 @@ with jax.set_mesh(mesh):
 collective = jax.shard_map(summed, mesh=mesh, in_specs=P("x"), out_specs=P())
 agree(jax.jit(collective)(a), np.full((2, 4), 8.0))
 """,
-        devices=4,
     )
 
 

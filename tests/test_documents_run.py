@@ -6,13 +6,15 @@ import doctest
 import importlib
 import os
 import stat
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import document_blocks
 import jax
 import pytest
+from helpers import child_environ
+from shared_python import SharedPython
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -67,10 +69,18 @@ def test_examples_in_docstrings_that_are_not_skipped_are_right(tmp_path: Path) -
         assert ran.failed == 0, module.__name__
 
 
+@pytest.fixture(scope="module")
+def pages() -> Iterator[SharedPython]:
+    """The process in which pages run."""
+    shared = SharedPython(environ=child_environ(TESTS))
+    yield shared
+    shared.close()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path, pages: SharedPython) -> None:
     script = tmp_path / f"{Path(page).stem.replace('-', '_').lower()}.py"
     script.write_text(document_blocks.script_of((ROOT / page).read_text(encoding="utf-8")), encoding="utf-8")
     commands = tmp_path / ".venv" / "bin"  # pages call programs of their environment by this name
@@ -80,13 +90,5 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n', encoding="utf-8")
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environment = {
-        **os.environ,
-        "PATH": f"{commands}:{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
-        "QUARANTUNE_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = pages.run(script, cwd=tmp_path, timeout_s=580, PATH=f"{commands}:{os.environ['PATH']}")
     assert done.returncode == 0, f"{page}, whose lines are those of the script:\n{done.stdout}\n{done.stderr}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import child_environ, run_python
+from shared_python import SharedPython
 
 DEFINE = """
 import functools, os, sys, threading, warnings
@@ -39,13 +41,21 @@ FACTOR = 3
 """
 
 
-def run(directory: Path, script: str, **modules: str) -> str:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedPython]:
+    """The process of the scripts that need no fresh one."""
+    process = SharedPython("-W", "error", environ=child_environ())
+    yield process
+    process.close()
+
+
+def run(directory: Path, script: str, shared: SharedPython | None = None, **modules: str) -> str:
     """Runs a script beside some modules, with warnings as errors; returns its output."""
     for name, text in modules.items():
         (directory / f"{name}.py").write_text(textwrap.dedent(text))
     file = directory / "script.py"
     file.write_text(script)
-    done = run_python("-W", "error", file)
+    done = shared.run(file) if shared else run_python("-W", "error", file)
     assert done.returncode == 0, done.stderr
     # A busy machine may be mentioned, but nothing else.
     assert [line for line in done.stderr.splitlines() if "the samples scatter" not in line] == []
@@ -53,7 +63,7 @@ def run(directory: Path, script: str, **modules: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
+def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path: Path, shared: SharedPython) -> None:
     count = tmp_path / "count"
     script = f"""
 with open({str(count)!r}, "a") as file:
@@ -62,12 +72,12 @@ with open({str(count)!r}, "a") as file:
 agree(kernel, 3)
 print("once")
 """
-    assert run(tmp_path, script) == "once\n"
+    assert run(tmp_path, script, shared) == "once\n"
     assert count.read_text() == "x"
 
 
 @pytest.mark.slow
-def test_functions_from_every_source_are_tuned(tmp_path: Path) -> None:
+def test_functions_from_every_source_are_tuned(tmp_path: Path, shared: SharedPython) -> None:
     script = f"""{DEFINE}
 def closure(factor, table):
     scale = lambda x: x * factor
@@ -110,11 +120,11 @@ def recursive(x, n: int = 1):
 
 agree(recursive, 1)
 """
-    run(tmp_path, script)
+    run(tmp_path, script, shared)
 
 
 @pytest.mark.slow
-def test_a_notebook_cell_is_tuned(tmp_path: Path) -> None:
+def test_a_notebook_cell_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
     # As a notebook runs it: __main__ has no file, and a cell's source is in linecache alone.
     script = f"""
 import linecache, sys, types
@@ -127,11 +137,11 @@ for number, cell in enumerate(({DEFINE!r}, {KERNEL!r}, "agree(kernel, 3)", again
     exec(compile(cell, file, "exec"), vars(main))
 print(main.kernel)
 """
-    assert run(tmp_path, script) == "<autotuned __main__.kernel>\n"
+    assert run(tmp_path, script, shared) == "<autotuned __main__.kernel>\n"
 
 
 @pytest.mark.slow
-def test_a_module_from_a_path_inserted_at_run_time_is_tuned(tmp_path: Path) -> None:
+def test_a_module_from_a_path_inserted_at_run_time_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
     away = tmp_path / "away"
     away.mkdir()
     (away / "far_kernels.py").write_text(DEFINE + KERNEL)
@@ -145,11 +155,11 @@ far_kernels.agree(far_kernels.kernel, 3)
 assert sys.path == before
 assert os.getcwd() == {str(away)!r}
 """
-    run(tmp_path, script)
+    run(tmp_path, script, shared)
 
 
 @pytest.mark.slow
-def test_a_module_that_initialises_a_backend_or_starts_a_thread_is_tuned(tmp_path: Path) -> None:
+def test_a_module_that_initialises_a_backend_or_starts_a_thread_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
     modules = {
         "with_array": DEFINE + KERNEL.replace("FACTOR = 3", "FACTOR = jnp.full((), 3.0)"),
         "with_thread": DEFINE + KERNEL + "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
@@ -159,11 +169,11 @@ import with_array, with_thread
 with_array.agree(with_array.kernel, 3)
 with_thread.agree(with_thread.kernel, 3)
 """
-    run(tmp_path, script, **modules)
+    run(tmp_path, script, shared, **modules)
 
 
 @pytest.mark.slow
-def test_a_script_that_computes_in_threads_is_tuned(tmp_path: Path) -> None:
+def test_a_script_that_computes_in_threads_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
     script = f"""{DEFINE}{KERNEL}
 from concurrent.futures import ThreadPoolExecutor
 
@@ -176,7 +186,7 @@ try:
 finally:
     stop.set()
 """
-    run(tmp_path, script)
+    run(tmp_path, script, shared)
 
 
 @pytest.mark.slow
@@ -242,7 +252,7 @@ assert children() == template
 
 
 @pytest.mark.slow
-def test_spawned_workers_tune_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawned_workers_tune_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: SharedPython) -> None:
     monkeypatch.setenv("QUARANTUNE_START_METHOD", "spawn")
     script = f"""{DEFINE}{KERNEL}
 print("once")
@@ -267,11 +277,11 @@ assert len(caught) == 1, [str(warning.message) for warning in caught]
 assert psutil.Process().children() == []
 assert (sys.path, dict(os.environ)) == (path, environ)
 """
-    run(tmp_path, script)
+    run(tmp_path, script, shared)
 
 
 @pytest.mark.slow
-def test_a_tuned_call_inside_a_worker_starts_no_sweep(tmp_path: Path) -> None:
+def test_a_tuned_call_inside_a_worker_starts_no_sweep(tmp_path: Path, shared: SharedPython) -> None:
     script = f"""{DEFINE}
 @quarantune.autotune(CONFIGS, **FREE)
 @jitted
@@ -290,7 +300,7 @@ def outer(x, n: int = 1):
 print(outer.tune(X).best_config)
 assert inner.lookup(X) is None
 """
-    assert run(tmp_path, script) == "{'n': 2}\n"
+    assert run(tmp_path, script, shared) == "{'n': 2}\n"
 
 
 EDITED_KERNEL = """
