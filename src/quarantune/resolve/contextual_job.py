@@ -416,7 +416,7 @@ def objects_of(slot: Slot) -> Mapping[str, Any]:
     Nothing is known of a kernel that only a call of the function makes, nor, where a function makes the configs, of a
     call that its key does not describe.
     """
-    found: dict[str, Any] = {}
+    found: Mapping[str, Any] = {}
     for kernel in kernels(slot.name):
         function = kernel._resolver.function
         arguments: Arguments = ((), {})
@@ -425,7 +425,7 @@ def objects_of(slot: Slot) -> Mapping[str, Any]:
                 arguments = described_arguments(decode_json(slot.key), function)
             space = BoundCall(function, *arguments).configs
             space.whole()
-            found |= originals(space.examples())
+            found = {**found, **originals(space.examples())}
         except Exception as error:  # what a user's function raises for arguments that its key does not describe
             _logger.debug("%s: the objects in its configs are not known: %r", slot.name, error)
     return found
