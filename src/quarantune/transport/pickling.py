@@ -145,6 +145,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         options = {name: getattr(variable, f"__{name}__") for name in named}
         return functools.partial(TypeVar, **options), (variable.__name__, *variable.__constraints__)
 
+    def _reduce_lock(self, lock: Any) -> Any:
+        # Nobody holds it in the process that it travels to.
+        return _LOCKS[type(lock)], ()
+
     def _reduce_jitted(self, fn: Any) -> Any:
         options = jax_internals.jit_options(fn)
         try:
@@ -206,6 +210,9 @@ def _reference_from(modules: Iterable[types.ModuleType], obj: Any) -> Any:
     return NotImplemented if home is None else (load_by_name, (*home, 0))
 
 
+_LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
+
+
 # One look-up per class, not per object; bounded, so that classes made in a loop can be freed.
 @functools.lru_cache(maxsize=1024)
 def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
@@ -218,6 +225,8 @@ def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
         return _Pickler._reduce_module
     if kind is TypeVar:
         return _Pickler._reduce_type_variable
+    if kind in _LOCKS:
+        return _Pickler._reduce_lock
     if kind is jax_internals.pjit_type:
         return _Pickler._reduce_jitted
     if issubclass(kind, jax_internals.custom_rule_types()):
@@ -379,14 +388,13 @@ class _StatePickler(_Pickler):
             if reduced is NotImplemented and is_by_parts:
                 reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            cannot_travel = isinstance(error, unpicklable.CannotTravelError) or not hasattr(obj, "__dict__")
+            cannot_travel = isinstance(error, unpicklable.CannotTravelError) or not _is_all_fields(obj)
             if unpicklable.is_interruption(error) or (obj is self._value and cannot_travel):
                 raise
             if cannot_travel:
                 self.reasons.append(str(error))
                 return load_by_name, (__name__, "LEFT_OUT", 0)
             # An object that refuses to be copied, as the parsed flags of absl do: it is not copied but made alike.
-            object.__new__(type(obj))  # raises where the fields are not all
             return object.__new__, (type(obj),), dict(vars(obj)), None, None, _set_attributes
         return reduced
 
@@ -401,6 +409,15 @@ class _StatePickler(_Pickler):
 
     def _has_place(self, obj: Any) -> bool:
         return f"{getattr(obj, '__module__', None)}.{getattr(obj, '__qualname__', None)}" == self._place
+
+
+def _is_all_fields(obj: Any) -> bool:
+    """Returns whether an object consists of its fields, and is made by setting them."""
+    try:
+        object.__new__(type(obj))
+    except TypeError:
+        return False
+    return hasattr(obj, "__dict__")
 
 
 # --- functions called by `loads` --------------------------------------------------------------------
