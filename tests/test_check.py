@@ -180,6 +180,20 @@ def judged_as(
     return found
 
 
+def test_a_config_whose_reference_cannot_be_read_is_wrong() -> None:
+    packed = payload.pack_call(jax.jit(lambda x: x + 1), (np.ones(8, np.float32),), {}, {})
+    options = BenchOptions(platform="cpu", warmup=0, rep=1, supply="auto", tolerance=None)
+    arrays, torn = (spool.create(label, size_bytes=packed.call.spool_bytes) for label in ("arrays", "torn"))
+    try:
+        payload.write_arrays(packed, arrays)
+        bench = Bench(packed.call, arrays_fd=arrays, options=options)
+        with pytest.raises(WrongResultError, match="the output to compare with cannot be read"):
+            bench.check(bench.compile({}, target=None), references=[torn], standard=0)
+    finally:
+        for fd in (arrays, torn):
+            os.close(fd)
+
+
 def test_later_sweeps_compare_outputs_with_the_programs_of_earlier_ones(compiles: list[str]) -> None:
     def halved(x: Any, do: str = "right") -> Any:
         return x / 2 if do == "right" else x / 2.2

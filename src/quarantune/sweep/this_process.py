@@ -36,7 +36,8 @@ from quarantune.transport.payload import Call
 from quarantune.values import codec
 from quarantune.values.configs import format_config, restore
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
-from quarantune.worker.bench import Bench, Program
+from quarantune.worker.arguments import Program
+from quarantune.worker.bench import Bench
 from quarantune.worker.failures import NeedsDeviceError, readable
 from quarantune.worker.main import Worker
 

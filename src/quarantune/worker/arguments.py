@@ -1,8 +1,9 @@
-"""The arguments that a worker calls the tuned function with."""
+"""The programs that a worker runs, and the arguments that it calls them with."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,38 @@ from quarantune.measure import rounding
 from quarantune.transport.arrays import restore_array
 from quarantune.transport.payload import Call, materialize
 from quarantune.transport.problem import Arguments
+from quarantune.values.configs import Config
+from quarantune.values.trial import CompilerFigures
 
 _SEED = 0
 _MOST_BYTES = 512 << 20
 """Larger arguments are not widened."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A config made ready to run.
+
+    Attributes:
+        config: the config.
+        call: takes the dynamic arguments.
+        compile_s: seconds spent tracing, lowering and compiling it here.
+        cache_entries: the executable as JAX's compilation cache holds it, by its key there; empty where the caller's
+            process would not find it under that key, as one compiled without its device.
+        calls_back: whether it is known to call back into Python.
+        identity: its hash where it was compiled without its device, as `programs.identity` returns it.
+        coarsest: the bits in the mantissas of the coarsest type that it computes with; None where that is not known.
+        figures: what its kernels need, as far as that is known.
+    """
+
+    config: Config
+    call: Any
+    compile_s: float
+    cache_entries: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    calls_back: bool = False
+    identity: str | None = None
+    coarsest: int | None = None
+    figures: CompilerFigures | None = None
 
 
 class CallArguments:

@@ -20,48 +20,22 @@ from quarantune.jax_internals import kernels
 from quarantune.jax_internals.other_processes import compilation_cache_in_memory
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions, Measurement
+from quarantune.sandbox.messages import Agreement, BenchOptions, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
 from quarantune.values.configs import Config, restore
-from quarantune.values.trial import CompilerFigures, CompileTarget, OutputArray
+from quarantune.values.trial import CompileTarget, OutputArray
 from quarantune.worker import compiler_figures
-from quarantune.worker.arguments import CallArguments
+from quarantune.worker.arguments import CallArguments, Program
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
-from quarantune.worker.judging import Checked, Judge, StaleMemory, structure_of
+from quarantune.worker.judging import Judge, StaleMemory, structure_of
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
 Announce = Callable[[str, tuple[OutputArray, ...]], None]
 """Receives the hash of a lowered program, which is that of other configs with the same program, and its output."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A config made ready to run.
-
-    Attributes:
-        config: the config.
-        call: takes the dynamic arguments.
-        compile_s: seconds spent tracing, lowering and compiling it here.
-        cache_entries: the executable as JAX's compilation cache holds it, by its key there; empty where the caller's
-            process would not find it under that key, as one compiled without its device.
-        calls_back: whether it is known to call back into Python.
-        identity: its hash where it was compiled without its device, as `programs.identity` returns it.
-        coarsest: the bits in the mantissas of the coarsest type that it computes with; None where that is not known.
-        figures: what its kernels need, as far as that is known.
-    """
-
-    config: Config
-    call: Any
-    compile_s: float
-    cache_entries: dict[str, bytes] = dataclasses.field(default_factory=dict)
-    calls_back: bool = False
-    identity: str | None = None
-    coarsest: int | None = None
-    figures: CompilerFigures | None = None
 
 
 class Bench:
@@ -293,7 +267,7 @@ class Bench:
         standard: int | None = None,
         output_fd: int | None = None,
         limit: contextlib.AbstractContextManager[object] | None = None,
-    ) -> int | None:
+    ) -> Agreement:
         """Runs a program once, inside `limit`, and judges its output, as `Judge.check` does.
 
         Raises:
@@ -303,14 +277,11 @@ class Bench:
         with limit or contextlib.nullcontext():
             output = self.run(program)
         self._stale.note(output)
+        last = self._last_run_of(program)
         return self.judge.check(
-            Checked(
-                program.config,
-                output,
-                functools.partial(self._run_moved, program),
-                program.coarsest,
-                0.0 if (last := self._last_run_of(program)) is None else last.whole / 1e3,
-            ),
+            program,
+            output,
+            taken_s=0.0 if last is None else last.whole / 1e3,
             references=references,
             standard=standard,
             output_fd=output_fd,
@@ -319,12 +290,6 @@ class Bench:
     def _last_run_of(self, program: Program) -> RunTime | None:
         """Returns the time of the last run in milliseconds; None where another program has run since."""
         return self._last_run[1] if self._last_run is not None and self._last_run[0]() is program else None
-
-    def _run_moved(self, program: Program, arguments: Arguments) -> Any:
-        """Runs a program once on other arguments of the same kind, and returns its output."""
-        args, kwargs = self._arguments.dynamic(arguments)
-        output = jax.block_until_ready(program.call(*args, **kwargs))
-        return output[0] if self._options.time_grad else output
 
     def clock(self, program: Program, *, is_flushed: bool = True) -> clocks.Clock:
         """Returns the best clock there is for a program.

@@ -11,11 +11,12 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from quarantune import jax_internals
 from quarantune.cache.fingerprint import describe
@@ -24,14 +25,14 @@ from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions
+from quarantune.sandbox.messages import Agreement, BenchOptions
 from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import OutputArray
-from quarantune.worker.arguments import CallArguments
+from quarantune.worker.arguments import CallArguments, Program
 from quarantune.worker.failures import WrongResultError
 
 _WIDER_S = 5.0
@@ -41,25 +42,6 @@ _STALE_COPIES = 3
 _MOST_STALE_BYTES = 512 << 20
 _NOT_PLAIN = re.compile(r"pallas|ffi|kernel|triton|cutlass|cute|custom_call|callback|random|threefry|rng")
 """In the names of primitives that run code for one dtype, call back, or draw other numbers in another dtype."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """A config's output, to be judged.
-
-    Attributes:
-        config: the config.
-        output: the value that it returned.
-        run: runs it once more, on other arguments; None where that is not possible.
-        coarsest: as for `rounding.Motion`.
-        taken_s: the seconds that it took, if that is known.
-    """
-
-    config: Config
-    output: Any
-    run: Callable[[Arguments], Any] | None = None
-    coarsest: int | None = None
-    taken_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +76,7 @@ class ComparedOutput:
 
 
 class Judge:
-    """Compares the outputs of one call's configs, and their gradients where those count.
-
-    Attributes:
-        noise: that of the last output that was kept for others.
-    """
+    """Compares the outputs of one call's configs, and their gradients where those count."""
 
     def __init__(self, call: Call, arguments: CallArguments, options: BenchOptions) -> None:
         """Sets up the judge.
@@ -110,11 +88,9 @@ class Judge:
         """
         self._call = call
         self._arguments = arguments
-        self._check_grad = options.check_grad
-        self._platform = options.platform
+        self._options = options
         self._fixed = None if options.tolerance is None else Allowance.fixed(options.tolerance)
         self._expected: dict[tuple[int, int], ComparedOutput] = {}
-        self.noise: float | None = None
         # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
         self._shortcut = None if options.platform in (None, "cpu") else compare.Comparer()
 
@@ -126,8 +102,7 @@ class Judge:
             for fd in references:
                 with contextlib.suppress(Exception):
                     expected = self._expected_in(fd)
-                    values = expected.output.values
-                    self._shortcut.prepare(values, expected.allowances[: len(values)])
+                    self._shortcut.prepare(expected.leaves, expected.allowances)
 
     def expect(self, outputs: Sequence[OutputArray], fd: int | None = None) -> None:
         """Compiles the comparison of such outputs on an accelerator, ahead of the first; errors are left to `check`.
@@ -163,12 +138,13 @@ class Judge:
         if "check_fn" in self._call.judges:  # which takes the output as it is
             kept = ComparedOutput(_flat(()), tree=jax.tree.map(_fetched, output))
         else:
-            checked = Checked({}, output)
+            coarsest = None
             with contextlib.suppress(Exception):  # of a plain callable, or one whose configs may do better
                 traced = self._trace_defaults().jaxpr.jaxpr
-                checked = dataclasses.replace(checked, coarsest=rounding.coarsest_mantissa(traced, self._platform))
-            compared = self._compared(checked, ref_fn)
-            kept = dataclasses.replace(compared.on_host(), allowances=self._allowances(compared, checked))
+                coarsest = rounding.coarsest_mantissa(traced, self._options.platform)
+            program = Program({}, ref_fn, 0.0, coarsest=coarsest)
+            compared = self._compared(output, ref_fn, {})
+            kept = dataclasses.replace(compared.on_host(), allowances=self._allowances(compared, program, math.inf))
         _write(fd, kept)
 
     def _trace_defaults(self) -> Any:
@@ -195,74 +171,77 @@ class Judge:
 
     def check(
         self,
-        checked: Checked,
+        program: Program,
+        output: Any,
         *,
+        taken_s: float,
         references: Sequence[int] = (),
         standard: int | None = None,
         output_fd: int | None = None,
-    ) -> int | None:
+    ) -> Agreement:
         """Judges a config's output.
 
         Args:
-            checked: the config and its output.
+            program: the config's program; it is run again to see how far rounding moves an output that is kept.
+            output: the value that it returned.
+            taken_s: the seconds that it took.
             references: descriptors of the files to compare with: the reference's, or those of other configs' outputs.
             standard: the position of the one that is right; None where that is not known.
             output_fd: where to keep the output for other configs if it agrees with no reference; None to keep nothing.
 
-        Returns:
-            The position of the reference that it agrees with, `len(references)` where it was kept, or None where it
-            agrees with none or was not compared.
-
         Raises:
             WrongResultError: the output, or a gradient, is wrong.
         """
-        self.noise = None
-        check_fn = self._call.judges.get("check_fn")
-        if check_fn is not None or "ref_fn" in self._call.judges:
-            return self._judge(checked, references, check_fn, output_fd)
-        if not references and output_fd is None:
-            return None
-        return self._group(checked, references, standard, output_fd)
-
-    def _judge(
-        self, checked: Checked, references: Sequence[int], check_fn: Callable[..., Any] | None, output_fd: int | None
-    ) -> int | None:
-        """Applies the author's `check_fn`, or compares an output with that of `ref_fn`.
-
-        The noise is that of the function's defaults, whose output is kept for others to read it from, if they work.
-        """
-        expected = self._expected_in(references[0]) if references else None
-        if check_fn is not None:
+        judges = self._call.judges
+        if "check_fn" in judges:
+            wanted = self._expected_in(references[0]).tree if references else None
             args, kwargs = self._arguments.fresh()
-            wanted = None if expected is None else expected.tree
-            if reason := compare.judge_by(check_fn, checked.output, wanted, args, kwargs):
+            reason = compare.judge_by(judges["check_fn"], output, wanted, args, kwargs)
+            if reason is not None:
                 raise WrongResultError(reason)
-            return None
-        assert expected is not None
-        if checked.output is not None and [leaf is None for leaf in expected.output.values] == [True]:
-            raise WrongResultError("ref_fn returned None, and the config did not: does ref_fn lack a return?")
-        own, group = self._compared(checked, self._call.fn), None
-        if output_fd is not None:
-            self._keep(own, checked, output_fd)
-            group = len(references)
-        known = self._expected_in(output_fd if output_fd is not None else references[-1]).allowances
+            return Agreement(None)
+        has_reference = "ref_fn" in judges
+        if not has_reference and not references and output_fd is None:
+            return Agreement(None)
+        own = self._compared(output, self._call.fn, program.config)
+        group: int | None = None
+        noise: float | None = None
+        if not has_reference:
+            if self._arguments.jit is None:
+                own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
+            group, reason = self._group(own, references, standard)
+        if group is None and output_fd is not None:
+            is_wrong = not has_reference and standard is not None  # and how far rounding moves it does not matter
+            group, noise = len(references), self._keep(own, program, math.inf if is_wrong else taken_s, output_fd)
+        if has_reference:
+            defaults = references[-1] if output_fd is None else output_fd
+            reason = self._differs_from_reference(own, references[0], defaults)
+        if reason is not None:
+            raise WrongResultError(reason, group)
+        return Agreement(group, noise)
+
+    def _differs_from_reference(self, own: ComparedOutput, reference: int, defaults: int) -> str | None:
+        """Returns how an output differs from that of `ref_fn`, by more than the noise of the defaults' if they work."""
+        expected, known = self._expected_in(reference), self._expected_in(defaults).allowances
+        if _is_none(expected) and not _is_none(own):
+            return "ref_fn returned None, and the config did not: does ref_fn lack a return?"
         if len(known) == len(expected.leaves):
             expected = dataclasses.replace(expected, allowances=known)
-        if reason := self._differs(own, expected, same_dtypes=False):
-            raise WrongResultError(reason, group)
-        return group
+        return self._differs(own, expected, same_dtypes=False)
 
     def _group(
-        self, checked: Checked, references: Sequence[int], standard: int | None, output_fd: int | None
-    ) -> int | None:
-        """Finds the other config's output that this one agrees with."""
-        own = self._compared(checked, self._call.fn)
-        if self._arguments.jit is None:
-            own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
+        self, own: ComparedOutput, references: Sequence[int], standard: int | None
+    ) -> tuple[int | None, str | None]:
+        """Finds the other config's output that this one agrees with.
+
+        Returns:
+            Its position, or None; and how this one differs from the standard, or None.
+        """
         wrong: str | None = None
-        group: int | None = None
+        right: ComparedOutput | None = None
         for position in sorted(range(len(references)), key=lambda position: position != standard):
             differs: str | None
+            expected: ComparedOutput | None = None
             try:
                 expected = self._expected_in(references[position])
             except Exception as error:  # the config that wrote it may have left anything there
@@ -270,24 +249,20 @@ class Judge:
             else:
                 differs = self._differs(own, expected)
             if differs is None:
-                group = position
-                break
-            wrong = differs if position == standard else wrong
-        if wrong is not None and group is None and self._is_as_near(own, self._expected_in(references[standard or 0])):
-            return standard
-        if group is None and output_fd is not None:
-            self._keep(own, checked if standard is None else dataclasses.replace(checked, run=None), output_fd)
-            group = len(references)
-        if wrong is not None:
-            raise WrongResultError(f"it does not compute what the defaults do: {wrong}", group)
-        return group
+                return position, wrong
+            if position == standard:
+                right, wrong = expected, f"it does not compute what the defaults do: {differs}"
+        if right is not None and self._is_as_near(own, right):
+            return standard, None
+        return None, wrong
 
-    def _compared(self, checked: Checked, fn: Callable[..., Any], given: Arguments | None = None) -> ComparedOutput:
+    def _compared(
+        self, output: Any, fn: Callable[..., Any], config: Config, given: Arguments | None = None
+    ) -> ComparedOutput:
         """Returns the parts of an output that count, for the call's own arguments or for `given` ones."""
-        if not self._check_grad:
-            return ComparedOutput(_flat(checked.output))
-        gradients = self._gradients(fn, checked.config, given or self._arguments.shared())
-        return ComparedOutput(_flat(checked.output), _flat(gradients))
+        if not self._options.check_grad:
+            return ComparedOutput(_flat(output))
+        return ComparedOutput(_flat(output), _flat(self._gradients(fn, config, given or self._arguments.shared())))
 
     def _differs(
         self, own: ComparedOutput, expected: ComparedOutput, *, same_dtypes: bool = True, truths: Sequence[Any] = ()
@@ -325,8 +300,8 @@ class Judge:
                 with mode:
                     equations = jax_internals.equations(fn.trace(*args, **kwargs).jaxpr.jaxpr)
                     if not any(_NOT_PLAIN.search(equation.primitive.name) for equation in equations):
-                        checked = Checked({}, fn(*args, **kwargs))
-                        found[:] = self._compared(checked, fn, (args, kwargs)).on_host().leaves
+                        wide = self._compared(fn(*args, **kwargs), fn, {}, (args, kwargs))
+                        found[:] = wide.on_host().leaves
 
         if self._arguments.jit is not None:
             thread = threading.Thread(target=compute, daemon=True)
@@ -334,38 +309,36 @@ class Judge:
             thread.join(_WIDER_S)
         return found
 
-    def _keep(self, own: ComparedOutput, checked: Checked, fd: int) -> None:
-        """Writes an output to a file, so that other configs' outputs can be compared with it."""
-        on_host = dataclasses.replace(own.on_host(), allowances=self._allowances(own, checked))
-        self.noise = on_host.noise
+    def _keep(self, own: ComparedOutput, program: Program, taken_s: float, fd: int) -> float | None:
+        """Writes an output to a file, so that other configs' outputs can be compared with it; returns its noise."""
+        on_host = dataclasses.replace(own.on_host(), allowances=self._allowances(own, program, taken_s))
         _write(fd, on_host)
         if self._shortcut is not None:
             self._shortcut.keep(own.output.values, on_host.output.values)
         self._expected[file_id(fd)] = on_host
+        return on_host.noise
 
-    def _allowances(self, own: ComparedOutput, checked: Checked) -> tuple[Allowance, ...]:
+    def _allowances(self, own: ComparedOutput, program: Program, taken_s: float) -> tuple[Allowance, ...]:
         """Returns how far other outputs may be from one, leaf by leaf; runs its program on moved arguments for that.
 
         Args:
             own: the output.
-            checked: as it was judged; without `run`, its noise is taken to be unknown.
+            program: its program.
+            taken_s: the seconds that a run takes; infinite where the noise is to count as unknown.
         """
         if self._fixed is not None:
             return (self._fixed,) * len(own.leaves)
-        device = self._shortcut
+        device, coarsest = self._shortcut, program.coarsest
         noises = [
-            compare.noise_of(
-                leaf, coarsest=checked.coarsest, run=device.run if device and device.is_narrow(leaf) else None
-            )
+            compare.noise_of(leaf, coarsest=coarsest, run=device.run if device and device.is_narrow(leaf) else None)
             for leaf in own.leaves
         ]
-        if any(noises) and checked.run is not None:
+        if any(noises):
             # Whatever is wrong, such as too little memory or no floats, the noise is taken from the runs before that.
             with contextlib.suppress(Exception):
-                for run in rounding.runs(checked.taken_s):
-                    arguments, scale = self._arguments.moved(run, checked.coarsest, device and device.run)
-                    again = dataclasses.replace(checked, output=checked.run(arguments))
-                    found = self._compared(again, self._call.fn, arguments)
+                for run in rounding.runs(taken_s):
+                    arguments, scale = self._arguments.moved(run, coarsest, device and device.run)
+                    found = self._compared(self._run(program, arguments), self._call.fn, program.config, arguments)
                     if found.output.structure != own.output.structure:
                         break
                     for noise, leaf in zip(noises, found.leaves, strict=True):
@@ -373,6 +346,12 @@ class Judge:
                             noise.add(leaf, scale)
         exact = Allowance(0.0, 0.0, 0.0, is_calibrated=True)
         return tuple(exact if noise is None else noise.allowance() for noise in noises)
+
+    def _run(self, program: Program, arguments: Arguments) -> Any:
+        """Runs a program once on moved arguments, and returns its output."""
+        args, kwargs = self._arguments.dynamic(arguments)
+        output = jax.block_until_ready(program.call(*args, **kwargs))
+        return output[0] if self._options.time_grad else output
 
     def _expected_in(self, fd: int) -> ComparedOutput:
         """Returns the content of a reference's file, read once."""
@@ -411,6 +390,10 @@ def structure_of(tree: jax.tree_util.PyTreeDef) -> Any:
     return compare.described_structure(tree, describe)
 
 
+def _is_none(compared: ComparedOutput) -> bool:
+    return [leaf is None for leaf in compared.output.values] == [True]
+
+
 def _kind_unless_array(leaf: Any) -> Any:
     """Returns a leaf of a plain callable's output; of times, names and handles, their kind alone."""
     if isinstance(leaf, (np.ndarray, jax.Array)) and not jnp.issubdtype(leaf.dtype, jnp.object_):
@@ -428,12 +411,6 @@ def _fetched(leaf: Any) -> Any:
 # --- memory that earlier outputs have left ---
 
 
-class _Kind(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: Any
-    device: jax.Device
-
-
 class StaleMemory:
     """Knows the outputs of the last config, and overwrites free memory of their sizes.
 
@@ -448,14 +425,14 @@ class StaleMemory:
             is_shared: whether configs are checked one after another in the same memory; if not, nothing is done.
         """
         self._is_shared = is_shared
-        self._outputs: list[_Kind] = []
-        self._fills: dict[_Kind, Callable[[], jax.Array]] = {}
+        self._outputs: list[jax.ShapeDtypeStruct] = []
+        self._fills: dict[jax.ShapeDtypeStruct, Callable[[], jax.Array]] = {}
 
     def note(self, output: Any) -> None:
         """Takes the arrays of an output for those that free memory will hold."""
         arrays = [leaf for leaf in jax.tree.leaves(output) if isinstance(leaf, jax.Array)] if self._is_shared else []
         self._outputs = [
-            _Kind(array.shape, array.dtype, next(iter(array.devices())))
+            _alike(array.shape, array.dtype, next(iter(array.devices())))
             for array in arrays
             if len(array.devices()) == 1 and fill_value(array.dtype) is not None
         ]
@@ -464,28 +441,31 @@ class StaleMemory:
         """Compiles what overwrites such outputs, which takes a GPU 0.06 s each, ahead of the first; raises nothing."""
         with contextlib.suppress(Exception):
             for output in outputs if self._is_shared else ():
-                kind = _Kind(output.shape, jnp.dtype(output.dtype), jax.local_devices()[0])
-                if fill_value(kind.dtype) is not None:
-                    self._compiled(kind)
+                if fill_value(jnp.dtype(output.dtype)) is not None:
+                    self._compiled(_alike(output.shape, output.dtype, jax.local_devices()[0]))
 
     def overwrite(self) -> None:
         """Fills free memory with values that outputs do not have, unless it takes too much; raises nothing."""
-        size = sum(jnp.dtype(kind.dtype).itemsize * math.prod(kind.shape) for kind in self._outputs)
+        size = sum(like.dtype.itemsize * like.size for like in self._outputs)
         copies = min(_STALE_COPIES, _MOST_STALE_BYTES // size) if size else 0
         try:
-            jax.block_until_ready([self._filled(kind) for _ in range(copies) for kind in self._outputs])
+            jax.block_until_ready([self._filled(like) for _ in range(copies) for like in self._outputs])
         except Exception:
             self._is_shared = False  # there is too little memory, and waiting for more takes seconds each time
 
-    def _filled(self, kind: _Kind) -> jax.Array:
-        return self._compiled(kind)()
+    def _filled(self, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return self._compiled(like)()
 
-    def _compiled(self, kind: _Kind) -> Callable[[], jax.Array]:
-        if kind not in self._fills:
-            value = fill_value(kind.dtype)
-            with jax.default_device(kind.device):
-                self._fills[kind] = jax.jit(lambda: jnp.full(kind.shape, value, kind.dtype)).lower().compile()
-        return self._fills[kind]
+    def _compiled(self, like: jax.ShapeDtypeStruct) -> Callable[[], jax.Array]:
+        if like not in self._fills:
+            value = fill_value(like.dtype)
+            with jax.default_device(*like.sharding.device_set):
+                self._fills[like] = jax.jit(lambda: jnp.full(like.shape, value, like.dtype)).lower().compile()
+        return self._fills[like]
+
+
+def _alike(shape: tuple[int, ...], dtype: Any, device: jax.Device) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
 
 
 def fill_value(dtype: Any) -> Any:

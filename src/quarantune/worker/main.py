@@ -31,7 +31,8 @@ from quarantune.values import codec
 from quarantune.values.codec import JsonObject
 from quarantune.values.trial import CompileTarget, Phase
 from quarantune.worker import deviceless, program_values
-from quarantune.worker.bench import Bench, Program
+from quarantune.worker.arguments import Program
+from quarantune.worker.bench import Bench
 from quarantune.worker.compiler_figures import read_figures
 from quarantune.worker.failures import (
     NeedsDeviceError,
@@ -267,14 +268,13 @@ class Worker:
         if task.stop_ms is not None and bench.times_first_run(program):
             limit = run_limit(task.stop_ms, self._report_stop)
         end = 1 + task.references
-        group = bench.check(
+        return bench.check(
             program,
             references=fds[1:end],
             standard=task.standard,
             output_fd=fds[end] if task.keeps else None,
             limit=limit,
         )
-        return messages.Agreement(group, bench.judge.noise)
 
     def _report_stop(self, taken: RunTime) -> None:
         self.send(messages.Stopped(**self._heading(), run_ms=taken.whole, cpu_ms=taken.cpu))
