@@ -94,9 +94,8 @@ class _Here(Worker):
         """Returns nothing: what this process imports is no guide for workers."""
         return ()
 
-    def bench_for(self, task: messages.BenchTask) -> Generator[Reply, None, Bench]:
+    def bench_for(self, task: messages.BenchTask) -> Bench:
         """Returns the bench of this process."""
-        yield from ()
         return self._place.bench()
 
     def load(self, bench: Bench, config: messages.EncodedConfig, fd: int) -> Generator[Reply, None, Program]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import time
@@ -149,49 +148,68 @@ class Bench:
             NeedsDeviceError: this program must be compiled on its device.
         """
         config = restore(config, self._call.config_values)
-        start = time.perf_counter()
         if self.is_plain:
             return Program(config, bind_config(self._call.fn, config), 0.0)
-        if target is not None:
-            figures = None
-            if target.estimates:
-                from quarantune.worker import estimates  # it imports what few workers need
+        figures = None
+        if target is not None and target.estimates:
+            from quarantune.worker import estimates  # it imports what few workers need
 
-                figures = estimates.estimate(self, config, target)  # before libtpu is loaded here, since it forks
-                start = time.perf_counter()
-            program = self._compile_deviceless(config, target, announce, show, is_check=is_check)
-            figures = figures or program.figures
-            return dataclasses.replace(program, compile_s=time.perf_counter() - start, figures=figures)
-        args, kwargs = call_as_structs(self._call) if away else self._arguments.shared()
-        jitted, keywords = jitted_with(self._jitted, config)
-        traced = jitted.trace(*args, **kwargs, **keywords)
-        if self._options.platform == "tpu":
-            _check_vmem(traced.jaxpr, jax.local_devices()[0].device_kind)
-        show(traced.jaxpr)
-        lowered = traced.lower()
-        calls_back, _ = self._announce(lowered, lowered.as_text(), config, announce)
-        with compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
-            compiled = lowered.compile()
-        # With its gradient, the caller compiles another program.
-        cache_entries = {} if self._options.time_grad else cache.programs
-        coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, self._options.platform)
-        return Program(config, compiled, time.perf_counter() - start, cache_entries, calls_back, coarsest=coarsest)
+            figures = estimates.estimate(self, config, target)  # before libtpu is loaded here, since it forks
+        start = time.perf_counter()
+        platform = self._options.platform if target is None else target.platform
+        is_apart = target is not None and not is_check
+        with self.traced_for(config, target, is_check=is_check, away=away or target is not None) as (traced, _):
+            show(traced.jaxpr)
+            if is_apart and (reason := why_device_is_needed(traced.jaxpr.jaxpr, platform)):
+                raise NeedsDeviceError(reason)
+            lowered = traced.lower(lowering_platforms=None if target is None else (platform,))
+        text = lowered.as_text()
+        if is_apart and programs.calls_cudnn(text):
+            raise NeedsDeviceError("cuDNN plans its kernels with the device")
+        identity = self._announce(lowered, text, config, announce)
+        cache_entries: dict[str, bytes] = {}
+        if target is None:
+            with compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
+                compiled = lowered.compile()
+            # With its gradient, the caller compiles another program.
+            cache_entries = {} if self._options.time_grad else cache.programs
+        else:
+            programs.remove_notes(lowered)
+            if is_check and platform == "cuda":
+                compiled, figures = compiler_figures.compiled(lowered, target)
+            else:
+                compiled = lowered.compile()
+        coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, platform)
+        return Program(
+            config,
+            compiled,
+            time.perf_counter() - start,
+            cache_entries,
+            calls_back=programs.calls_back(text),
+            identity=None if target is None else identity,
+            coarsest=coarsest,
+            figures=figures,
+        )
 
     @contextlib.contextmanager
-    def traced_for(self, config: Config, target: CompileTarget, *, is_check: bool) -> Iterator[tuple[Any, Any]]:
+    def traced_for(
+        self, config: Config, target: CompileTarget | None, *, is_check: bool, away: bool = True
+    ) -> Iterator[tuple[Any, Any]]:
         """Yields the traced program of a config and the sharding of its arguments; the block lowers for the target.
 
         Args:
             config: the config.
-            target: the device, which need not be here.
+            target: the device, which need not be here; None for this worker's own.
             is_check: whether nobody will run it.
+            away: whether no argument need be made here.
         """
-        with abstract_device(target, is_check=is_check) as sharding:
-            args, kwargs = call_as_structs(self._call, sharding=sharding)
+        with contextlib.nullcontext() if target is None else abstract_device(target, is_check=is_check) as sharding:
+            args, kwargs = call_as_structs(self._call, sharding=sharding) if away else self._arguments.shared()
             jitted, keywords = jitted_with(self._jitted, restore(config, self._call.config_values))
             traced = jitted.trace(*args, **kwargs, **keywords)
-            if target.platform == "tpu":
-                _check_vmem(traced.jaxpr, target.device_kind)
+            if (self._options.platform if target is None else target.platform) == "tpu":
+                kind = jax.local_devices()[0].device_kind if target is None else target.device_kind
+                _check_vmem(traced.jaxpr, kind)
             yield traced, sharding
 
     def save(self, program: Program, fd: int, *, as_data: bool = False) -> None:
@@ -240,8 +258,7 @@ class Bench:
         if not all(own is None or executable.is_in_order(own) for own in self._call.own_shardings):
             raise ValueError("its arguments are laid out over the devices in another order than in a worker")
         args, kwargs = self._arguments.dynamic(self._arguments.shared())
-        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
-        onto = {device for array in arrays for device in array.devices()}
+        onto = _devices_of((args, kwargs))
         read = executable.from_data(blob, onto=onto.pop() if len(onto) == 1 else None)
         out_tree = read.out_tree
         if out_tree is None:
@@ -371,8 +388,7 @@ class Bench:
             RuntimeError: the energy counter of the device cannot be read, or stands still.
         """
         args, kwargs = self._arguments.dynamic(self._arguments.shared())
-        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
-        device: Any = next((device for array in arrays for device in array.devices()), jax.local_devices()[0])
+        device = next(iter(_devices_of((args, kwargs))), jax.local_devices()[0])
         read = clocks.energy_counter(device.local_hardware_id)
         return clocks.energy_per_call(lambda: program.call(*args, **kwargs), read, time_ms / 1e3)
 
@@ -414,18 +430,18 @@ class Bench:
         rounds = model.FEW if self._options.measures_energy else 0
         return rounds_ms, warm_ms, [[meter()[0] for meter in meters] for _ in range(rounds)]
 
-    def _announce(self, lowered: Any, text: str, config: Config, announce: Announce) -> tuple[bool, str | None]:
+    def _announce(self, lowered: Any, text: str, config: Config, announce: Announce) -> str | None:
         """Announces a lowered program by its hash, unless gradients are checked, which the program says nothing about.
 
         Returns:
-            Whether it calls back into Python, and its hash.
+            Its hash.
         """
         _, compiler_options = split_config(self._jitted, config)
-        program = programs.identity(lowered, text, compiler_options, structure_of)
-        if program is not None and not self._options.check_grad:
+        identity = programs.identity(lowered, text, compiler_options, structure_of)
+        if identity is not None and not self._options.check_grad:
             arrays = jax.tree.leaves(lowered.out_info)
-            announce(program, tuple(OutputArray(array.shape, array.dtype.name) for array in arrays))
-        return programs.calls_back(text), program
+            announce(identity, tuple(OutputArray(array.shape, array.dtype.name) for array in arrays))
+        return identity
 
     def _has_own_clock(self) -> bool:
         # Of several devices, the clock would add up the times, waits of one for another included.
@@ -441,23 +457,10 @@ class Bench:
             self._flush = clocks.Flush(jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile())
         return self._flush
 
-    def _compile_deviceless(
-        self, config: Config, target: CompileTarget, announce: Announce, show: Callable[[Any], None], *, is_check: bool
-    ) -> Program:
-        with self.traced_for(config, target, is_check=is_check) as (traced, _):
-            show(traced.jaxpr)
-            if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform)):
-                raise NeedsDeviceError(reason)
-            lowered = traced.lower(lowering_platforms=(target.platform,))
-        text = lowered.as_text()
-        if not is_check and programs.calls_cudnn(text):
-            raise NeedsDeviceError("cuDNN plans its kernels with the device")
-        _, identity = self._announce(lowered, text, config, announce)
-        programs.remove_notes(lowered)
-        reads = is_check and target.platform == "cuda"
-        compiled, figures = compiler_figures.compiled(lowered, target) if reads else (lowered.compile(), None)
-        coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, target.platform)
-        return Program(config, compiled, 0.0, identity=identity, coarsest=coarsest, figures=figures)
+
+def _devices_of(arguments: Arguments) -> set[Any]:
+    leaves = jax.tree.leaves(arguments)
+    return {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
 
 
 def _check_vmem(jaxpr: Any, kind: str) -> None:

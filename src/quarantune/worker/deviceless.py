@@ -36,7 +36,7 @@ _BETTER_WITH_GPU = frozenset(
 which sorts a million numbers 4 to 12 times as fast on an H200 as XLA's own code."""
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
-_asked_at_import: list[str] = []
+asked_at_import: list[str] = []
 """What the caller's modules have asked of `jax.devices()` when this process, which has one target, imported them."""
 
 
@@ -57,17 +57,12 @@ def answers_at_import(target: CompileTarget) -> Iterator[None]:
     with contextlib.ExitStack() as answering:
         with contextlib.suppress(UncheckableError):  # compiling meets the same error
             described = topology(target).devices[0]
-            answering.enter_context(answer_for_device(described, _asked_at_import.append))
+            answering.enter_context(answer_for_device(described, asked_at_import.append))
         try:
             yield
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise NeedsDeviceError(f"its modules cannot be imported without the device: {what}") from error
-
-
-def was_asked_at_import() -> bool:
-    """Returns whether a module of the caller's has asked for its device when this process imported it."""
-    return bool(_asked_at_import)
 
 
 @contextlib.contextmanager
@@ -96,7 +91,7 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
     described = topology(target).devices[0]
     device = AbstractDevice(device_kind=target.device_kind, num_cores=target.num_cores, platform=target.platform)
     mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
-    asked = [*_asked_at_import]
+    asked = [*asked_at_import]
     try:
         with jax.sharding.use_abstract_mesh(mesh), answer_for_device(described, asked.append):
             yield SingleDeviceSharding(described)
@@ -135,7 +130,7 @@ def topology(target: CompileTarget) -> Any:
         ) from error
 
 
-def why_device_is_needed(jaxpr: Any, platform: str) -> str | None:
+def why_device_is_needed(jaxpr: Any, platform: str | None) -> str | None:
     """Returns why a traced program must be compiled on its device, or None where it need not.
 
     Some come out slower without their GPU; a host callback is bound to the process that compiled it. Neither applies

@@ -13,8 +13,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, NoReturn, TypedDict, cast
+from collections.abc import Generator, Iterator
+from typing import Any, NoReturn, cast
 
 from quarantune import jax_internals
 from quarantune.host.waits import RunTime, run_limit
@@ -48,6 +48,7 @@ from quarantune.worker.failures import (
 codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
 
 _NICENESS = 10
+"""The worker that measures beside compile workers has a CPU whenever it needs one."""
 _LONGEST_PROVEN_S = 2.0
 """While the caller traces a program, it watches nothing."""
 _MOST_LINES = 5000
@@ -71,14 +72,6 @@ def main(connection: Connection, options: WorkerOptions, call: object | None) ->
         os._exit(code)
 
 
-class _Heading(TypedDict):
-    """The fields that all replies have."""
-
-    trial: int | None
-    phase: Phase
-    pid: int | None
-
-
 class Worker:
     """One worker's conversation with its scheduler.
 
@@ -95,7 +88,6 @@ class Worker:
         self.program: Any = None
         self.phase = Phase.LOAD
         self._has_spoken = False
-        self._is_nice = False
         self._trial: int | None = None
         self._trace_context: tuple[Any, ...] = ()
         self._modules = set(sys.modules)
@@ -152,7 +144,7 @@ class Worker:
             yield from self._measure(self._bench, task, fds)
             return
         assert isinstance(task, messages.BenchTask)
-        self._bench = bench = yield from self.bench_for(task)
+        self._bench = bench = self.bench_for(task)
         match task:
             case messages.Prepare():
                 bench.prepare(fds[task.has_programs :], fds[0] if task.has_programs else None)
@@ -169,36 +161,33 @@ class Worker:
             case messages.Compare():
                 yield from self._compare(bench, task, fds)
 
-    def bench_for(self, task: messages.BenchTask) -> Generator[Reply, None, Bench]:
+    def bench_for(self, task: messages.BenchTask) -> Bench:
         """Returns the worker's bench, made when the first task needs it."""
         if self._bench is not None:
             return cast("Bench", self._bench)
         if (call := self._call) is None:
-            yield self.entered(Phase.LOAD)
+            self.send(self.entered(Phase.LOAD))
             call = self._load_call(task)
         return Bench(call, arrays_fd=self._options.arrays_fd, options=task.options)
 
     def _load_call(self, task: messages.BenchTask) -> Call:
         """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
-
-        def load() -> Call:
-            # Values that modules made of a target's answers are not those of the caller, which has another device.
-            is_other = isinstance(task, messages.Compile) and task.is_check and deviceless.was_asked_at_import
-            return load_call(self._options.payload_fd, self._options.cwd, is_other or (lambda: False))
-
+        is_check = isinstance(task, messages.Compile) and task.is_check
+        load = functools.partial(load_call, self._options.payload_fd, self._options.cwd, is_check=is_check)
         if not isinstance(task, messages.Compile) or task.target is None:
             return load()
         try:
             with deviceless.answers_at_import(task.target):
                 return load()
         except NeedsDeviceError:
-            if not task.is_check:
+            if not is_check:
                 raise
             return load()  # in a check, there is no other worker that could import it
 
     def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Iterator[Reply]:
-        if task.must_save:
-            self._yield_cpu()
+        if task.must_save and not self._trace_context:  # its first config
+            with contextlib.suppress(OSError):
+                os.nice(_NICENESS)
         yield self.entered(Phase.COMPILE)
         if not self._is_as_it_was():
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
@@ -232,13 +221,6 @@ class Worker:
             is_quick = time.thread_time() - began_s < _LONGEST_PROVEN_S
             if is_quick and len(lines := ProgramLines(jaxpr).counts) <= _MOST_LINES:
                 self.send(messages.Traced(**self._heading(), lines=lines))
-
-    def _yield_cpu(self) -> None:
-        """Lets the worker that measures beside compile workers have a CPU whenever it needs one."""
-        if not self._is_nice:
-            self._is_nice = True
-            with contextlib.suppress(OSError):
-                os.nice(_NICENESS)
 
     def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Iterator[Reply]:
         program = (yield from self.load(bench, task.config, fds[0])) if task.load else self.program
@@ -344,7 +326,8 @@ class Worker:
         self.phase = phase
         return messages.PhaseEntered(**self._heading())
 
-    def _heading(self) -> _Heading:
+    def _heading(self) -> dict[str, Any]:
+        """Returns the fields that all replies have."""
         return {"trial": self._trial, "phase": self.phase, "pid": None if self._has_spoken else os.getpid()}
 
     def send(self, reply: Reply) -> None:
@@ -366,16 +349,16 @@ def warm_up(task: JsonObject) -> None:
     deviceless.topology(target)
 
 
-def load_call(payload_fd: int, cwd: str | None, is_other: Callable[[], bool] = lambda: False) -> Call:
+def load_call(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> Call:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it.
 
-    Values that the caller's program has set in these modules are set here, too, unless `is_other` says of the modules,
-    once they are imported, that their values are those of another device.
+    Values that the caller's program has set in these modules are set here, too, except in a check whose modules have
+    asked for their device: those of the caller come from another one.
     """
     if cwd is not None:
         os.chdir(cwd)
     call = payload.unpack_call(spool.read(payload_fd))
-    if not is_other():
+    if not (is_check and deviceless.asked_at_import):
         program_values.adopt(call.program_values)
     return call
 
