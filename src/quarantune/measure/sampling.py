@@ -165,130 +165,54 @@ def measure(
     Raises:
         ValueError: no plausible sample was taken.
     """
+    started_s, best_ms, noise = clock(), best_median_ms or math.inf, None if is_exact else noise
     limit_ms = math.inf if best_median_ms is None else margin * best_median_ms
-    sampler = _Sampler(
-        take=take,
-        rep=rep,
-        limit_ms=limit_ms,
-        best_ms=best_median_ms or math.inf,
-        noise=None if is_exact else noise,
-        clock=clock,
-        started_s=clock(),
-        is_informed=before_ms is not None and before_ms > LONG_RUN_MS,
-    )
-    if sampler.is_informed and before_ms is not None:
-        sampler.least_ms = before_ms
-    is_slow = not sampler.begin(may_be_cold=not is_exact, last_ms=last_ms)
-    while not is_slow and not (is_slow := sampler.is_ruled_out()):
-        if sampler.is_done() or not sampler.extend():
-            break
-    return Samples(tuple(sampler.samples[:rep]), is_slow)
+    # A long warm run before the samples counts, too.
+    before = [RunTime.exactly(before_ms)] if before_ms is not None and before_ms > LONG_RUN_MS else []
 
+    def more(count: int) -> list[RunTime]:
+        return [sample for sample in take(count) if is_plausible_ms(sample.whole)]
 
-@dataclasses.dataclass
-class _Sampler:
-    """The samples of one config so far, and the decision about more.
+    def runs_needed(least_ms: float) -> int:
+        return 1 if noise is None else noise.runs_needed(least_ms, best_ms, [sample.cpu for sample in samples])
 
-    Attributes:
-        take: takes samples.
-        rep: the largest number of samples.
-        limit_ms: a config whose shortest run takes longer is slow.
-        best_ms: the time of the fastest config so far; infinite for none.
-        noise: how much other processes disturb runs; None where they do not.
-        clock: seconds.
-        started_s: when sampling began.
-        is_informed: whether a long warm run came before the first sample, and counts.
-        least_ms: the shortest time that any run that counts can have taken.
-        samples: the samples that count.
-    """
-
-    take: Callable[[int], Sequence[RunTime]]
-    rep: int
-    limit_ms: float
-    best_ms: float
-    noise: Noise | None
-    clock: Callable[[], float]
-    started_s: float
-    is_informed: bool
-    least_ms: float = math.inf
-    samples: list[RunTime] = dataclasses.field(default_factory=list)
-
-    def begin(self, *, may_be_cold: bool, last_ms: float | None) -> bool:
-        """Takes the first samples.
-
-        Args:
-            may_be_cold: whether one long sample says too little by itself.
-            last_ms: the shortest time that the run before can have taken; None where it is not known.
-
-        Returns:
-            False where the very first sample rules the config out.
-        """
-        self.samples = self._more(1)
-        alone_ms = max(_ALONE_MS, _COLD * self.limit_ms) if may_be_cold else max(_EXACT_MS, 2 * _COLD * self.limit_ms)
-        certain_ms = self.limit_ms if self.is_informed else alone_ms
-        if self.samples and self.least_ms > certain_ms and not self.is_informed and may_be_cold:
-            if last_ms is None:
-                self._more(1)
-            else:
-                self.least_ms = min(self.least_ms, last_ms)
-        if self.samples and self.least_ms > certain_ms and self._runs_needed() <= _FEWEST_RUNS:
-            return False
-        if not self.is_informed:
-            is_far_behind = self.least_ms > _COLD * self.limit_ms
-            self.least_ms = math.inf
-            self.samples = self._more(min(self.rep, FEW if may_be_cold or is_far_behind else ENOUGH))
-        return True
-
-    def is_ruled_out(self) -> bool:
-        """Returns whether enough runs agree that the config is slow."""
-        runs = len(self.samples) + self.is_informed
-        return self._is_slow and runs >= min(max(self.rep, _FEWEST_RUNS), self._runs_needed())
-
-    def is_done(self) -> bool:
-        """Returns whether the samples are as many as allowed, steady, or enough for a config that is behind."""
-        if len(self.samples) >= self.rep:
-            return True
-        if self._is_slow:
-            return False
-        is_enough = len(self.samples) >= ENOUGH and not self._all_disturbed
-        if is_enough and standard_error([sample.cpu for sample in self.samples]) < _STEADY:
-            return True
-        if len(self.samples) < (2 if self.is_informed else FEW):
-            return False
-        budget_s = _DISTURBED_BUDGET_S if self._all_disturbed else _SOFT_BUDGET_S
-        return self.least_ms > _BEHIND * self.best_ms or self.clock() - self.started_s > budget_s
-
-    def extend(self) -> bool:
-        """Takes more samples; returns whether any was plausible.
-
-        Raises:
-            ValueError: there is no plausible sample at all.
-        """
-        one_by_one = self.is_informed or self._all_disturbed or self._is_slow
-        further = self._more(min(self.rep - len(self.samples), 1 if one_by_one else ENOUGH))
-        self.samples += further
-        if not self.samples:
+    samples = more(1)
+    if not before:
+        least_ms = _least_ms(samples)
+        alone_ms = max(_EXACT_MS, 2 * _COLD * limit_ms) if is_exact else max(_ALONE_MS, _COLD * limit_ms)
+        if samples and least_ms > alone_ms and not is_exact:  # one that may be cold says too little by itself
+            least_ms = min(least_ms, _least_ms(more(1)) if last_ms is None else last_ms)
+        if samples and least_ms > alone_ms and runs_needed(least_ms) <= _FEWEST_RUNS:
+            return Samples(tuple(samples), is_ruled_out=True)
+        is_far_behind = least_ms > _COLD * limit_ms
+        samples = more(min(rep, FEW if is_far_behind or not is_exact else ENOUGH))
+    while True:
+        runs = before + samples
+        least_ms = _least_ms(runs)
+        is_slow = bool(samples) and least_ms > limit_ms
+        if is_slow and len(runs) >= min(max(rep, _FEWEST_RUNS), runs_needed(least_ms)):
+            return Samples(tuple(samples[:rep]), is_ruled_out=True)
+        # The next run may be the first that shows the config's own time.
+        all_disturbed = bool(samples) and all(sample.is_disturbed for sample in samples)
+        is_late = clock() - started_s > (_DISTURBED_BUDGET_S if all_disturbed else _SOFT_BUDGET_S)
+        is_over = len(samples) >= (2 if before else FEW) and (is_late or least_ms > _BEHIND * best_ms)
+        is_enough = is_over or (not all_disturbed and _is_steady(samples))
+        if len(samples) >= rep or (is_enough and not is_slow):
+            return Samples(tuple(samples[:rep]))
+        further = more(min(rep - len(samples), 1 if before or all_disturbed or is_slow else ENOUGH))
+        samples += further
+        if not samples:
             raise ValueError("the clock gave no plausible sample")
-        return bool(further)
+        if not further:
+            return Samples(tuple(samples))
 
-    def _more(self, count: int) -> list[RunTime]:
-        samples = [sample for sample in self.take(count) if is_plausible_ms(sample.whole)]
-        self.least_ms = min([self.least_ms, *(sample.least for sample in samples)])
-        return samples
 
-    def _runs_needed(self) -> int:
-        if self.noise is None:
-            return 1
-        return self.noise.runs_needed(self.least_ms, self.best_ms, [sample.cpu for sample in self.samples])
+def _least_ms(runs: Sequence[RunTime]) -> float:
+    return min((run.least for run in runs), default=math.inf)
 
-    @property
-    def _is_slow(self) -> bool:
-        return bool(self.samples) and self.least_ms > self.limit_ms
 
-    @property
-    def _all_disturbed(self) -> bool:
-        """Whether every run was disturbed, so that the next may be the first that shows the config's own time."""
-        return bool(self.samples) and all(sample.is_disturbed for sample in self.samples)
+def _is_steady(samples: Sequence[RunTime]) -> bool:
+    return len(samples) >= ENOUGH and standard_error([sample.cpu for sample in samples]) < _STEADY
 
 
 def is_unreliable(samples_ms: Sequence[float], cpu_ms: Sequence[float]) -> bool:
