@@ -268,7 +268,7 @@ class Mismatches:
 
     Attributes:
         count: how many elements differ by more than their allowances.
-        worst: the flat index of the worst element; it, `got` and `wanted` are only set where the arrays disagree.
+        worst: the flat index of the worst element; it, `got` and `wanted` need be set only where the arrays disagree.
         got: the value of that element.
         wanted: its expected value.
         far: how many elements differ by so many times their allowances that there may be none.
@@ -312,9 +312,6 @@ def compare_numbers(got: _Array, wanted: _Array, allowance: Allowance, where: st
     if allowance.is_calibrated and not has_dtype(got, np.inexact):
         is_exact, allowance = True, dataclasses.replace(allowance, share=0.0)
     found = _find_mismatches(got, wanted, None if is_exact else allowance.for_dtype(got.dtype))
-    if found.disagree(got.size, allowance):
-        index = np.unravel_index(found.worst, got.shape)
-        found = dataclasses.replace(found, got=got[index], wanted=wanted[index])
     return _describe_mismatches(found, got.shape, allowance, where, is_exact=is_exact)
 
 
@@ -374,7 +371,7 @@ def is_as_near(got: Any, rival: Any, truth: Any, allowance: Allowance) -> bool:
 
 
 def _find_mismatches(got: _Array, wanted: _Array, allowance: Allowance | None, *rival: _Array) -> Mismatches:
-    """Returns how arrays differ, without the values of the worst element.
+    """Returns how arrays differ.
 
     Args:
         got: an array.
@@ -411,7 +408,8 @@ def _find_mismatches(got: _Array, wanted: _Array, allowance: Allowance | None, *
                     worst, worst_excess = part.start + position, excess[position]
                     worst_allowed = None if limit is None else float(limit[position])
         together = allowance.reason(sums[0], got.size, sums[1]) if allowance is not None and is_plain else None
-    return Mismatches(count, worst, far=far, together=together, allowed=worst_allowed)
+    mine, its = (array.flat[worst] if array.size else None for array in (got, wanted))
+    return Mismatches(count, worst, mine, its, far, together, worst_allowed)
 
 
 def excess_of(xp: Any, got: Any, wanted: Any, limit: Any) -> Any:

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -65,8 +66,6 @@ class Bench:
         self._flush: clocks.Flush | None = None
         self._attaching: threading.Thread | None = None
         self._last_run: tuple[weakref.ref[Program], RunTime] | None = None
-        # XLA's threads sleep until there is work for them; those of other libraries may spin.
-        self._spins = self.is_plain
         if options.platform == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker has no use for
         if call.context_mesh is not None:
@@ -74,7 +73,10 @@ class Bench:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing to compile."""
+        """Whether there is nothing to compile.
+
+        Then threads may spin: those of XLA sleep until there is work for them, unlike those of other libraries.
+        """
         return self._arguments.jit is None
 
     def close(self) -> None:
@@ -109,10 +111,9 @@ class Bench:
 
     def expect(self, outputs: Sequence[OutputArray], fd: int | None = None) -> None:
         """Compiles what comparing such outputs needs, ahead of the first, as `Judge.expect` does."""
-        filling = threading.Thread(target=self._stale.expect, args=(outputs,), daemon=True)
-        filling.start()
-        self.judge.expect(outputs, fd)
-        filling.join()
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self._stale.expect, outputs)
+            self.judge.expect(outputs, fd)
 
     def _attach(self) -> None:
         with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
@@ -271,7 +272,7 @@ class Bench:
         """Runs a program once, to its end, on unmodified arguments, and returns its output."""
         self._await_clock()
         args, kwargs = self._arguments.dynamic(self._arguments.for_run())
-        with Watch(spins=self._spins) as watch:
+        with Watch(spins=self.is_plain) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
         self._last_run = weakref.ref(program), taken.scaled(1e3)
         return output[0] if self._options.time_grad else output
@@ -326,7 +327,7 @@ class Bench:
             def refill() -> None:
                 fresh[:] = [jax.block_until_ready(self._arguments.dynamic(self._arguments.fresh()))]
 
-            return clocks.WallClock(run_fresh, refill, spins=self._spins)
+            return clocks.WallClock(run_fresh, refill, spins=self.is_plain)
         args, kwargs = self._arguments.dynamic(self._arguments.shared())
 
         def dispatch() -> object:

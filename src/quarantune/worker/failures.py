@@ -75,11 +75,8 @@ def place_of(error: BaseException, message: str, phase: str) -> str:
     status = _STATUS.match(message) if isinstance(error, jax.errors.JaxRuntimeError) else None
     if status:
         return f"{type(error).__qualname__} {status[0] if phase == 'compile' else re.sub('[0-9]+', 'N', message)}"
-    entry = error.__traceback__
-    while entry is not None and entry.tb_next is not None:
-        entry = entry.tb_next
-    where = "" if entry is None else f" at {entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
-    return f"{type(error).__qualname__}{where}"
+    where = [f" at {frame.f_code.co_filename}:{line}" for frame, line in traceback.walk_tb(error.__traceback__)]
+    return f"{type(error).__qualname__}{''.join(where[-1:])}"
 
 
 # --- the text of an exception: its message, then the lines of the author's own files that led to it ---

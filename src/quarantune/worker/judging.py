@@ -52,13 +52,11 @@ class ComparedOutput:
         output: the value that the function returned.
         gradients: its gradients by argument; None where they do not count.
         allowances: how far other outputs may be from it, leaf by leaf, those of `gradients` last.
-        tree: `output` as it was returned, where a `check_fn` takes it.
     """
 
     output: Flat
     gradients: Flat | None = None
     allowances: tuple[Allowance, ...] = ()
-    tree: Any = None
 
     @property
     def leaves(self) -> list[Any]:
@@ -90,7 +88,7 @@ class Judge:
         self._arguments = arguments
         self._options = options
         self._fixed = None if options.tolerance is None else Allowance.fixed(options.tolerance)
-        self._expected: dict[tuple[int, int], ComparedOutput] = {}
+        self._expected: dict[tuple[int, int], Any] = {}
         # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
         self._shortcut = None if options.platform in (None, "cpu") else compare.Comparer()
 
@@ -136,7 +134,7 @@ class Judge:
         args, kwargs = self._arguments.fresh()
         output = jax.block_until_ready(ref_fn(*args, **kwargs))
         if "check_fn" in self._call.judges:  # which takes the output as it is
-            kept = ComparedOutput(_flat(()), tree=jax.tree.map(_fetched, output))
+            kept: Any = jax.tree.map(_fetched, output)
         else:
             coarsest = None
             with contextlib.suppress(Exception):  # of a plain callable, or one whose configs may do better
@@ -194,7 +192,7 @@ class Judge:
         """
         judges = self._call.judges
         if "check_fn" in judges:
-            wanted = self._expected_in(references[0]).tree if references else None
+            wanted = self._expected_in(references[0]) if references else None
             args, kwargs = self._arguments.fresh()
             reason = compare.judge_by(judges["check_fn"], output, wanted, args, kwargs)
             if reason is not None:
@@ -353,8 +351,8 @@ class Judge:
         output = jax.block_until_ready(program.call(*args, **kwargs))
         return output[0] if self._options.time_grad else output
 
-    def _expected_in(self, fd: int) -> ComparedOutput:
-        """Returns the content of a reference's file, read once."""
+    def _expected_in(self, fd: int) -> Any:
+        """Returns the content of a reference's file, read once: a `ComparedOutput`, or what a `check_fn` takes."""
         file = file_id(fd)
         if file not in self._expected:
             self._expected[file] = _read(fd)
@@ -370,15 +368,14 @@ class Judge:
         return differentiation.gradients(bound, args, kwargs, static)
 
 
-def _write(fd: int, kept: ComparedOutput) -> None:
+def _write(fd: int, kept: Any) -> None:
     arrays: list[memoryview] = []
     spool.write_parts(fd, [pickling.dumps(kept, arrays), *arrays])
 
 
-def _read(fd: int) -> ComparedOutput:
+def _read(fd: int) -> Any:
     blob, *arrays = spool.map_parts(fd)
-    found: ComparedOutput = pickling.loads(blob, arrays)
-    return found
+    return pickling.loads(blob, arrays)
 
 
 def _flat(tree: Any) -> Flat:
