@@ -147,6 +147,12 @@ def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
     ]
 
 
+def test_configs_that_are_only_compiled_are_not_said_to_be_timed() -> None:
+    progress = watched(1, Clock(), is_timed=False)
+    progress.step(ended(0))
+    assert progress.view().lines() == ["matmul f32[512,512]: 1 of 1 done (1 ok)", "0.0 s gone"]
+
+
 def test_the_bar_moves_while_the_first_configs_compile() -> None:
     progress = watched(4, Clock())
     steps = [progress.view().done]

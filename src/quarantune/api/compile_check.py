@@ -227,7 +227,7 @@ def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | N
     trials |= {index: dataclasses.replace(trial, config=left.pop(index)) for index, trial in known.items()}
     label = described.label if target is None else f"{described.label} for {target.name}"
     config_of = call.configs.__getitem__
-    with Progress(label, len(left), shown=settings.progress, config_of=config_of) as progress:
+    with Progress(label, len(left), shown=settings.progress, config_of=config_of, is_timed=False) as progress:
 
         def on_trial(index: int, trial: Trial) -> None:
             trials[index] = trial

@@ -18,12 +18,13 @@ from quarantune.values.texts import did_you_mean
 _EPILOG = """\
 exit codes:
   0  done
-  1  the work failed, or the answer is no: nothing could be tuned, two caches differ, ...
+  1  the work failed, or the answer is no: nothing could be tuned, two caches
+     differ, ...
   2  the command cannot be carried out; the message names the remedy
   130  interrupted; 141 if the reader of the output left
 
-environment variables: QUARANTUNE_CACHE_DIR and others, which the page "Environment" of the
-documentation lists"""
+environment variables: QUARANTUNE_CACHE_DIR and others, which the page
+"Environment" of the documentation lists"""
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 
 

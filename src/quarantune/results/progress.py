@@ -50,6 +50,7 @@ class Progress:
         name: the name in log records; empty for the label.
         config_of: returns the config at an index.
         default: the config that equals the function's own defaults; None where there is none.
+        is_timed: whether the fastest configs are timed at the end; not where all are compiled only.
         may_redraw: whether lines on a terminal may be replaced; not while a debugger may use it.
         stream: the stream to write to; None for stderr.
         clock: seconds.
@@ -62,6 +63,7 @@ class Progress:
     name: str = ""
     config_of: Callable[[int], Config] | None = None
     default: Config | None = None
+    is_timed: bool = True
     may_redraw: dataclasses.InitVar[bool] = True
     stream: dataclasses.InitVar[TextIO | None] = None
     clock: Callable[[], float] = time.monotonic
@@ -221,7 +223,7 @@ class Progress:
 
     def _before_or_after(self, done: int) -> str:
         """Returns the step of the sweep where no config runs; empty where no sweep is under way."""
-        if not self.total or self._notice:
+        if not self.total or self._notice or (done == self.total and not self.is_timed):
             return ""
         if done == self._recalled:
             return "starting workers"
