@@ -26,7 +26,7 @@ import numpy as np
 import quarantune
 from quarantune.devices import discovery
 from quarantune.resolve.call_key import keyed, space_of
-from quarantune.resolve.known_results import open_store
+from quarantune.resolve.resolver import open_store
 from quarantune.values import settings as environment
 from quarantune.values.describe import versions
 

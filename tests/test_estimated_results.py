@@ -23,7 +23,7 @@ from quarantune.cli import main
 from quarantune.devices import targets
 from quarantune.resolve import similar, tuning_job
 from quarantune.resolve.call_key import keyed, keyed_to_tune
-from quarantune.resolve.known_results import more_thorough
+from quarantune.resolve.call_results import more_thorough
 from quarantune.resolve.sweep_records import CompileFailures, SweepRecords, note_check
 from quarantune.results.report import CompileReport
 from quarantune.sweep.limits import SweepLimits

@@ -20,7 +20,7 @@ from quarantune import CacheMissError, CacheWarning
 from quarantune.cache import SCHEMA, Store, canonical_json
 from quarantune.resolve import similar
 from quarantune.resolve.call_key import keyed
-from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.resolver import KnownResults
 from quarantune.values import settings as environment
 from quarantune.values.describe import versions
 from quarantune.values.settings import Options, table_directory

@@ -22,7 +22,8 @@ from quarantune import jax_internals
 from quarantune.cache.journal import read
 from quarantune.resolve import ranks
 from quarantune.resolve.call_key import keyed, space_of
-from quarantune.resolve.known_results import call_result, open_store
+from quarantune.resolve.call_results import call_result
+from quarantune.resolve.resolver import open_store
 from quarantune.values import settings as environment
 from quarantune.values.trial import Findings
 

@@ -14,7 +14,7 @@ from scripted import GB, SLOTS, TARGET, Clock, FakeSandbox, compiles, for_config
 
 from quarantune import settings
 from quarantune.resolve.call_key import space_of
-from quarantune.resolve.known_results import more_thorough
+from quarantune.resolve.call_results import more_thorough
 from quarantune.resolve.similar import difference
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space

@@ -106,7 +106,7 @@ def test_the_config_has_the_least_total_time_or_the_least_slowdown(
 def test_people_and_files_see_for_which_calls_a_config_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quarantune.resolve.known_results.commit_of", lambda function: f"that of {function.__name__}")
+    monkeypatch.setattr("quarantune.resolve.call_results.commit_of", lambda function: f"that of {function.__name__}")
     result = scale().tune_for([(SMALL,), (LARGE,)])
     assert result.commit == "that of scale"
     assert main(["cache", "show", "scale"]) == 0

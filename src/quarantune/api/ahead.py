@@ -8,7 +8,7 @@ import io
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from quarantune.api.autotune import Autotuned, AutoTuner, Tuned
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
@@ -26,7 +26,7 @@ from quarantune.values.trial import Trial
 
 def function_of(tuned: Tuned) -> TunedFunction:
     """Returns a function with its configs and options."""
-    return cast("TunedFunction", tuned._resolver.function)
+    return tuned._resolver.function
 
 
 def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -27,13 +27,13 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host.process import hide_own_frames, lazy, own_frames_hidden, without_collections
+from quarantune.host.process import hide_own_frames, own_frames_hidden
+from quarantune.resolve.call_key import BoundCall, TunedFunction
+from quarantune.resolve.resolver import Resolver
 from quarantune.transport.problem import (
     Arguments,
     assignment_in_force,
     bind_config,
-    check_configs,
-    check_jit_options,
     jitted_with,
     register_kernel,
     split_config,
@@ -46,8 +46,6 @@ from quarantune.values.texts import module_name
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from quarantune.resolve.call_key import BoundCall, TunedFunction
-    from quarantune.resolve.resolver import Resolver
     from quarantune.results.result import TuningResult
 
 _P = ParamSpec("_P")
@@ -126,7 +124,7 @@ jit = cast("_Jit", jax.jit)
 class Tuned:
     """A function with a tuner."""
 
-    _resolver: Any
+    _resolver: Resolver
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
         """Binds a call, and returns its resolver."""
@@ -187,34 +185,23 @@ class Autotuned(TunedCallable[_P, _R]):
         functools.update_wrapper(self, fn)
         self.__wrapped__ = fn
         self._jitted: Any = fn
-        self._jit_options = jax_internals.jit_options(fn)
-        plain = inspect.unwrap(fn)
         label = getattr(fn, "__qualname__", "fn")
-        self._signature = inspect.signature(plain)
-        listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=self._signature)
-        self.name = options.name or f"{module_name(fn)}.{label}"
-        check_jit_options(fn, self.name)
-        if isinstance(listed, Space):
-            examples, signature = listed.examples(), self._signature
-            check_configs(fn, examples, name=self.name, signature=signature, need_defaults=True)
-        self._configs = listed
+        self._signature = inspect.signature(inspect.unwrap(fn))
+        self._configs = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=self._signature)
         self._options = options
+        self.name = options.name or f"{module_name(fn)}.{label}"
+        self._resolver = self._resolver_of(self._configs, options)
         self._array_type = jax_internals.array_type
-        self._memo_keys = MemoKeys(self._jit_options)
+        self._memo_keys = MemoKeys(jax_internals.jit_options(fn))
         self._own_memo: Memo[Callable[..., _R]] = {}
         self._partial: dict[frozenset[str], Resolver] = {}
         self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
         register_kernel(self)
         register_keeper(self)
 
-    @lazy
-    def _resolver(self) -> Resolver:
-        return self._resolver_of(self._configs, self._options)
-
     def _resolver_of(self, configs: Any, options: Options) -> Resolver:
-        function_type, resolver_type = _resolving()
         options = dataclasses.replace(options, name=self.name)
-        return resolver_type(function_type.of(self.__wrapped__, configs, options, need_defaults=True))
+        return Resolver(TunedFunction.of(self.__wrapped__, configs, options, need_defaults=True))
 
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
         """Binds a call, and returns its resolver: that of the other tunables where `partial` lets the call set some."""
@@ -477,9 +464,8 @@ class AutoTuner(Tuned):
         on_progress: Callable[[int, str], None] | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
-        function_type, resolver_type = _resolving()
-        function = function_type.of(fn, configs, checked_options("AutoTuner", options))
-        self._resolver = resolver_type(function, on_phase=on_progress)
+        function = TunedFunction.of(fn, configs, checked_options("AutoTuner", options))
+        self._resolver = Resolver(function, on_phase=on_progress)
 
     def run(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Returns the result for these arguments, from the cache or by tuning now.
@@ -567,19 +553,6 @@ def on_engine(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> Iterat
     own = {name: kwargs[name] for name in kwargs.keys() & {"executor", "resume"} - signature.parameters.keys()}
     with settings(executor=own["executor"]) if "executor" in own else contextlib.nullcontext():
         yield {name: value for name, value in kwargs.items() if name not in own}, bool(own.get("resume"))
-
-
-def _resolving() -> tuple[type[TunedFunction], type[Resolver]]:
-    """Imports the classes that find the config for a call.
-
-    They are imported with the first call, because importing all that tuning needs takes a good part of JAX's own time.
-    What imports create stays; searching it, and all that JAX has, for garbage takes longer than the imports.
-    """
-    with without_collections():
-        from quarantune.resolve.call_key import TunedFunction
-        from quarantune.resolve.resolver import Resolver
-
-    return TunedFunction, Resolver
 
 
 def _rebuild(

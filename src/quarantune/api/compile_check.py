@@ -14,7 +14,8 @@ from quarantune.api.autotune import Autotuned
 from quarantune.devices import targets
 from quarantune.devices.targets import Target
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
-from quarantune.resolve.known_results import entry_for, findings_now, more_thorough, open_store
+from quarantune.resolve.call_results import entry_for, findings_now, more_thorough
+from quarantune.resolve.resolver import open_store
 from quarantune.resolve.sweep_records import CompileFailures, note_check
 from quarantune.resolve.tuning_job import check_outside
 from quarantune.results.compiled_winner import Winner

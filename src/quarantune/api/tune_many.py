@@ -16,9 +16,9 @@ from quarantune.api.autotune import Autotuned, AutoTuner, read_context
 from quarantune.cache import CacheWriteError
 from quarantune.host.process import own_frames_hidden
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.known_results import call_result, entry_for, findings_now, open_store
+from quarantune.resolve.call_results import call_result, entry_for, findings_now
 from quarantune.resolve.recorded import RecordedCall
-from quarantune.resolve.resolver import Resolver, keyed_for_engine
+from quarantune.resolve.resolver import Resolver, keyed_for_engine, open_store
 from quarantune.results.result import CallShare, TuningResult
 from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment

@@ -342,16 +342,20 @@ class Store:
     old file or the new one.
     """
 
-    def __init__(self, directory: Path, *, lock_timeout_s: float = 60.0, read_only: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, lock_timeout_s: float = 60.0, read_only: bool = False, label: str = ""
+    ) -> None:
         """Makes a store; nothing is touched on disk until the first write.
 
         Args:
             directory: where the files are.
             lock_timeout_s: the longest wait for other writers of the same file, in seconds.
             read_only: whether nothing in the directory ever changes: a damaged file is not set aside either.
+            label: the store in messages; empty for its directory.
         """
         self.directory = directory
-        self._read_only = read_only
+        self.read_only = read_only
+        self.label = label or str(directory)
         self._lock_timeout_s = lock_timeout_s
 
     def path(self, name: str) -> Path:
@@ -472,14 +476,14 @@ class Store:
         return [problem for file in self._files(name) for problem in file.problems()]
 
     def _file(self, path: Path) -> EntryFile:
-        return EntryFile(path, self.directory, self._read_only, self._lock_timeout_s)
+        return EntryFile(path, self.directory, self.read_only, self._lock_timeout_s)
 
     def _files(self, name: str) -> Iterator[EntryFile]:
         """Yields the files of a function's entries, the main file first; the others are looked for after that."""
         main = self.path(name)
         yield self._file(main)
         folder, pattern = _folder(main), "[0-9a-f][0-9a-f].json"
-        found = paths(folder, pattern) if self._read_only else paths(self.directory, f"{folder.name}/{pattern}")
+        found = paths(folder, pattern) if self.read_only else paths(self.directory, f"{folder.name}/{pattern}")
         yield from map(self._file, found)
 
     def _read(self, name: str, file: EntryFile) -> Contents:
@@ -492,7 +496,7 @@ class Store:
         except NewerSchemaError as error:
             report_once(str(error))
         except DamagedError as error:
-            if not self._read_only:
+            if not self.read_only:
                 return self._read_damaged(name, file.path, error.usable)
             report_once(f"{error}; the rest of this file is used, and the file stays, because it is only read")
             return error.usable
@@ -512,7 +516,7 @@ class Store:
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
         """Holds the lock that all writers of a function's files queue for; on a filesystem without locks, nothing."""
-        assert not self._read_only
+        assert not self.read_only
         path, deadline = self.path(name), time.monotonic() + self._lock_timeout_s
         lock_name = f".{path.name}.lock"
         with (

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.cache import Fingerprint, canonical_json, fingerprint, short_hash
+from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, report_once, short_hash
 from quarantune.devices import discovery
 from quarantune.host.process import lazy
 from quarantune.transport.problem import (
@@ -40,6 +40,7 @@ from quarantune.values.configs import (
     Config,
     checked_config,
     configs_made_by,
+    format_config,
     freeze,
     has_tag,
     text_of,
@@ -126,7 +127,7 @@ class TunedFunction:
                 "wrap it, with the tunables among its static_argnames"
             )
         if static_names is not None:
-            check_jit_options(fn, label)
+            check_jit_options(fn, options.name or label)
         function = cls(
             fn,
             configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature),
@@ -178,6 +179,31 @@ class TunedFunction:
         """Values that distinguish the callable that makes its configs, with the code and the values that it reaches."""
         assert callable(self.configs)
         return {"made_by": fingerprint(self.configs).digest}
+
+    def config_of(self, entry: Entry, call: BoundCall, *, is_own: bool) -> Config | None:
+        """Returns the config of an entry if it can be used for the config space of a call.
+
+        Args:
+            entry: the entry.
+            call: the call.
+            is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
+        """
+        config = call.find(entry.get("config"))
+        if config is None and is_own:
+            report_once(
+                f"{self.name}: the cached config {entry.get('config')!r} is not in the config space any more: it is "
+                f"not used"
+            )
+        # A space of None was put there by hand. New configs must be measured; the journal holds the trials of others.
+        return config if config is not None and entry.get("space") in (None, call.space) else None
+
+    def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
+        """Returns the config that another process has encoded, or None where it cannot be used here."""
+        return call.find(encoded)
+
+    def text_of(self, config: Config) -> str:
+        """Returns a config as messages show it."""
+        return format_config(config)
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""

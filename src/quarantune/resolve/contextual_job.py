@@ -17,9 +17,9 @@ from quarantune.cache import Entry
 from quarantune.host.process import lazy
 from quarantune.measure import finals
 from quarantune.resolve.call_key import BoundCall, TunedFunction, space_of
-from quarantune.resolve.known_results import Known, KnownResults, call_result, findings_now
+from quarantune.resolve.call_results import call_result, findings_now
 from quarantune.resolve.recorded import described_arguments
-from quarantune.resolve.resolver import Resolver
+from quarantune.resolve.resolver import Known, Resolver
 from quarantune.resolve.tuning_job import TuningJob
 from quarantune.results import report
 from quarantune.results.progress import Progress
@@ -34,7 +34,7 @@ from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Se
 from quarantune.transport.problem import Arguments, Problem, kernels
 from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, encode, format_config, has_tag, originals, restore
-from quarantune.values.settings import SURROGATE, Settings
+from quarantune.values.settings import SURROGATE
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
 
@@ -366,22 +366,28 @@ class ContextualJob(TuningJob):
             "baseline_ms": findings.baseline_ms,
         }
         self._save(self._entry(config, findings) | parts)
-        return self._contextual(Known(config, findings), [*choices.values()], tuple(trials), from_cache=False)
+        return self._contextual(config, findings, [*choices.values()], tuple(trials), from_cache=False)
 
     def _result_of(self, known: Known) -> ContextualResult:
         kernels = [
             KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=known.findings.time_ms)
             for slot, chosen in chosen_in(known.config).items()
         ]
-        return self._contextual(known, kernels)
+        return self._contextual(known.config, known.findings, kernels)
 
     def _contextual(
-        self, known: Known, kernels: Sequence[KernelChoice], trials: tuple[Trial, ...] = (), *, from_cache: bool = True
+        self,
+        config: Config,
+        findings: Findings,
+        kernels: Sequence[KernelChoice],
+        trials: tuple[Trial, ...] = (),
+        *,
+        from_cache: bool = True,
     ) -> ContextualResult:
-        result = call_result(self._keyed, known.config, known.findings, trials, from_cache=from_cache)
+        result = call_result(self._keyed, config, findings, trials, from_cache=from_cache)
         fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         fields["fn"] = functools.partial(self._runner, **result.best_config)
-        return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=known.findings.baseline_ms)
+        return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=findings.baseline_ms)
 
 
 class KernelSearch(Searching):
@@ -478,25 +484,19 @@ class ContextualFunction(TunedFunction):
 
     def resolver(self) -> Resolver:
         """Returns what finds the assignments for its calls."""
-        return Resolver(self, KnownAssignments(self), job=ContextualJob)
+        return Resolver(self, job=ContextualJob)
 
-
-class KnownAssignments(KnownResults):
-    """The known assignments for the calls of one function."""
-
-    def config_of(self, entry: Entry, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Config | None:
+    def config_of(self, entry: Entry, call: BoundCall, *, is_own: bool) -> Config | None:
         """Returns the assignment of an entry if every kernel still has the config space that it had."""
         try:
             chosen = assignment.chosen_from(entry["config"]["assignment"])
             offered = [_is_offered(str(kernel["name"]), kernel["space"]) for kernel in entry["kernels"]]
         except (KeyError, TypeError, ValueError):
             cache.report_once(
-                f"{self._function.name}: the cached entry does not say which config each kernel uses: it is not used"
+                f"{self.name}: the cached entry does not say which config each kernel uses: it is not used"
             )
             return None
-        if not all(offered) or not self.versions_serve(entry, settings, is_own=is_own):
-            return None
-        return {KEY: assignment.encode(chosen, others=OWN)}
+        return {KEY: assignment.encode(chosen, others=OWN)} if all(offered) else None
 
     def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
         """Returns the assignment that another process has encoded, or None where it is none."""

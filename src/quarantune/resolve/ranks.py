@@ -38,14 +38,13 @@ import jax
 from quarantune import cache
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.known_results import Known, KnownResults, Resolved
+from quarantune.resolve.resolver import Known, Resolved
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sweep.limits import Isolation, SearchLimits, SweepLimits, isolation_of
 from quarantune.values.codec import JsonObject, Record, decode_json
 from quarantune.values.configs import encode
 from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings
-from quarantune.values.trial import Findings
 
 _logger = logging.getLogger("quarantune")
 _T = TypeVar("_T")
@@ -67,14 +66,12 @@ class Agreement:
     """The agreement of this rank with the others on one call.
 
     Attributes:
-        known: the known results of the function.
         keyed: the call.
         settings: the operator's settings.
         coordination: the means to agree.
         agreed: the outcomes so far for the calls of the function, by the program of ranks and the key of the call.
     """
 
-    known: KnownResults
     keyed: KeyedCall
     settings: Settings
     coordination: Coordination
@@ -132,7 +129,7 @@ class Agreement:
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
             if found is not None and (agreed.known is None or agreed.known.config != found.best_config):
-                text = "the defaults" if agreed.known is None else self.known.text_of(agreed.known.config)
+                text = "the defaults" if agreed.known is None else self.keyed.call.function.text_of(agreed.known.config)
                 told = "%s keeps running %s, as all ranks do; its new result is for the next program"
                 _logger.info(told, self._label, text)
             return agreed
@@ -161,7 +158,7 @@ class Agreement:
             log = _logger.warning if self.settings.on_miss == "tune" else _logger.info
             log("%s runs the defaults, as all ranks do: %s%s", self._label, reason, self._besides())
             return Resolved(known=None, reason=reason)
-        config = self.known.config_from(answer.config, self.keyed.call)
+        config = self.keyed.call.function.config_from(answer.config, self.keyed.call)
         if config is None:
             raise RuntimeError(
                 f"{self._label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "
@@ -170,9 +167,9 @@ class Agreement:
         is_ours = self._own is not None and self._own.config == config
         who = "it" if answer.rank == self.coordination.rank else f"rank {answer.rank}"
         told = f"{who} {_HOW[answer.source]}{'' if is_ours else self._besides()}"
-        _logger.info("%s runs %s, as all ranks do: %s", self._label, self.known.text_of(config), told)
+        _logger.info("%s runs %s, as all ranks do: %s", self._label, self.keyed.call.function.text_of(config), told)
         return Resolved(
-            known=Known(config, Findings.from_json(answer.to_json())),
+            known=Known(config, answer.to_json()),
             is_nearest=answer.source is Source.NEAREST,
             tuned=self._found if is_ours else None,
         )
@@ -180,7 +177,7 @@ class Agreement:
     def _besides(self) -> str:
         if self._own is None:
             return ""
-        text = self.known.text_of(self._own.config)
+        text = self.keyed.call.function.text_of(self._own.config)
         if self._found is None:
             return f"; its own cache has {text}"
         return f"; its own sweep saved {text} for the next program"

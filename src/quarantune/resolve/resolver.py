@@ -1,34 +1,103 @@
-"""From a call to its config: memory, the cache, or a tuning job."""
+"""From a call to its config: memory, the layers of the cache, other ranks, or a tuning job."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import logging
 import os
+import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quarantune import cache, jax_internals
-from quarantune.cache import Entry
-from quarantune.host.process import in_sandbox, lazy
+from quarantune.cache import Entry, Store
+from quarantune.host.process import entry_points, in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
-from quarantune.resolve.known_results import Known, KnownResults, Resolved, open_store
 from quarantune.transport.problem import assignment_in_force
+from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
-from quarantune.values.settings import Settings
-from quarantune.values.trial import CacheMissError, Findings, TuningFailedError
+from quarantune.values.settings import Settings, register_keeper, table_directory
+from quarantune.values.texts import former_name
+from quarantune.values.trial import ESTIMATED, CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:
     from quarantune.resolve.ranks import Agreement
     from quarantune.resolve.tuning_job import CompilationSeeds, TuningJob
     from quarantune.results.result import FromCache, TuningResult
+    from quarantune.sweep.limits import SearchLimits
     from quarantune.transport.assignment import Assignment
 
+_logger = logging.getLogger("quarantune")
 
+GROUP = "quarantune.tables"
+"""The group of entry points with which packages name their tables."""
 _DEFAULTS = None, False
 """A choice that is not settled: another job may tune the call at any time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """A remembered config.
+
+    Attributes:
+        config: the config.
+        record: the entry that it is from, or the like: the findings of the sweep as JSON, read when they are needed.
+    """
+
+    config: Config
+    record: JsonObject = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, result: TuningResult) -> Known:
+        """Returns what a sweep has found."""
+        return cls(result.best_config, result.findings.to_json())
+
+    @lazy
+    def findings(self) -> Findings:
+        """The findings of the sweep."""
+        return Findings.from_json(self.record)
+
+    @property
+    def search(self) -> JsonObject:
+        """The part of the record about the search."""
+        return dict_or_empty(self.record.get("search"))
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the config was never measured."""
+        return bool(self.search.get("stopped") == ESTIMATED)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The source that has answered a call.
+
+    Attributes:
+        known: the config, with its findings; None for the function's own defaults.
+        reason: why it is the defaults, where ranks have agreed on them.
+        is_nearest: whether it is the config of a near call.
+        tuned: the result, where this process has tuned and its config is the one.
+    """
+
+    known: Known | None
+    reason: str = ""
+    is_nearest: bool = False
+    tuned: TuningResult | None = None
+
+
+class Found(NamedTuple):
+    """An entry, the store that holds it, the kind of device that it is for, and its key."""
+
+    store: Store
+    device: str
+    key: str
+    entry: Entry
 
 
 class Resolver:
@@ -37,7 +106,6 @@ class Resolver:
     def __init__(
         self,
         function: TunedFunction,
-        known: KnownResults | None = None,
         *,
         job: type[TuningJob] | None = None,
         on_phase: Callable[[int, str], None] | None = None,
@@ -46,12 +114,11 @@ class Resolver:
 
         Args:
             function: the function.
-            known: the results that are known for its calls.
             job: tunes for a call.
             on_phase: called with the index of a config and the phase that it enters, at last with `end`.
         """
         self.function = function
-        self._known = known or KnownResults(function)
+        self._known = KnownResults(function)
         self._job = job
         self._agreed: dict[Any, Resolved] = {}
         self._locks: dict[tuple[int, CallKey], threading.RLock] = {}
@@ -59,7 +126,7 @@ class Resolver:
 
     @lazy
     def _seeds(self) -> CompilationSeeds:
-        from quarantune.resolve.tuning_job import CompilationSeeds  # the same
+        from quarantune.resolve.tuning_job import CompilationSeeds  # calls that are not tuned for do not need it
 
         return CompilationSeeds()
 
@@ -125,7 +192,7 @@ class Resolver:
         if found.tuned is not None:
             return found.tuned
 
-        from quarantune.resolve.known_results import call_result
+        from quarantune.resolve.call_results import call_result  # a call that is found does not need it
 
         if (known := found.known) is not None:
             origin: FromCache = "nearest" if found.is_nearest else True
@@ -275,7 +342,7 @@ class Resolver:
     def _record(self, described: KeyedCall, settings: Settings) -> None:
         """Has a call without a saved result written down, where the settings want that."""
         is_wanted = settings.record is not None and not (in_sandbox() or described.call.is_symbolic)
-        if is_wanted and ((known := self._known.find(described, settings)) is None or known.findings.is_estimate):
+        if is_wanted and ((known := self._known.find(described, settings)) is None or known.is_estimate):
             from quarantune.resolve import recorded  # programs that record nothing do not need it
 
             recorded.note(described, self, settings.record)
@@ -301,7 +368,7 @@ class Resolver:
             return None
         from quarantune.resolve.ranks import Agreement  # programs of one process do not need it
 
-        return Agreement(self._known, described, settings, coordination, self._agreed)
+        return Agreement(described, settings, coordination, self._agreed)
 
     def _allow_defaults(self, described: KeyedCall, settings: Settings, *, where: tuple[str, ...]) -> None:
         """Says once that a call runs with the function's own defaults.
@@ -330,3 +397,203 @@ def _seen(call: BoundCall) -> tuple[list[Config], JsonObject]:
     """Returns the configs of a call that are worth a worker, and its config space."""
     kept = [call.configs[index] for index in call.configs.listed() if index not in call.pruned]
     return kept, call.space
+
+
+class KnownResults:
+    """Results for the calls of one function."""
+
+    def __init__(self, function: TunedFunction) -> None:
+        """Knows no results yet; nothing is read."""
+        self._function = function
+        self._winners: dict[CallKey, Known] = {}
+        self._failures: dict[CallKey, TuningFailedError] = {}
+        self._tuned: set[CallKey] = set()
+        register_keeper(self)
+
+    def forget(self, device: str, key: str) -> None:
+        """Forgets the result for a key, which somebody has replaced on the disk."""
+        self._winners.pop(CallKey(device, key), None)
+
+    def find(self, keyed: KeyedCall, settings: Settings) -> Known | None:
+        """Returns the result that memory or the cache holds for a call, or None."""
+        if (known := self._winners.get(keyed.key)) is not None:
+            return known
+        for store in self.layers(settings):
+            found = self._usable(self._entry(store, keyed), keyed.call, settings, is_own=not store.read_only)
+            if found is not None and (known is None or not found.is_estimate):
+                _logger.debug("%s: found in %s", self._function.name, store.label)
+                known = found
+            if known is not None and not known.is_estimate:
+                break
+        if known is not None:
+            self._winners[keyed.key] = known
+        return known
+
+    def _entry(self, store: Store, keyed: KeyedCall) -> Entry | None:
+        """Returns the entry for a call, which an earlier version may have saved under another name."""
+        name, key = self._function.name, keyed.key
+        if (entry := store.get(name, key.device, key.text)) is not None:
+            return entry
+        former = former_name(self._function.fn, name), keyed.former_text
+        return None if former == (name, key.text) else store.get(former[0], key.device, former[1])
+
+    def is_enough(self, known: Known, settings: Settings) -> bool:
+        """Returns whether a result is as thorough as the call demands; if not, its search goes on.
+
+        Only a larger budget of the kind that ended the search demands more, and only where a miss is tuned for. There,
+        an estimate is never enough.
+        """
+        if settings.on_miss != "tune":
+            return True
+        if known.is_estimate or known.search.get("budget") is None:
+            return not known.is_estimate
+        searched = known.findings.search
+        wanted = self._limits(settings).budget(searched.stopped)
+        return wanted is None or searched.budget is None or wanted <= searched.budget
+
+    def _limits(self, settings: Settings) -> SearchLimits:
+        from quarantune.sweep.limits import SearchLimits  # a call that is found does not need it
+
+        return SearchLimits.of(self._function.options, settings)
+
+    def must_tune(self, key: CallKey, settings: Settings) -> bool:
+        """Returns whether `ALWAYS_TUNE` demands another sweep: once per key and process, or `settings` block."""
+        block = environment.block_of("always_tune")
+        return settings.always_tune and (key not in self._tuned if block is None else (self, key) not in block.tuned)
+
+    def _note_tuned(self, key: CallKey) -> None:
+        self._tuned.add(key)
+        if (block := environment.block_of("always_tune")) is not None:
+            block.tuned.add((self, key))
+
+    def failure(self, key: CallKey) -> TuningFailedError | None:
+        """Returns the error with which tuning for a key ended earlier in this process, if it did."""
+        return _without_traceback(self._failures[key]) if key in self._failures else None
+
+    def remember(self, key: CallKey, result: TuningResult, settings: Settings) -> None:
+        """Remembers a result in this process."""
+        self._failures.pop(key, None)
+        budget = self._limits(settings).budget(result.stopped) or result.seen  # `auto` has a budget of its own
+        known = Known.of(result)
+        known.search["budget"] = budget
+        self._winners[key] = known
+        self._note_tuned(key)
+
+    def remember_failure(self, key: CallKey, error: TuningFailedError) -> None:
+        """Remembers in this process that every config failed."""
+        self._failures[key] = _without_traceback(error)
+        self._note_tuned(key)
+
+    def saved(self, keyed: KeyedCall, settings: Settings, *, other_than: Entry | None = None) -> Known | None:
+        """Returns the result that the user's cache holds now, or None where there is none to use, or no other."""
+        entry = open_store(settings).get(self._function.name, keyed.key.device, keyed.key.text)
+        return None if entry == other_than else self._usable(entry, keyed.call, settings)
+
+    def _usable(self, entry: Entry | None, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Known | None:
+        """Returns the result of an entry if its config is one of the call's, and these versions may use it.
+
+        Args:
+            entry: the entry, if there is one.
+            call: the call.
+            settings: the operator's settings.
+            is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
+        """
+        config = None if entry is None else self._function.config_of(entry, call, is_own=is_own)
+        if entry is None or config is None or not self.versions_serve(entry, settings, is_own=is_own):
+            return None
+        return Known(config, entry)
+
+    def versions_serve(self, entry: Entry, settings: Settings, *, is_own: bool = True) -> bool:
+        """Returns whether an entry may be used under the present versions; warns where the user's own have changed."""
+        if changed := changed_versions(entry):
+            if settings.version_check:
+                _logger.info("%s: the cached result was made under %s; tuning again", self._function.name, changed)
+                return False
+            if not is_own:  # a table that is shipped is seldom made on the user's machine
+                _logger.info("%s: using a result of a read-only layer made under %s", self._function.name, changed)
+                return True
+            cache.report_once(
+                f"{self._function.name}: using results made under {changed}; set QUARANTUNE_VERSION_CHECK=1 to tune "
+                "again whenever versions change, or QUARANTUNE_ALWAYS_TUNE=1 to tune again now"
+            )
+        return True
+
+    def layers(self, settings: Settings) -> Iterator[Store]:
+        """Yields the stores where results are looked up."""
+        return iter(()) if settings.disable_cache else open_layers(settings, self._function.options.tables)
+
+    def entries(self, settings: Settings) -> Iterator[Found]:
+        """Yields the entries of all layers, in their order."""
+        for store in self.layers(settings):
+            for device, entries in store.read(self._function.name).items():
+                for key, entry in entries.items():
+                    yield Found(store, device, key, entry)
+
+    def tunables(self, call: BoundCall, settings: Settings) -> frozenset[str]:
+        """Returns the names that the configs of a call set, where saved results tell them without the configs."""
+        for found in self.entries(settings) if call.has_unread_configs else ():
+            if found.entry.get("space") == call.space and (config := call.find(found.entry.get("config"))):
+                return frozenset(config)
+        return frozenset()
+
+
+def _without_traceback(error: TuningFailedError) -> TuningFailedError:
+    """Returns a copy of an error without its traceback, which keeps the arguments of the call alive."""
+    return TuningFailedError(str(error), trials=error.trials, key=error.key)
+
+
+def changed_versions(entry: Entry) -> str:
+    """Lists the versions that have changed since an entry was made; empty where all are the same."""
+    then = dict_or_empty(entry.get("versions"))
+    changed = {name: now for name, now in describe.versions().items() if then and then.get(name) != now}
+    return ", ".join(f"{name} {then.get(name)} (now {now})" for name, now in changed.items())
+
+
+def dict_or_empty(value: Any) -> JsonObject:
+    """Returns a part of an entry that should be a dict; an empty one where somebody has edited the file."""
+    return value if isinstance(value, dict) else {}
+
+
+def open_store(settings: Settings) -> Store:
+    """Returns the store of results in the cache directory."""
+    return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
+
+
+def open_layers(settings: Settings, tables: str | None) -> Iterator[Store]:
+    """Yields the layers in the order of look-ups, each opened when it is needed.
+
+    Args:
+        settings: the operator's settings, with the user's cache and the directories of `CACHE_PATH`.
+        tables: the table that the function's author names, as `package:directory`.
+    """
+    yield open_store(settings)
+    for directory in settings.cache_path:
+        if _is_there(directory, f"QUARANTUNE_CACHE_PATH names {str(directory)!r}"):
+            yield Store(directory, read_only=True)
+    if tables is not None:
+        directory = table_directory(tables)
+        if _is_there(directory, f"tables={tables!r} stands for {str(directory)!r}"):
+            yield Store(directory, read_only=True, label=f"the table {tables}")
+    yield from _installed(tuple(sys.path))
+
+
+def _is_there(directory: Path, origin: str) -> bool:
+    if os.path.isdir(directory):  # unlike `Path.is_dir`, it raises nothing where the path cannot be examined
+        return True
+    cache.report_once(f"{origin}, which is no directory: no results are looked up there; make it, or correct the name")
+    return False
+
+
+@functools.lru_cache(maxsize=4)
+def _installed(_: tuple[str, ...]) -> list[Store]:
+    """Returns the tables of installed packages, by the names of their entry points."""
+    found = []
+    for point in sorted(entry_points(GROUP), key=lambda point: (point.name, point.value)):
+        try:
+            directory = table_directory(point.value)
+        except ValueError as error:
+            cache.report_once(f"the entry point {point.name!r} of the group {GROUP!r} is not usable: {error}")
+            continue
+        if _is_there(directory, f"the entry point {point.name!r} of the group {GROUP!r} names {str(directory)!r}"):
+            found.append(Store(directory, read_only=True, label=f"the table {point.value}"))
+    return found

@@ -10,7 +10,7 @@ from quarantune import cache
 from quarantune.cache import Entry
 from quarantune.cache.journal import Journal
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.known_results import Found, Known, KnownResults, changed_versions, dict_or_empty
+from quarantune.resolve.resolver import Found, Known, KnownResults, changed_versions, dict_or_empty
 from quarantune.values.codec import decode_json
 from quarantune.values.configs import Config, distinct, is_number, text_of
 from quarantune.values.settings import Settings
@@ -42,11 +42,11 @@ def nearest(known: KnownResults, keyed: KeyedCall, settings: Settings) -> Known 
             candidates.append(((Findings.from_json(found.entry).is_estimate, away), found))
     for _, found in sorted(candidates, key=lambda candidate: candidate[0]):
         config = _kept(found, keyed)
-        if config is not None and known.versions_serve(found.entry, settings, is_own=found.layer.is_own):
+        if config is not None and known.versions_serve(found.entry, settings, is_own=not found.store.read_only):
             wanted, there = map(cache.canonical_json, (keyed.readable, found.entry.get("key_values")))
             cache.report_once(
                 f"{name}: nothing is cached for {wanted}: using the config of the nearest entry, "
-                f"{there} in {found.layer.label} (ON_MISS=nearest; this is said once)",
+                f"{there} in {found.store.label} (ON_MISS=nearest; this is said once)",
                 topic=f"nearest {name}",
             )
             return Known(config)
@@ -61,7 +61,7 @@ def _kept(found: Found, keyed: KeyedCall) -> Config | None:
 
 def explain(known: KnownResults, keyed: KeyedCall, settings: Settings) -> str:
     """Returns a message about a call for which no layer has a usable entry: the key, the layers, the nearest entry."""
-    layers = [layer.label for layer in known.layers(settings)]
+    layers = [store.label for store in known.layers(settings)]
     name = keyed.call.name
     wanted = f"{name}: nothing is cached for {cache.canonical_json(keyed.readable)} on {keyed.key.device!r}"
     fix = f"{_FIX}, or give its tunables defaults" if keyed.call.untuned is None else _ALLOW
@@ -74,7 +74,7 @@ def explain(known: KnownResults, keyed: KeyedCall, settings: Settings) -> str:
         return f"{wanted}: {asked}; {fix}"
     differences, found = min(candidates, key=lambda candidate: len(candidate[0]))
     differences = differences or ["its config, which is not in the config space"]
-    place = f" in {found.layer.label}" if len(layers) > 1 else ""
+    place = f" in {found.store.label}" if len(layers) > 1 else ""
     others = f" (asked: {', '.join(layers)})" if len(layers) > 1 else ""
     return f"{wanted}{others}; the nearest entry{place} differs in {'; '.join(differences)}; {fix}"
 

@@ -20,7 +20,7 @@ from quarantune.cache import CacheWriteError, claims, journal
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.known_results import Known
+from quarantune.resolve.resolver import Known
 from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
 from quarantune.values import describe
 from quarantune.values.codec import DamageError, JsonObject, Record

@@ -21,15 +21,8 @@ from quarantune.jax_internals.other_processes import (
 )
 from quarantune.measure import finals, model
 from quarantune.resolve.call_key import BoundCall, KeyedCall
-from quarantune.resolve.known_results import (
-    Known,
-    KnownResults,
-    call_result,
-    entry_for,
-    findings_now,
-    more_thorough,
-    open_store,
-)
+from quarantune.resolve.call_results import call_result, entry_for, findings_now, more_thorough
+from quarantune.resolve.resolver import Known, KnownResults, open_store
 from quarantune.resolve.similar import starts
 from quarantune.resolve.sweep_records import SweepRecords, left_trials
 from quarantune.results import report

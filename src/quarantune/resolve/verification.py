@@ -13,9 +13,8 @@ from typing import Any
 from quarantune.cache import Entry, safe_name
 from quarantune.cache.tuning_cache import CacheKey, CacheRecord
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed
-from quarantune.resolve.known_results import changed_versions, dict_or_empty
 from quarantune.resolve.recorded import CannotRebuildError, rebuilt
-from quarantune.resolve.resolver import Resolver
+from quarantune.resolve.resolver import Resolver, changed_versions, dict_or_empty
 from quarantune.results.result import TuningResult, times_text
 from quarantune.transport.problem import Arguments
 from quarantune.values.codec import JsonObject, decode_json

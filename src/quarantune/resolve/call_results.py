@@ -1,0 +1,137 @@
+"""The results of calls: a config with its findings as its user sees them, and as the entry that remembers them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from quarantune.cache import Entry, plain_function
+from quarantune.host.process import commit_of
+from quarantune.resolve.call_key import BoundCall, KeyedCall
+from quarantune.results.result import FromCache, TuningResult
+from quarantune.transport.problem import Arguments, as_structs, bind_config, is_array
+from quarantune.values import describe
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config, as_given, encode
+from quarantune.values.trial import SCORES, Findings, Searched, Trial, count_outcomes
+
+
+def call_result(
+    keyed: KeyedCall,
+    config: Config,
+    findings: Findings,
+    trials: tuple[Trial, ...] = (),
+    *,
+    finalists: tuple[Trial, ...] = (),
+    tie: tuple[Config, ...] = (),
+    from_cache: FromCache = False,
+    executable: bytes | None = None,
+    noise: float | None = None,
+) -> TuningResult:
+    """Returns the result of a call.
+
+    Args:
+        keyed: the call.
+        config: its best config.
+        findings: the findings of the sweep.
+        trials: the trials of all configs; none for a result that was remembered.
+        finalists: the trials of the configs that were in the final.
+        tie: the configs that are as fast as the best.
+        from_cache: whether the result was remembered; `nearest` where that of a near call stands in.
+        executable: the executable of the best config, where there is one.
+        noise: as in `TuningResult`.
+    """
+    call = keyed.call
+    is_unread = bool(from_cache) and call.has_unread_configs
+    own_defaults = None if is_unread else call.own_defaults
+    return TuningResult.of(
+        findings,
+        name=call.name,
+        best_config=as_given(config),
+        trials=_given(trials),
+        key=keyed.key.text,
+        device=keyed.key.device,
+        from_cache=from_cache,
+        tie=tuple(map(as_given, tie)),
+        default_config=None if own_defaults is None else as_given(own_defaults),
+        noise=noise,
+        finalists=_given(finalists),
+        versions=describe.versions(),
+        executable=executable,
+        call=_without_arrays(call.args, call.kwargs),
+        structs=as_structs(call.args, call.kwargs),
+        fn=bind_config(call.function.fn, config),
+    )
+
+
+def _without_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """Returns a call with None for every argument that holds an array, so that only static ones are kept.
+
+    Such arguments are replaced as a whole, because their class may validate its contents.
+    """
+
+    def emptied(arg: Any) -> Any:
+        return None if any(map(is_array, jax.tree.leaves(arg))) else arg
+
+    return tuple(map(emptied, args)), {name: emptied(arg) for name, arg in kwargs.items()}
+
+
+def _given(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+    """Returns trials whose configs are as the author gave them."""
+    return tuple(dataclasses.replace(trial, config=as_given(trial.config)) for trial in trials)
+
+
+def findings_now(call: BoundCall, time_ms: float, trials: Sequence[Trial], search: Searched) -> Findings:
+    """Returns the findings of a sweep that has just ended: with the date, and the commit of the user's repository."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    commit = commit_of(plain_function(call.function.fn))
+    return Findings(time_ms, created=now, commit=commit, trials=count_outcomes(trials), search=search)
+
+
+def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: JsonObject) -> Entry:
+    """Returns the entry that remembers a result.
+
+    Args:
+        keyed: the call.
+        config: the winner; the function's own defaults where these won, whether or not they are in the config space.
+        findings: the findings of the sweep.
+        search: the search that chose the configs.
+    """
+    found = findings.to_json()
+    return {
+        "config": encode(config),
+        **{name: found[name] for name in ("time_ms", "default_time_ms", "speedup_interval")},
+        "key_values": keyed.readable,
+        "fingerprint": keyed.call.function.fingerprint.parts,
+        "space": keyed.call.space,
+        "versions": describe.versions(),
+        "created": findings.created,
+        **({"commit": findings.commit} if findings.commit else {}),
+        **({} if findings.score is None else {name: found[name] for name in SCORES}),
+        "trials": found["trials"],
+        "search": search | found["search"],
+    }
+
+
+def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entry:
+    """Returns the one of two entries for one problem to keep.
+
+    That is the offered one, unless the present one comes from a more thorough search of the same space under the same
+    versions, and its config is as fast. An estimate never replaces a measured one.
+
+    Args:
+        device: the kind of device.
+        key: the key of the problem.
+        present: the entry that is saved.
+        offered: the entry to save.
+    """
+    is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint"))
+    then, now = Findings.from_json(present), Findings.from_json(offered)
+    if now.is_estimate != then.is_estimate:
+        return present if now.is_estimate else offered
+    is_less = now.search.thoroughness < then.search.thoroughness
+    return present if is_alike and is_less and now.figure >= then.figure else offered
