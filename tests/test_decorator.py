@@ -34,8 +34,8 @@ from helpers import python
 
 import quarantune
 from quarantune import Outcome, jax_internals
+from quarantune.host.process import cache_name
 from quarantune.values.settings import ContextualKeywords, OptionKeywords, Options, SettingKeywords, Settings
-from quarantune.values.texts import cache_name
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host.process import hide_own_frames, own_frames_hidden
+from quarantune.host.process import hide_own_frames, module_name, own_frames_hidden
 from quarantune.resolve.call_key import BoundCall, TunedFunction
 from quarantune.resolve.resolver import Resolver
 from quarantune.transport.problem import (
@@ -41,7 +41,6 @@ from quarantune.transport.problem import (
 from quarantune.values.configs import Config, MadeConfigs, as_given
 from quarantune.values.settings import OptionKeywords, Options, checked_options, register_keeper, settings
 from quarantune.values.space import Space
-from quarantune.values.texts import module_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

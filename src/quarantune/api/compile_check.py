@@ -13,6 +13,7 @@ from typing import Any
 from quarantune.api.autotune import Autotuned
 from quarantune.devices import targets
 from quarantune.devices.targets import Target
+from quarantune.host.process import cache_name
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
 from quarantune.resolve.call_results import entry_for, findings_now, more_thorough
 from quarantune.resolve.resolver import open_store
@@ -38,7 +39,6 @@ from quarantune.values.configs import (
 )
 from quarantune.values.settings import Options
 from quarantune.values.space import expand
-from quarantune.values.texts import cache_name
 from quarantune.values.trial import ESTIMATED, Searched, Trial, pruned_trial
 
 

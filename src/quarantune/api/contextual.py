@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overloa
 
 from quarantune import jax_internals
 from quarantune.api.autotune import Autotuned, Memo, MemoKeys, TunedCallable, read_context
-from quarantune.host.process import lazy, own_frames_hidden
+from quarantune.host.process import cache_name, lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import assignment_in_force, describe_function
 from quarantune.values.configs import Config, is_whole
 from quarantune.values.settings import ContextualKeywords, Options, checked_options, register_keeper
-from quarantune.values.texts import cache_name
 
 if TYPE_CHECKING:
     from quarantune.resolve.contextual_job import ContextualFunction

@@ -27,8 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from quarantune.cache.store import canonical_json, short_hash
-from quarantune.host.process import is_installed, pickled_parts, without_caches
-from quarantune.values.texts import PROGRAMS, is_runner, module_of
+from quarantune.host.process import PROGRAMS, is_installed, is_runner, module_of, pickled_parts, without_caches
 
 _LARGEST_HASHED_BYTES = 1 << 24
 """Larger arrays count by shape and dtype alone: hashing model weights would take too long."""

@@ -1,11 +1,13 @@
-"""This process: the user's code in it and the packages around that, its locks, its environment, and its stops."""
+"""This process: the user's code in it, its names and the packages around it; locks, the environment, and stops."""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import gc
 import importlib.metadata
+import inspect
 import os
 import subprocess
 import sys
@@ -26,6 +28,10 @@ _PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "funct
 _OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "cloudpickle", "psutil", "platformdirs", "quarantune")
 """Packages that a process of ours imports before any module of the user's."""
+PROGRAMS = ("__main__", "__mp_main__", "<run_path>")
+"""The modules of programs: in their own process, in a child of `multiprocessing`, and where `runpy` runs a file."""
+_adopted = ""
+_is_former = contextvars.ContextVar("_is_former", default=False)
 _GIT_PATIENCE_S = 2.0
 _STOPPED_S = 0.5
 """A longer gap between two looks means that this process was stopped: its loops look every twentieth of a second."""
@@ -176,6 +182,91 @@ def _commit(directory: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.decode(errors="replace").strip()
+
+
+# --- names of functions, classes and programs ---
+
+
+def cache_name(fn: Callable[..., Any]) -> str:
+    """Returns a callable's name in the cache: its module and its qualified name."""
+    inner = fn.func if isinstance(fn, functools.partial) else fn
+    return f"{module_name(inner)}.{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+
+
+def module_name(fn: Callable[..., Any]) -> str:
+    """Returns the function's module; for a script the stem of its file, because `__main__` is the same for all.
+
+    For a jitted `functools.partial`, whose module is given as `functools`, returns the module that tunes it.
+    """
+    module = getattr(fn, "__module__", None) or "unknown"
+    if module == functools.__name__ and isinstance(inspect.unwrap(fn), functools.partial):
+        module = users_module()
+    return _program_of(fn, module) if module in PROGRAMS else module
+
+
+def module_of(thing: Any) -> str:
+    """Returns the module of a function or class, for a key or a fingerprint."""
+    module = getattr(thing, "__module__", None)
+    return str(module) if module not in PROGRAMS or is_former() else _program_of(thing, module)
+
+
+def as_formerly(make: Callable[[], _T]) -> _T:
+    """Calls a function with the names of earlier versions, where `__main__` was a module as others."""
+    context = contextvars.copy_context()
+    context.run(_is_former.set, True)
+    return context.run(make)
+
+
+def is_former() -> bool:
+    """Returns whether `as_formerly` asks for the names of earlier versions."""
+    return _is_former.get()
+
+
+def former_name(fn: Callable[..., Any], name: str) -> str:
+    """Returns the name that a function had in the cache of earlier versions.
+
+    Args:
+        fn: the function.
+        name: its name in the cache.
+    """
+    raw, now = getattr(fn, "__module__", None), module_name(fn)
+    if raw not in PROGRAMS or not name.startswith(f"{now}."):
+        return name
+    return (now.rpartition(".")[2] if raw == "__main__" else raw) + name.removeprefix(now)
+
+
+def program_name() -> str:
+    """Returns the name of the program that runs in this process, or for which it works."""
+    return _adopted or _name_of(vars(sys.modules.get("__main__", object)))
+
+
+def adopt_program_name(name: str) -> None:
+    """Takes over the name of the program for which this process works."""
+    global _adopted
+    _adopted = name
+
+
+def is_runner(names: Mapping[str, Any]) -> bool:
+    """Returns whether globals are those of a module of Python's own that runs a program apart from it: cProfile."""
+    return os.path.dirname(names.get("__file__") or "") == os.path.dirname(os.__file__)
+
+
+def _program_of(thing: Any, module: str) -> str:
+    """Returns the name of the program that a function or class is from."""
+    for function in vars(thing).values() if isinstance(thing, type) else [inspect.unwrap(thing)]:
+        names = getattr(function, "__globals__", {})
+        if names.get("__name__") == module and not is_runner(names):
+            return _name_of(names) or module
+    return _adopted or _name_of(vars(sys.modules.get(module, object))) or module
+
+
+def _name_of(names: Mapping[str, Any]) -> str:
+    """Returns the name by which others import a program's file, given its globals; empty where it has no file."""
+    if is_runner(names):
+        return os.path.basename(sys.argv[0]).removesuffix(".py")  # `cProfile -m` puts a module there
+    spec, file = names.get("__spec__"), names.get("__file__")
+    package = names.get("__package__") if spec is None else spec.parent
+    return ".".join(filter(None, (package, Path(file).stem))) if file else ""
 
 
 # --- the import path and the interpreter of another process ---

@@ -16,7 +16,7 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, report_once, short_hash
 from quarantune.devices import discovery
-from quarantune.host.process import lazy
+from quarantune.host.process import as_formerly, cache_name, is_former, lazy
 from quarantune.transport.problem import (
     Arguments,
     CallDescription,
@@ -48,7 +48,7 @@ from quarantune.values.configs import (
 from quarantune.values.describe import describe_context_mesh, describe_static
 from quarantune.values.settings import Options
 from quarantune.values.space import Space
-from quarantune.values.texts import array_text, as_formerly, cache_name, is_former, printable
+from quarantune.values.texts import array_text, printable
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target

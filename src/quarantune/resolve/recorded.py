@@ -22,7 +22,7 @@ from quarantune import cache, jax_internals
 from quarantune.cache import CacheWriteError, journal
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import short_text
-from quarantune.host.process import new_lock
+from quarantune.host.process import cache_name, module_name, new_lock
 from quarantune.resolve.call_key import KeyedCall, TunedFunction, keyed
 from quarantune.transport import arrays, assignment
 from quarantune.transport.arrays import dtype_from_name
@@ -37,7 +37,7 @@ from quarantune.values.describe import (
     canonical_dtype,
     sharding_of,
 )
-from quarantune.values.texts import cache_name, call_text, module_name
+from quarantune.values.texts import call_text
 
 if TYPE_CHECKING:
     from quarantune.resolve.resolver import Resolver

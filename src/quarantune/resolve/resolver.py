@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from quarantune import cache, jax_internals
 from quarantune.cache import Entry, Store
-from quarantune.host.process import entry_points, in_sandbox, lazy
+from quarantune.host.process import entry_points, former_name, in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
 from quarantune.transport.problem import assignment_in_force
 from quarantune.values import describe
@@ -23,7 +23,6 @@ from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
 from quarantune.values.settings import Settings, register_keeper, table_directory
-from quarantune.values.texts import former_name
 from quarantune.values.trial import ESTIMATED, CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
-from quarantune.host.process import import_path
+from quarantune.host.process import adopt_program_name, import_path, program_name
 from quarantune.host.shared_files import write_all
 from quarantune.transport.arrays import (
     ArraySpec,
@@ -43,7 +43,7 @@ from quarantune.values.describe import (
     local_sharding,
     sharding_of,
 )
-from quarantune.values.texts import adopt_program_name, program_name, shown
+from quarantune.values.texts import shown
 
 
 @dataclasses.dataclass(frozen=True)

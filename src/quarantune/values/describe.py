@@ -30,9 +30,8 @@ import jaxlib.version
 import numpy as np
 
 from quarantune._version import __version__
-from quarantune.host.process import pickled_parts, without_caches
+from quarantune.host.process import PROGRAMS, module_of, pickled_parts, without_caches
 from quarantune.values.codec import JsonObject
-from quarantune.values.texts import PROGRAMS, module_of
 
 _EMPTY = inspect.Parameter.empty
 _MOST_BITS = 14_000
