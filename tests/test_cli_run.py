@@ -153,7 +153,7 @@ def test_the_log_is_not_shortened_and_json_has_it_too(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_value_of_an_enum_is_written_as_tables_in_json_write_it(run: Run, kernels: str) -> None:
-    from quarantune.values.configs import encode
+    from quarantune.values.codec import as_json as encode
 
     sys.path.insert(0, os.getcwd())
     module = __import__(kernels)

@@ -15,7 +15,7 @@ import quarantune
 from quarantune import jax_internals
 from quarantune.transport import differentiation
 from quarantune.transport.problem import bind_config, check_compiler_options, jitted_with, split_config
-from quarantune.values.configs import text_of
+from quarantune.values.codec import text_of
 
 X = np.ones((8, 8), np.float32)
 UNKNOWN = {"xla_no_such_option": True}

@@ -18,7 +18,9 @@ import pytest
 import quarantune
 from quarantune import Outcome
 from quarantune.values import space
-from quarantune.values.configs import FrozenDict, encode, format_config, originals, restore
+from quarantune.values.codec import FrozenDict, originals, restore
+from quarantune.values.codec import as_json as encode
+from quarantune.values.configs import format_config
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

@@ -18,7 +18,8 @@ import pytest
 from quarantune.host import waits
 from quarantune.host.waits import RunTime
 from quarantune.measure import clocks, finals, model, sampling
-from quarantune.values.trial import Outcome, Trial, is_plausible_ms
+from quarantune.values.codec import is_plausible_ms
+from quarantune.values.trial import Outcome, Trial
 
 SOFT_BUDGET_S = 0.25
 DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan, 1e-300]

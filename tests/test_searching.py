@@ -21,7 +21,8 @@ from quarantune.search import Space
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values import settings as environment
-from quarantune.values.configs import Config, text_of
+from quarantune.values.codec import text_of
+from quarantune.values.configs import Config
 from quarantune.values.settings import Options
 from quarantune.values.space import expand
 from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial

@@ -28,15 +28,8 @@ from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport.executable import from_data
 from quarantune.transport.problem import as_structs, bind_config, describe_function
 from quarantune.values import settings as environment
-from quarantune.values.configs import (
-    MOST_CONFIGS,
-    Config,
-    MadeConfigs,
-    checked_config,
-    configs_made_by,
-    format_config,
-    text_of,
-)
+from quarantune.values.codec import text_of
+from quarantune.values.configs import MOST_CONFIGS, Config, MadeConfigs, checked_config, configs_made_by, format_config
 from quarantune.values.settings import Options
 from quarantune.values.space import expand
 from quarantune.values.trial import ESTIMATED, Searched, Trial, pruned_trial

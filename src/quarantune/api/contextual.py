@@ -13,7 +13,8 @@ from quarantune.host.process import cache_name, lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import assignment_in_force, describe_function
-from quarantune.values.configs import Config, is_whole
+from quarantune.values.codec import is_whole
+from quarantune.values.configs import Config
 from quarantune.values.settings import ContextualKeywords, Options, checked_options, register_keeper
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from quarantune.resolve.resolver import Resolver, keyed_for_engine, open_store
 from quarantune.results.result import CallShare, TuningResult
 from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment
-from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, text_of
+from quarantune.values.codec import JsonObject, text_of
+from quarantune.values.configs import Config
 from quarantune.values.settings import TIME
 from quarantune.values.texts import call_text, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError

@@ -25,8 +25,7 @@ from quarantune.host import shared_files
 from quarantune.host.machine import boot_id, process_status
 from quarantune.host.process import new_lock, warn
 from quarantune.host.shared_files import Directory, NotAFileError, SideLock, TooLargeError, directory_of, paths
-from quarantune.values.codec import JsonObject, Record, decode_json, within
-from quarantune.values.trial import is_plausible_ms
+from quarantune.values.codec import JsonObject, Record, decode_json, is_plausible_ms, within
 
 SCHEMA = 1
 """The version of an entry's layout; an entry of a later one makes its file untouchable for us."""

@@ -31,9 +31,8 @@ from quarantune.cache.store import (
 )
 from quarantune.host.process import new_lock
 from quarantune.host.shared_files import Directory, paths
-from quarantune.values import configs
 from quarantune.values import settings as environment
-from quarantune.values.codec import decode_json
+from quarantune.values.codec import as_json, decode_json, frozen
 from quarantune.values.configs import Config
 from quarantune.values.settings import forget_choices
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
@@ -219,7 +218,7 @@ class TuningCache:
             TypeError: JSON cannot hold a value.
         """
         key = _key(kernel_type, problem_size, device)
-        values = plain(configs.encode(config))
+        values = plain(as_json(config))
         entry = {
             "config": values,
             "time_ms": time_ms,
@@ -232,7 +231,7 @@ class TuningCache:
             "trials": {},
         }
         with self._lock:
-            self._configs[key] = configs.frozen(values)
+            self._configs[key] = frozen(values)
         if self._store is None:
             return
         try:
@@ -414,7 +413,7 @@ def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
 
 def _usable_config(entry: Entry | None) -> Config | None:
     config = None if entry is None else entry.get("config")
-    return configs.frozen(config) if isinstance(config, dict) else None
+    return frozen(config) if isinstance(config, dict) else None
 
 
 def _opened(other: TuningCache | str | os.PathLike[str]) -> TuningCache:

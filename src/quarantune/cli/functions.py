@@ -50,8 +50,8 @@ from quarantune.results import result
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
 from quarantune.values import settings as environment
-from quarantune.values.codec import JsonObject, decode_json
-from quarantune.values.configs import Config, encode, format_config
+from quarantune.values.codec import JsonObject, as_json, decode_json
+from quarantune.values.configs import Config, format_config
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError, count_outcomes
 
@@ -144,9 +144,9 @@ def told(tuned: Tuned, call: GivenCall, ended: End, *, was_known: bool) -> tuple
     kernels = _kernels(tuned, call) if isinstance(tuned, Contextual) else {}
     names = ("device", "key", "time_ms", "default_time_ms", "speedup", "speedup_interval", "stopped")
     record = {name: getattr(ended, name) for name in names} | {
-        "config": encode(kernels or ended.best_config),
+        "config": as_json(kernels or ended.best_config),
         "outcomes": count_outcomes(ended.trials) or ended.counts,
-        "tie": [encode(config) for config in ended.tie],
+        "tie": [as_json(config) for config in ended.tie],
         "error": None,
         "from_cache": was_known,
     }
@@ -172,7 +172,7 @@ def _repeating(trials: Sequence[Trial], options: argparse.Namespace) -> str:
     failed = next((trial for trial in trials if trial.outcome.is_failure), None)
     if failed is None or options.args is None:
         return ""
-    config = ["--config", json.dumps(encode(failed.config))]
+    config = ["--config", json.dumps(as_json(failed.config))]
     call = ["--args", options.args, *(word for text in options.static for word in ("--static", text))]
     return shlex.join(["quarantune", "run", options.function, *config, *call])
 
@@ -403,7 +403,7 @@ def _check_record(report: CompileReport, call: str) -> JsonObject:
 def _trial_record(trial: Trial) -> JsonObject:
     figures = dataclasses.asdict(trial.figures) if trial.figures else None
     ended = {name: getattr(trial, name) for name in ("outcome", "phase", "compile_s", "message")}
-    return {"config": encode(trial.config), "figures": figures} | ended
+    return {"config": as_json(trial.config), "figures": figures} | ended
 
 
 # --- one config alone -----------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     _show_alone(f"{function.name}({described}) with {format_config(trial.config)}", alone, out)
     ended = {"outcome": trial.outcome.value, "phase": trial.phase.value if trial.phase else None}
     fields = {"device": trial.device or None, **ended, **{name: getattr(trial, name) for name in _TRIAL_FIELDS}}
-    about = {"function": function.name, "call": described, "config": encode(trial.config)}
+    about = {"function": function.name, "call": described, "config": as_json(trial.config)}
     out.json({**about, **fields, "log": alone.log})
     return DONE if trial.outcome is Outcome.OK else FAILED
 

@@ -17,8 +17,8 @@ from quarantune.cache import Contents, Entry, Store, safe_name, tuning_cache
 from quarantune.cache.tuning_cache import CacheKey, CacheRecord, EntryPair, TuningCache
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
 from quarantune.values import settings as environment
-from quarantune.values.codec import JsonObject
-from quarantune.values.configs import format_config, frozen
+from quarantune.values.codec import JsonObject, frozen
+from quarantune.values.configs import format_config
 from quarantune.values.texts import call_text, columns, printable, shown
 from quarantune.values.trial import Findings, ratio_text
 

@@ -32,8 +32,8 @@ from quarantune.transport import payload
 from quarantune.transport.payload import Call, PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values import settings as environment
-from quarantune.values.codec import DamageError, JsonObject, Record, one_of
-from quarantune.values.configs import Config, encode
+from quarantune.values.codec import DamageError, JsonObject, Record, as_json, one_of
+from quarantune.values.configs import Config
 from quarantune.values.describe import versions
 from quarantune.values.settings import TIME, Options
 from quarantune.values.trial import END, READY, EngineError, Outcome, Phase, ReferenceFailedError, Samples, Trial
@@ -101,7 +101,7 @@ def pack(request: SweepRequest, configs: Sequence[Config]) -> tuple[bytes, Call]
     problem, options, settings, limits = request.problem, request.options, request.settings, request.limits
     packed = sweep.pack(problem, configs, options, with_values=sweep_inputs.are_given(options.supply))
     values = _values_of(packed)
-    untuned = None if problem.untuned is None else encode(problem.untuned)
+    untuned = None if problem.untuned is None else as_json(problem.untuned)
     parcel = Parcel(
         problem=dataclasses.replace(problem, fn=stand_in, args=(), kwargs={}, untuned=untuned),
         is_jitted=jax_internals.is_jitted(problem.fn),

@@ -20,8 +20,8 @@ from quarantune.engine.remote import End, Ended, Entered, Lowered
 from quarantune.host import machine
 from quarantune.scheduler.plan import ConfigSource
 from quarantune.sweep.request import SweepRequest
-from quarantune.values.codec import DamageError, JsonObject
-from quarantune.values.configs import Config, encode
+from quarantune.values.codec import DamageError, JsonObject, as_json
+from quarantune.values.configs import Config
 from quarantune.values.trial import READY, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -174,7 +174,7 @@ class Shards:
             "address": self._address,
             "shard": shard.number,
             "parcel": self._parcel,
-            "configs": [[index, encode(self._configs[index])] for index in shard.indices],
+            "configs": [[index, as_json(self._configs[index])] for index in shard.indices],
             "troubled": [index for index in shard.indices if index in self._request.troubled],
             "is_whole": shard.is_whole,
             "refusals": shard.refusals,

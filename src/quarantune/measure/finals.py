@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 from quarantune.host.waits import RunTime, fastest
 from quarantune.measure.model import ALL_DISTURBED, CLOCKS, ENOUGH, FEW, LONG_RUN_MS, cautious_share, standard_error
+from quarantune.values.codec import is_plausible_ms
 from quarantune.values.configs import Config, as_given
 from quarantune.values.settings import TIME
-from quarantune.values.trial import UNTUNED, Outcome, Trial, is_plausible_ms
+from quarantune.values.trial import UNTUNED, Outcome, Trial
 
 Objective: TypeAlias = str | Callable[[Trial], float]
 """The author's objective: `time`, `energy`, or the number that a function makes of a trial; the smaller the better."""

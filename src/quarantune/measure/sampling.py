@@ -19,7 +19,7 @@ from quarantune.measure.model import (
     cautious_share,
     standard_error,
 )
-from quarantune.values.trial import is_plausible_ms
+from quarantune.values.codec import is_plausible_ms
 
 _STEADY = 0.01
 """Sampling ends once the median's standard error is below this share of it: near enough to name the finalists."""

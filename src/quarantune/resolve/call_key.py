@@ -33,7 +33,7 @@ from quarantune.transport.problem import (
     named,
     split_config,
 )
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, freeze, has_tag, text_of
 from quarantune.values.configs import (
     COMPILER_OPTIONS,
     NO_OPTIONS,
@@ -41,9 +41,6 @@ from quarantune.values.configs import (
     checked_config,
     configs_made_by,
     format_config,
-    freeze,
-    has_tag,
-    text_of,
 )
 from quarantune.values.describe import describe_context_mesh, describe_static
 from quarantune.values.settings import Options

@@ -15,8 +15,8 @@ from quarantune.resolve.call_key import BoundCall, KeyedCall
 from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport.problem import Arguments, as_structs, bind_config, is_array
 from quarantune.values import describe
-from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, as_given, encode
+from quarantune.values.codec import JsonObject, as_json
+from quarantune.values.configs import Config, as_given
 from quarantune.values.trial import SCORES, Findings, Searched, Trial, count_outcomes
 
 
@@ -103,7 +103,7 @@ def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: Json
     """
     found = findings.to_json()
     return {
-        "config": encode(config),
+        "config": as_json(config),
         **{name: found[name] for name in ("time_ms", "default_time_ms", "speedup_interval")},
         "key_values": keyed.readable,
         "fingerprint": keyed.call.function.fingerprint.parts,

@@ -32,8 +32,8 @@ from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.transport.problem import Arguments, Problem, kernels
-from quarantune.values.codec import JsonObject, decode_json
-from quarantune.values.configs import Config, encode, format_config, has_tag, originals, restore
+from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
+from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import SURROGATE
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
@@ -357,7 +357,7 @@ class ContextualJob(TuningJob):
         chosen = {slot: choice.config for slot, choice in choices.items()}
         config: Config = {KEY: assignment.encode(chosen, others=OWN)}
         kernels = [
-            {**slot._asdict(), "config": encode(choice.config), "time_ms": choice.time_ms, "space": space}
+            {**slot._asdict(), "config": as_json(choice.config), "time_ms": choice.time_ms, "space": space}
             for (slot, choice), space in zip(choices.items(), spaces, strict=True)
         ]
         parts = {

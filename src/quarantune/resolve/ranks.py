@@ -42,8 +42,7 @@ from quarantune.resolve.resolver import Known, Resolved
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sweep.limits import Isolation, SearchLimits, SweepLimits, isolation_of
-from quarantune.values.codec import JsonObject, Record, decode_json
-from quarantune.values.configs import encode
+from quarantune.values.codec import JsonObject, Record, as_json, decode_json
 from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings
 
 _logger = logging.getLogger("quarantune")
@@ -252,7 +251,7 @@ def _answer(known: Known, rank: int, source: Source) -> Answer:
     found = known.findings
     time_ms = None if math.isnan(found.time_ms) else found.time_ms
     return Answer(
-        config=encode(known.config), rank=rank, source=source, time_ms=time_ms, default_time_ms=found.default_time_ms
+        config=as_json(known.config), rank=rank, source=source, time_ms=time_ms, default_time_ms=found.default_time_ms
     )
 
 

@@ -11,8 +11,8 @@ from quarantune.cache import Entry
 from quarantune.cache.journal import Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.resolver import Found, Known, KnownResults, changed_versions, dict_or_empty
-from quarantune.values.codec import decode_json
-from quarantune.values.configs import Config, distinct, is_number, text_of
+from quarantune.values.codec import decode_json, is_number, text_of
+from quarantune.values.configs import Config, distinct
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Findings, Outcome
 

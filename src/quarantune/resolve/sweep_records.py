@@ -23,8 +23,8 @@ from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.resolver import Known
 from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
 from quarantune.values import describe
-from quarantune.values.codec import DamageError, JsonObject, Record
-from quarantune.values.configs import Config, encode, text_of
+from quarantune.values.codec import DamageError, JsonObject, Record, as_json, text_of
+from quarantune.values.configs import Config
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import (
@@ -224,7 +224,7 @@ class SweepRecords:
             is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
             if is_trouble or (was_troubled and trial.outcome not in _UNSETTLED):
                 journal.remember_trouble(
-                    self.directory, self._name, self._key.device, encode(trial.config), trial.outcome.value
+                    self.directory, self._name, self._key.device, as_json(trial.config), trial.outcome.value
                 )
 
     def append_conclusion(
@@ -245,9 +245,9 @@ class SweepRecords:
             self._conclusions.append(
                 {
                     "finalists": [trial.to_json() for trial in finalists],
-                    "best": encode(best),
-                    "tie": encode(tuple(tie)),
-                    "default": None if default is None else encode(default),
+                    "best": as_json(best),
+                    "tie": as_json(tuple(tie)),
+                    "default": None if default is None else as_json(default),
                 }
             )
 

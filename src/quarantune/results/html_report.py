@@ -24,8 +24,8 @@ from quarantune.cache import Entry, Store, canonical_json, safe_name, tuning_cac
 from quarantune.cache.journal import Journal, conclusions
 from quarantune.results import report, saved_files
 from quarantune.results.result import ResultData, TuningResult
-from quarantune.values.codec import JsonObject
-from quarantune.values.configs import Config, encode, format_config, format_value, frozen, is_number, text_of
+from quarantune.values.codec import JsonObject, as_json, frozen, is_number, text_of
+from quarantune.values.configs import Config, format_config, format_value
 from quarantune.values.texts import call_size, call_text, printable, shown
 from quarantune.values.trial import NO_FIGURES, Findings, Outcome, Trial, interval_text
 
@@ -242,7 +242,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> JsonOb
     """Returns a config without dicts and dataclasses in it: their parts are tunables, too."""
     values: JsonObject = {}
     for name, value in config.items():
-        plain = encode(value)
+        plain = as_json(value)
         if isinstance(plain, Mapping) and "$enum" not in plain and plain and depth < 4:
             values |= _flat({key: item for key, item in plain.items() if key != "$type"}, f"{prefix}{name}.", depth + 1)
         else:

@@ -18,8 +18,8 @@ from quarantune.cache import journal
 from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
-from quarantune.values.codec import JsonObject, decode_json
-from quarantune.values.configs import Config, is_number, is_whole, text_of
+from quarantune.values.codec import JsonObject, decode_json, is_number, is_whole, text_of
+from quarantune.values.configs import Config
 from quarantune.values.settings import Search, check_search
 from quarantune.values.texts import columns, shown
 from quarantune.values.trial import Outcome, Phase, Trial

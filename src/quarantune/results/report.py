@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.measure import finals
-from quarantune.values.configs import Config, encode, format_config, format_value, text_of
+from quarantune.values.codec import as_json, text_of
+from quarantune.values.configs import Config, format_config, format_value
 from quarantune.values.texts import cut, printable
 from quarantune.values.trial import (
     NO_FIGURES,
@@ -413,7 +414,7 @@ def to_dicts(trials: Sequence[Trial], standing: Standing) -> list[Row]:
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
     columns = {name: f"config.{name}" if name in own else name for name in names}
     return [
-        {column: encode(trial.config[name]) if name in trial.config else None for name, column in columns.items()}
+        {column: as_json(trial.config[name]) if name in trial.config else None for name, column in columns.items()}
         | part
         for trial, part in zip(trials, parts, strict=True)
     ]

@@ -19,8 +19,18 @@ from quarantune.results import report, saved_files
 from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
 from quarantune.transport.problem import Arguments, bind_config, function_inside, jitted_with
-from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record, decode_json
-from quarantune.values.configs import Config, encode, format_config, frozen, originals, restore
+from quarantune.values.codec import (
+    IN_MEMORY,
+    DamageError,
+    JsonObject,
+    Record,
+    as_json,
+    decode_json,
+    frozen,
+    originals,
+    restore,
+)
+from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import (
     SCORES,
     Counts,
@@ -379,7 +389,7 @@ class TuningResult(Record):
 
     def to_json(self) -> JsonObject:
         """Returns the content of the JSON file of a saved result."""
-        configs = {name: encode(getattr(self, name)) for name in ("best_config", "default_config", "tie")}
+        configs = {name: as_json(getattr(self, name)) for name in ("best_config", "default_config", "tie")}
         data = super().to_json() | configs | {"time_ms": None if math.isnan(self.time_ms) else self.time_ms}
         unused = (() if self.calls else ("calls", "by")) + (SCORES if self.score is None else ())
         return {name: value for name, value in data.items() if name not in unused}

@@ -27,7 +27,7 @@ from quarantune.values.trial import (
 )
 
 EncodedConfig: TypeAlias = Mapping[str, Any]
-"""A config as `values.configs.encode` returns it, and `restore` takes it."""
+"""A config as `values.codec.as_json` returns it, and `restore` takes it."""
 _Duration: TypeAlias = Annotated[float, within(0, math.inf)]
 
 

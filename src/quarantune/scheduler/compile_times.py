@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from quarantune.scheduler.workers import Job
-from quarantune.values.configs import is_number, text_of
+from quarantune.values.codec import is_number, text_of
 
 _LIKENESS = 0.5
 _MOST_EFFECTS = 64

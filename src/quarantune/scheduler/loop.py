@@ -30,7 +30,8 @@ from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.side_tasks import TRIES, Confirmation, ReferenceTask, idle_on, start_on
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
 from quarantune.scheduler.workers import DeviceState, Verdict, Workers
-from quarantune.values.configs import Config, encode
+from quarantune.values.codec import as_json
+from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -157,7 +158,7 @@ class Scheduler:
         ran_as = self._run.jobs.ran_as
         kept = [self._run.race.kept_fd(ran_as.get(index, index)) for index in configs]
         entries = tuple(
-            Finalist(config=encode(config), saved=fd is not None, index=index)
+            Finalist(config=as_json(config), saved=fd is not None, index=index)
             for (index, config), fd in zip(configs.items(), kept, strict=True)
         )
         task = Compare(options=self._run.plan.options, entries=entries, last=True)

@@ -22,7 +22,7 @@ from quarantune.sandbox.messages import (
 from quarantune.scheduler.plan import MEMORY_SHARE
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
-from quarantune.values.configs import encode
+from quarantune.values.codec import as_json
 from quarantune.values.trial import READY, Outcome, OutputArray, Phase, Route
 
 _MOST_LOST = 10
@@ -123,7 +123,7 @@ class RouteSteps:
         worker = self.reusable(job)
         task = Compile(
             trial=job.index,
-            config=encode(job.config),
+            config=as_json(job.config),
             options=plan.options,
             target=plan.target,
             last=self._saves and (worker.used if worker else 0) + 1 >= plan.compiles_per_worker,
@@ -198,7 +198,7 @@ class RouteSteps:
         worker.deadline = worker.assigned_at + run.plan.timeout_s - job.held_s
         task = Measure(
             trial=job.index,
-            config=encode(job.config),
+            config=as_json(job.config),
             load=job.is_saved,
             checked=job.first_run is not None,
             pause=self._pauses,

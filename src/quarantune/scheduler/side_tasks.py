@@ -18,7 +18,8 @@ from quarantune.sandbox.messages import (
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Verdict, Worker, WorkerState
-from quarantune.values.configs import Config, encode
+from quarantune.values.codec import as_json
+from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -147,7 +148,7 @@ class Confirmation:
         if place is None or device.is_cramped or not run.may_start_on(device):
             return
         config = left.unconfirmed[left.first_at[place]].trial.config
-        task = Compile(config=encode(config), options=run.plan.options, is_check=True, last=True)
+        task = Compile(config=as_json(config), options=run.plan.options, is_check=True, last=True)
         self._workers[place] = run.workers.start(task, WorkerState.SIDE_TASK, device=device)
 
     @property

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.values.configs import ConfigValue, field_names, is_number
+from quarantune.values.codec import field_names, is_number
+from quarantune.values.configs import ConfigValue
 from quarantune.values.space import Codes, Space, Values
 
 Floats = NDArray[np.float64]

@@ -25,7 +25,8 @@ from quarantune.transport import assignment, differentiation
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Problem, jitted_with
 from quarantune.transport.programs import ProgramLines
-from quarantune.values.configs import Config, restore
+from quarantune.values.codec import restore
+from quarantune.values.configs import Config
 from quarantune.values.settings import Options
 from quarantune.values.texts import shown
 from quarantune.values.trial import DifferentProgramError

@@ -33,7 +33,8 @@ from quarantune.transport import payload
 from quarantune.transport.payload import PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values import codec
-from quarantune.values.configs import Config, format_config, originals, text_of
+from quarantune.values.codec import originals, text_of
+from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import TIME, Options, Settings
 from quarantune.values.trial import END, UNTUNED, CompileTarget, Trial
 from quarantune.worker import program_values

@@ -34,7 +34,8 @@ from quarantune.sandbox.template_messages import Ended
 from quarantune.sweep.request import SweepRequest, worker_options
 from quarantune.transport.payload import Call
 from quarantune.values import codec
-from quarantune.values.configs import format_config, restore
+from quarantune.values.codec import restore
+from quarantune.values.configs import format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
 from quarantune.worker.arguments import Program
 from quarantune.worker.bench import Bench

@@ -15,9 +15,8 @@ import jax
 
 from quarantune.host.process import new_lock
 from quarantune.transport.problem import assignment_in_force
-from quarantune.values.codec import JsonObject, decode_json
-from quarantune.values.configs import Config, restore, text_of
-from quarantune.values.configs import encode as encode_config
+from quarantune.values.codec import JsonObject, as_json, decode_json, restore, text_of
+from quarantune.values.configs import Config
 
 KEY = "kernel configs"
 """The keyword for the assignment of a runner; with its space, it cannot be the name of a parameter."""
@@ -180,7 +179,7 @@ class Runner:
     def report(self, config: Mapping[str, Any]) -> bytes:
         """Returns the slots that were looked up under an assignment, in order, as bytes for `read_report`."""
         seen = self.assignment(config[KEY]).seen
-        return json.dumps([[*slot, encode_config(about.configs), about.space] for slot, about in seen.items()]).encode()
+        return json.dumps([[*slot, as_json(about.configs), about.space] for slot, about in seen.items()]).encode()
 
     def left_report(self, text: str) -> dict[Slot, Seen]:
         """Returns the slots that were looked up in a run under an assignment, up to its end or failure."""
@@ -230,7 +229,7 @@ def nested(chosen: Mapping[Slot, Config]) -> dict[str, dict[str, Config]]:
     """Returns JSON-able configs by the kernels' names, then by keys."""
     by_name: dict[str, dict[str, Config]] = {}
     for slot, config in chosen.items():
-        by_name.setdefault(slot.name, {})[slot.key] = encode_config(config)
+        by_name.setdefault(slot.name, {})[slot.key] = as_json(config)
     return by_name
 
 

@@ -24,9 +24,9 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.host.process import warn
 from quarantune.values import describe
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, is_tagged, tagged
 from quarantune.values.configs import COMPILER_OPTIONS as OPTIONS
-from quarantune.values.configs import NO_OPTIONS, Config, check_parameters, is_tagged, tagged
+from quarantune.values.configs import NO_OPTIONS, Config, check_parameters
 from quarantune.values.describe import MeshSpec
 from quarantune.values.texts import shown
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.jax_internals.other_processes import hidden_interface
-from quarantune.values.configs import text_of
+from quarantune.values.codec import text_of
 
 PREFIX = "program:"
 """Begins every identity, and no key of JAX's compilation cache."""

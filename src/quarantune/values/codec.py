@@ -1,4 +1,4 @@
-"""Turns frozen dataclasses into JSON-able data and back, treating whatever does not fit as damage.
+"""Turns frozen dataclasses and values of configs into JSON-able data and back, treating what does not fit as damage.
 
 All data from outside of this process is read here: the frames of workers, and the records of files, of other machines
 and of other ranks. The reader trusts nothing in it, since a config may have written anything to its connection, and
@@ -15,10 +15,11 @@ import enum
 import functools
 import json
 import math
+import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeAlias, TypeGuard, TypeVar
 
 from quarantune.host.process import without_collections
 
@@ -30,6 +31,12 @@ _KIND = "message"
 _UNCOLLECTED_BYTES = 1 << 18
 """The garbage collector rests while a larger text is decoded."""
 _DEEPEST_JSON = 100
+SHORTEST_MS = 1e-6
+"""No call takes less than a nanosecond."""
+LONGEST_MS = 1e8
+"""Longer samples are errors of the clock: a device clock has returned nearly 2^64 ns."""
+_PLAIN = frozenset({int, str, float, bool, type(None)})
+"""Most values of configs by far are of these types, and need no look at their fields."""
 
 
 class DamageError(ValueError):
@@ -111,6 +118,25 @@ def within(least: float, most: float) -> Callable[[Any], Any]:
     return rule
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """Returns whether a value is a number, which flags are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_whole(value: object, least: int) -> TypeGuard[int]:
+    """Returns whether a value is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
+    """Returns whether a value can be the time of one call in milliseconds; files may hold anything."""
+    # Compared without conversion: a huge integer does not fit a float.
+    return is_number(time_ms) and SHORTEST_MS <= time_ms < LONGEST_MS
+
+
+# --- messages and records ---
+
+
 def encode(message: Any) -> JsonObject:
     """Returns a message as a frame: its fields, and the name of its class under `message`.
 
@@ -160,7 +186,7 @@ def _plain_fields(value: Any) -> JsonObject:
 
 def _plain(value: Any) -> Any:
     """Returns a field's value as JSON can hold it."""
-    if type(value) in _SCALARS:
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, enum.Enum):
         return value.value
@@ -173,9 +199,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value
-
-
-_SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 @functools.cache
@@ -312,3 +335,118 @@ def _any_of(checks: list[_Check], hint: Any, value: Any) -> Any:
         except ValueError:
             continue
     raise DamageError(f"{value!r:.100} is no {hint}")
+
+
+# --- values of configs: how they are held, written as JSON, and restored ---
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that cannot change, and therefore has a hash, which `jax.jit` needs of every static argument."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        """Pickles like an ordinary dict."""
+        return FrozenDict, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a config's dict cannot be changed: change a copy, dict(...)")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+
+def freeze(value: Any) -> Any:
+    """Returns a config value with lists turned into tuples and dicts into `FrozenDict`, so that jit can hash it."""
+    if isinstance(value, (list, tuple)) and not is_tagged(value):
+        return tuple(map(freeze, value))
+    return FrozenDict({key: freeze(item) for key, item in value.items()}) if isinstance(value, Mapping) else value
+
+
+def frozen(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config as JSON holds it with values that jit can hash."""
+    return {name: freeze(value) for name, value in config.items()}
+
+
+def is_tagged(value: Any) -> bool:
+    """Returns whether JSON needs a tag for a value: an enum's member, a dtype, a dataclass or a named tuple."""
+    return isinstance(value, enum.Enum) or field_names(value) is not None or dtype_name(value) is not None
+
+
+def dtype_name(value: Any) -> str | None:
+    """Returns the name of a dtype of numbers, also given as a type such as `jnp.bfloat16`; None for anything else."""
+    if (np := sys.modules.get("numpy")) is None:
+        return None  # there is no dtype without it, and reading a cache does not import it
+    dtype = value
+    if isinstance(value, type):
+        dtype = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not dtype.isnative:
+        return None
+    return dtype.name if dtype.kind in "biufc" or dtype.type.__module__ == "ml_dtypes" else None
+
+
+def field_names(value: Any) -> list[str] | None:
+    """Returns the names of a dataclass's or a named tuple's fields; None for anything else."""
+    if type(value) in _PLAIN:
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [field.name for field in dataclasses.fields(value)]
+    return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
+
+
+def tagged(value: Any) -> dict[str, Any]:
+    """Returns a dict in place of an enum's member, a dtype, a dataclass or a named tuple, with unchanged fields.
+
+    The type is given by its qualified name without the module: one file may be `__main__` here and a module there.
+    """
+    name = type(value).__qualname__
+    if isinstance(value, enum.Enum):
+        return {"$enum": f"{name}.{value.name if value.name is not None else value.value}"}
+    if (dtype := dtype_name(value)) is not None:
+        return {"$dtype": dtype}
+    return {"$type": name} | {field: getattr(value, field) for field in field_names(value) or ()}
+
+
+def as_json(value: Any) -> Any:
+    """Returns a config, or one value of it, as JSON can hold it."""
+    if type(value) in _PLAIN:
+        return value
+    if is_tagged(value):
+        value = tagged(value)
+    if isinstance(value, Mapping):
+        return {key: as_json(item) for key, item in value.items()}
+    return [as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def text_of(value: Any) -> str:
+    """Returns a text that is the same for equal configs, or values; 1 and True are not equal."""
+    return json.dumps(as_json(value), sort_keys=True, separators=(",", ":"))
+
+
+def originals(configs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the values that JSON alone does not preserve, by their texts, for `restore`."""
+    values = (value for config in configs for value in config.values())
+    return {text_of(value): value for value in values if has_tag(as_json(value))}
+
+
+def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config with the values that it had before it went through JSON.
+
+    Nothing is imported or built by name: a file can only select one of the values that exist here already.
+
+    Args:
+        config: the config as `as_json` returned it.
+        originals: the values to restore, by their texts.
+    """
+    return {
+        name: originals[text] if (text := text_of(value)) in originals else freeze(value)
+        for name, value in config.items()
+    }
+
+
+def has_tag(value: Any) -> bool:
+    """Returns whether `tagged` made a part of an encoded value, so that JSON alone cannot restore it."""
+    if isinstance(value, Mapping):
+        return any(str(key).startswith("$") for key in value) or any(map(has_tag, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(has_tag, value))

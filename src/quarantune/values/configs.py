@@ -1,4 +1,4 @@
-"""Configs and their values: how they are checked, written as JSON, restored, and shown to people.
+"""Configs and their values: how they are checked, and shown to people.
 
 A value is what JSON holds, or an enum's member, a dtype, a dataclass, a list or a dict of such values. Lists become
 tuples and dicts `FrozenDict`, so that jit can hash them.
@@ -14,8 +14,9 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
+from quarantune.values.codec import FrozenDict, dtype_name, field_names, is_tagged, text_of
 from quarantune.values.texts import did_you_mean, printable, shown
 
 ConfigValue: TypeAlias = Any
@@ -33,39 +34,7 @@ _MOST_BITS = 1000
 """Integers of more bits do not fit a float; with over 4,300 digits they are no JSON for Python."""
 BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 """The kinds of parameters that may be tunable."""
-_PLAIN = frozenset({int, str, float, bool, type(None)})
-"""Most values by far are of these types, and need no look at their fields."""
 _NO_DEFAULT = object()
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether a value is a number, which flags are not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def is_whole(value: object, least: int) -> TypeGuard[int]:
-    """Returns whether a value is a whole number of at least `least`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-# --- how values are held, encoded and restored ---
-
-
-class FrozenDict(dict[str, Any]):
-    """A dict that cannot change, and therefore has a hash, which `jax.jit` needs of every static argument."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self.items()))
-
-    def __reduce__(self) -> Any:
-        """Pickles like an ordinary dict."""
-        return FrozenDict, (dict(self),)
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("a config's dict cannot be changed: change a copy, dict(...)")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
 
 
 NO_OPTIONS = FrozenDict()
@@ -77,107 +46,12 @@ def as_given(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value is not NO_OPTIONS}
 
 
-def freeze(value: Any) -> Any:
-    """Returns a config value with lists turned into tuples and dicts into `FrozenDict`, so that jit can hash it."""
-    if isinstance(value, (list, tuple)) and not is_tagged(value):
-        return tuple(map(freeze, value))
-    return FrozenDict({key: freeze(item) for key, item in value.items()}) if isinstance(value, Mapping) else value
-
-
-def frozen(config: Config) -> Config:
-    """Returns a config as JSON holds it with values that jit can hash."""
-    return {name: freeze(value) for name, value in config.items()}
-
-
-def is_tagged(value: Any) -> bool:
-    """Returns whether JSON needs a tag for a value: an enum's member, a dtype, a dataclass or a named tuple."""
-    return isinstance(value, enum.Enum) or field_names(value) is not None or dtype_name(value) is not None
-
-
-def dtype_name(value: Any) -> str | None:
-    """Returns the name of a dtype of numbers, also given as a type such as `jnp.bfloat16`; None for anything else."""
-    if (np := sys.modules.get("numpy")) is None:
-        return None  # there is no dtype without it, and reading a cache does not import it
-    dtype = value
-    if isinstance(value, type):
-        dtype = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
-    if not isinstance(dtype, np.dtype) or not dtype.isnative:
-        return None
-    return dtype.name if dtype.kind in "biufc" or dtype.type.__module__ == "ml_dtypes" else None
+# --- what users give ---
 
 
 def _of_numpy(name: str) -> Any:
     """Returns a class of NumPy's; an empty tuple, for `isinstance`, where nobody has imported it."""
     return getattr(sys.modules.get("numpy"), name, ())
-
-
-def field_names(value: Any) -> list[str] | None:
-    """Returns the names of a dataclass's or a named tuple's fields; None for anything else."""
-    if type(value) in _PLAIN:
-        return None
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [field.name for field in dataclasses.fields(value)]
-    return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
-
-
-def tagged(value: Any) -> dict[str, Any]:
-    """Returns a dict in place of an enum's member, a dtype, a dataclass or a named tuple, with unchanged fields.
-
-    The type is given by its qualified name without the module: one file may be `__main__` here and a module there.
-    """
-    name = type(value).__qualname__
-    if isinstance(value, enum.Enum):
-        return {"$enum": f"{name}.{value.name if value.name is not None else value.value}"}
-    if (dtype := dtype_name(value)) is not None:
-        return {"$dtype": dtype}
-    return {"$type": name} | {field: getattr(value, field) for field in field_names(value) or ()}
-
-
-def encode(value: Any) -> Any:
-    """Returns a config, or one value of it, as JSON can hold it."""
-    if type(value) in _PLAIN:
-        return value
-    if is_tagged(value):
-        value = tagged(value)
-    if isinstance(value, Mapping):
-        return {key: encode(item) for key, item in value.items()}
-    return [encode(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def text_of(value: Any) -> str:
-    """Returns a text that is the same for equal configs, or values; 1 and True are not equal."""
-    return json.dumps(encode(value), sort_keys=True, separators=(",", ":"))
-
-
-def originals(configs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the values that JSON alone does not preserve, by their texts, for `restore`."""
-    values = (value for config in configs for value in config.values())
-    return {text_of(value): value for value in values if has_tag(encode(value))}
-
-
-def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config with the values that it had before it went through JSON.
-
-    Nothing is imported or built by name: a file can only select one of the values that exist here already.
-
-    Args:
-        config: the config as `encode` returned it.
-        originals: the values to restore, by their texts.
-    """
-    return {
-        name: originals[text] if (text := text_of(value)) in originals else freeze(value)
-        for name, value in config.items()
-    }
-
-
-def has_tag(value: Any) -> bool:
-    """Returns whether `tagged` made a part of an encoded value, so that JSON alone cannot restore it."""
-    if isinstance(value, Mapping):
-        return any(str(key).startswith("$") for key in value) or any(map(has_tag, value.values()))
-    return isinstance(value, (list, tuple)) and any(map(has_tag, value))
-
-
-# --- what users give ---
 
 
 def distinct(configs: Iterable[Config]) -> list[Config]:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, 
 
 from quarantune.host import shared_files
 from quarantune.host.process import warn
-from quarantune.values.configs import Config, is_number, is_whole
+from quarantune.values.codec import is_number, is_whole
+from quarantune.values.configs import Config
 from quarantune.values.texts import check_options, did_you_mean, shown
 from quarantune.values.trial import Trial
 

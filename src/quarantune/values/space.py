@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.values.codec import decode_json
+from quarantune.values.codec import decode_json, originals, text_of
 from quarantune.values.configs import (
     MOST_CONFIGS,
     Config,
@@ -24,8 +24,6 @@ from quarantune.values.configs import (
     checked_config,
     checked_values,
     nothing_to_choose,
-    originals,
-    text_of,
 )
 from quarantune.values.texts import shown
 

@@ -7,19 +7,25 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self, TypeAlias, TypeGuard
+from typing import Annotated, Any, Self, TypeAlias
 
-from quarantune.values.codec import DamageError, JsonObject, Record, one_of, within
-from quarantune.values.configs import Config, encode, frozen, is_number
+from quarantune.values.codec import (
+    LONGEST_MS,
+    SHORTEST_MS,
+    DamageError,
+    JsonObject,
+    Record,
+    as_json,
+    frozen,
+    one_of,
+    within,
+)
+from quarantune.values.configs import Config
 from quarantune.values.texts import printable
 
 UNTUNED = -1
 """The index under which the function's own defaults run where they are not one of the configs."""
 
-_SHORTEST_MS = 1e-6
-"""No call takes less than a nanosecond."""
-_LONGEST_MS = 1e8
-"""Longer samples are errors of the clock: a device clock has returned nearly 2^64 ns."""
 END, READY = "end", "ready"
 """Reported like a phase: a trial is over; its config was compiled, and waits for its turn on a device."""
 
@@ -232,7 +238,7 @@ def _not_empty(samples_ms: tuple[float, ...]) -> tuple[float, ...]:
     return samples_ms
 
 
-Milliseconds: TypeAlias = Annotated[float, within(_SHORTEST_MS, _LONGEST_MS)]
+Milliseconds: TypeAlias = Annotated[float, within(SHORTEST_MS, LONGEST_MS)]
 Samples: TypeAlias = Annotated[tuple[Milliseconds, ...], _not_empty]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
@@ -290,7 +296,7 @@ class Trial(Record):
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
-        data = super().to_json() | {"config": encode(self.config)}
+        data = super().to_json() | {"config": as_json(self.config)}
         return {name: value for name, value in data.items() if value is not None or name not in _LATER_FIELDS}
 
     @property
@@ -327,12 +333,6 @@ class Trial(Record):
 def pruned_trial(config: Config) -> Trial:
     """Returns the trial of a config that `prune_fn` drops."""
     return Trial(config=config, outcome=Outcome.PRUNED, message="prune_fn dropped it")
-
-
-def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
-    """Returns whether a value can be the time of one call in milliseconds; files may hold anything."""
-    # Compared without conversion: a huge integer does not fit a float.
-    return is_number(time_ms) and _SHORTEST_MS <= time_ms < _LONGEST_MS
 
 
 def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:

@@ -24,7 +24,8 @@ from quarantune.sandbox.messages import Agreement, BenchOptions, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
-from quarantune.values.configs import Config, restore
+from quarantune.values.codec import restore
+from quarantune.values.configs import Config
 from quarantune.values.trial import CompileTarget, OutputArray
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import CallArguments, Program
