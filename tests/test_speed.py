@@ -200,7 +200,7 @@ def miss_and_hit(program: Path) -> tuple[FirstCall, FirstCall]:
 def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, FirstCall]) -> None:
     miss, hit = miss_and_hit
     assert len(hit.ran) <= 15, hit.ran
-    assert len(miss.ran) <= 70, miss.ran  # 67, and those that a busy machine needs
+    assert len(miss.ran) <= 70, miss.ran  # 68, and those that a busy machine needs
 
 
 @pytest.mark.slow

@@ -26,8 +26,7 @@ from quarantune.values.settings import Settings, register_keeper, table_director
 from quarantune.values.trial import ESTIMATED, CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:
-    from quarantune.resolve.ranks import Agreement
-    from quarantune.resolve.tuning_job import CompilationSeeds, TuningJob
+    from quarantune.resolve.seeds import CompilationSeeds
     from quarantune.results.result import FromCache, TuningResult
     from quarantune.sweep.limits import SearchLimits
     from quarantune.transport.assignment import Assignment
@@ -106,14 +105,14 @@ class Resolver:
         self,
         function: TunedFunction,
         *,
-        job: type[TuningJob] | None = None,
+        job: Callable[..., Any] | None = None,
         on_phase: Callable[[int, str], None] | None = None,
     ) -> None:
         """Sets up a resolver; nothing is read or started.
 
         Args:
             function: the function.
-            job: tunes for a call.
+            job: makes what tunes for a call, as `TuningJob` does.
             on_phase: called with the index of a config and the phase that it enters, at last with `end`.
         """
         self.function = function
@@ -125,7 +124,7 @@ class Resolver:
 
     @lazy
     def _seeds(self) -> CompilationSeeds:
-        from quarantune.resolve.tuning_job import CompilationSeeds  # calls that are not tuned for do not need it
+        from quarantune.resolve.seeds import CompilationSeeds  # calls that are not tuned for do not need it
 
         return CompilationSeeds()
 
@@ -225,15 +224,13 @@ class Resolver:
         reads_one = is_here and not settings.disable_cache
         earlier = store.get(call.name, device, key) if reads_one else saved.get(device, {}).get(key)
         result = self._tune(described, settings, start_over=not resume, earlier=earlier)
-        if (agreement := self._agreement(described, settings)) is not None:
-            agreement.compare(found=result)
+        self._compare(described, settings, found=result)
         return result
 
     def adopt(self, described: KeyedCall, result: TuningResult, settings: Settings) -> None:
         """Remembers a result that was not found by one sweep, and has the other ranks use it, or uses theirs."""
         self._known.remember(described.key, result, settings)
-        if (agreement := self._agreement(described, settings)) is not None:
-            agreement.compare(found=result)
+        self._compare(described, settings, found=result)
 
     def lookup(self, call: BoundCall) -> Config | None:
         """Returns the remembered config for a call, or None; never tunes."""
@@ -266,7 +263,7 @@ class Resolver:
             described, settings, self._known, self._seeds, self._on_phase, start_over=start_over, earlier=earlier
         )
         try:
-            result = job.run()
+            result: TuningResult = job.run()
         except TuningFailedError as error:
             self._known.remember_failure(described.key, error)
             raise
@@ -300,12 +297,12 @@ class Resolver:
         """
         key, known = described.key, self._known
         self._record(described, settings)
-        agreement = None if described.call.is_symbolic else self._agreement(described, settings)
+        coordination = None if described.call.is_symbolic else _coordination(settings)
         start_over = may_tune and known.must_tune(key, settings)
         must_end_in_sweep = may_tune and (start_over or settings.on_miss == "tune")
 
         def own() -> Known | None:
-            find = self._find if agreement is None else known.find
+            find = self._find if coordination is None else known.find
             found = None if start_over else find(described, settings)
             is_enough = found is not None and (not may_tune or known.is_enough(found, settings))
             return found if is_enough else None
@@ -323,8 +320,11 @@ class Resolver:
             except TuningFailedError:  # it is remembered, and another rank may be more successful
                 return None
 
-        if agreement is not None:
+        if coordination is not None:
+            from quarantune.resolve.ranks import Agreement  # programs of one process do not need it
+
             may_tune = must_end_in_sweep and known.failure(key) is None
+            agreement = Agreement(described, settings, coordination, self._agreed)
             return agreement.settle(own=own, near=near, tune=tune if may_tune else None)
         if (found := own()) is not None:
             return Resolved(known=found)
@@ -348,10 +348,18 @@ class Resolver:
 
     def _find(self, described: KeyedCall, settings: Settings) -> Known | None:
         """Returns the remembered result for a call: the one of all ranks, if there are several; never waits."""
-        if (agreement := self._agreement(described, settings)) is None:
+        if _coordination(settings) is None:
             return self._known.find(described, settings)
-        agreed = agreement.compare(own=lambda: self._known.find(described, settings))
+        agreed = self._compare(described, settings, own=lambda: self._known.find(described, settings))
         return None if agreed is None else agreed.known
+
+    def _compare(self, described: KeyedCall, settings: Settings, **offered: Any) -> Resolved | None:
+        """Offers a result to the other ranks of this program, if it has any; as `Agreement.compare`."""
+        if (coordination := _coordination(settings)) is None:
+            return None
+        from quarantune.resolve.ranks import Agreement  # the same
+
+        return Agreement(described, settings, coordination, self._agreed).compare(**offered)
 
     def _lock_of(self, key: CallKey) -> threading.RLock:
         """Returns the lock of a key: of the threads that miss the cache together, one tunes.
@@ -359,15 +367,6 @@ class Resolver:
         It is free in a fork of this process, which lacks the threads that hold it.
         """
         return self._locks.setdefault((os.getpid(), key), threading.RLock())
-
-    def _agreement(self, described: KeyedCall, settings: Settings) -> Agreement | None:
-        """Returns the agreement on a call with the other ranks of this program, if it has any."""
-        coordination = None if in_sandbox() else jax_internals.coordination()
-        if coordination is None or not settings.agree:
-            return None
-        from quarantune.resolve.ranks import Agreement  # programs of one process do not need it
-
-        return Agreement(described, settings, coordination, self._agreed)
 
     def _allow_defaults(self, described: KeyedCall, settings: Settings, *, where: tuple[str, ...]) -> None:
         """Says once that a call runs with the function's own defaults.
@@ -390,6 +389,12 @@ def keyed_for_engine(call: BoundCall, settings: Settings) -> KeyedCall:
     from quarantune.engine import distributed
 
     return keyed_to_tune(call, distributed.device(settings.executor))
+
+
+def _coordination(settings: Settings) -> jax_internals.Coordination | None:
+    """Returns the means to agree with the other ranks of this program, if it has any, and is to agree with them."""
+    coordination = None if in_sandbox() else jax_internals.coordination()
+    return coordination if settings.agree else None
 
 
 def _seen(call: BoundCall) -> tuple[list[Config], JsonObject]:

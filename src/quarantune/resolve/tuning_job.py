@@ -5,24 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import re
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from quarantune import jax_internals
 from quarantune.cache import Entry
 from quarantune.host.process import in_sandbox, lazy
-from quarantune.jax_internals.other_processes import (
-    compilation_cache_in_memory,
-    has_compilation_cache,
-    seed_compilation_cache,
-)
 from quarantune.measure import finals, model
 from quarantune.resolve.call_key import BoundCall, KeyedCall
 from quarantune.resolve.call_results import call_result, entry_for, findings_now, more_thorough
 from quarantune.resolve.resolver import Known, KnownResults, open_store
+from quarantune.resolve.seeds import CompilationSeeds
 from quarantune.resolve.similar import starts
 from quarantune.resolve.sweep_records import SweepRecords, left_trials
 from quarantune.results import report
@@ -41,8 +35,6 @@ from quarantune.sweep.limits import (
 )
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.searching import Searching
-from quarantune.transport import programs
-from quarantune.transport.problem import jitted_with, split_config
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
 from quarantune.values.settings import TIME, Settings
@@ -66,7 +58,6 @@ _FIRST = 16
 """So many configs with the best estimates of a compile check are tried first."""
 _FAR = 4.0
 """Configs estimated at more times the best do not run; the published winners of TPU kernels are at 2 times at most."""
-_MODULE = re.compile(r"^module @([\w.-]+)", re.MULTILINE)
 
 
 class TuningJob:
@@ -500,66 +491,3 @@ def check_outside(call: BoundCall) -> None:
             f"was asked to tune: put calls of tune(), run() and compile_configs() in a module under "
             f"`if __name__ == '__main__':` or into a function that the module does not call as it is imported"
         )
-
-
-class CompilationSeeds:
-    """Executables that workers compiled, until a call has used them."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[str, bytes] = {}
-        self._by_program: dict[str, bytes] = {}
-
-    def add(self, compiled: dict[str, bytes]) -> None:
-        """Seeds JAX's compilation cache with a worker's executable, now or, without such a cache, with the next call.
-
-        Args:
-            compiled: the contents by JAX's own key; or, by the program's identity, the executable as serialised by XLA.
-        """
-        by_program = {key: value for key, value in compiled.items() if key.startswith(programs.PREFIX)}
-        by_key = {key: value for key, value in compiled.items() if key not in by_program}
-        if by_program and not has_compilation_cache():
-            self._by_program |= by_program
-        if by_key and not seed_compilation_cache(by_key):
-            self._by_key |= by_key
-
-    @contextlib.contextmanager
-    def in_use(self, fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Seeds a compilation cache in memory for one call, where the process has none of its own.
-
-        Args:
-            fn: the function, jitted or not.
-            config: its config.
-            args: the call's positional arguments.
-            kwargs: the call's keyword arguments.
-        """
-        if not (self._by_key or self._by_program) or jax_internals.is_tracing():
-            yield
-            return
-        by_key, by_program = self._by_key, self._by_program
-        self._by_key, self._by_program = {}, {}
-        modules = _module_of(fn, config, args, kwargs, by_program) if by_program else {}
-        with compilation_cache_in_memory(by_key, modules=modules):
-            yield
-
-
-def _module_of(
-    fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any], executables: Mapping[str, bytes]
-) -> dict[str, bytes]:
-    """Returns the executable of a call, by the name of the module that JAX compiles for it; nothing if there is none.
-
-    A worker without the device compiled it, so that JAX has another key for it here. The program's text tells whether
-    it is the same.
-    """
-    from quarantune.worker.judging import structure_of  # calls that find their result do not need it
-
-    try:
-        _, options = split_config(fn, config)
-        jitted, keywords = jitted_with(fn, config)
-        lowered = jitted.trace(*args, **kwargs, **keywords).lower()
-        text = lowered.as_text()
-        identity = programs.identity(lowered, text, options, structure_of)
-    except Exception:
-        return {}  # the call meets the same error, and reports it
-    name = _MODULE.search(text)
-    executable = executables.get(identity or "")
-    return {name[1]: executable} if name and executable else {}
