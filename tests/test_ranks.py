@@ -233,9 +233,7 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
     with caplog.at_level("INFO", logger="quarantune"):
         for n in (1, 2):
             found = call_result(described, {"n": n}, Findings(1.0, None))
-            agreement = resolver._agreement(described, settings)
-            assert agreement is not None
-            agreed = agreement.compare(found=found)
+            agreed = resolver._compare(described, settings, found=found)
             assert agreed is not None
             assert agreed.known is not None
             assert agreed.known.config == {"n": 1}

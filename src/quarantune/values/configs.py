@@ -41,7 +41,7 @@ NO_OPTIONS = FrozenDict()
 """The compiler options of a config without any, where others have some."""
 
 
-def as_given(config: Mapping[str, Any]) -> dict[str, Any]:
+def as_given(config: Mapping[str, Any]) -> Config:
     """Returns a config without the options for XLA that it has only because others have some."""
     return {name: value for name, value in config.items() if value is not NO_OPTIONS}
 
