@@ -644,10 +644,6 @@ def target_config(devices: Sequence[Any]) -> str | None:
         return None
 
 
-class CoordinationError(RuntimeError):
-    """The coordination service of the program did not answer."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coordination:
     """This process's access to the key-value store of its program.
@@ -666,7 +662,7 @@ class Coordination:
         """Returns the value of a key; None where it has none. Never waits for one.
 
         Raises:
-            CoordinationError: the service did not answer.
+            RuntimeError: the service did not answer.
         """
         with _answered(without="NOT_FOUND"):
             return str(self.client.key_value_try_get(key))
@@ -676,7 +672,7 @@ class Coordination:
         """Gives a key its value, unless it has one; returns whether this was the first writer.
 
         Raises:
-            CoordinationError: the service did not answer.
+            RuntimeError: the service did not answer.
         """
         with _answered(without="ALREADY_EXISTS"):
             self.client.key_value_set(key, value, allow_overwrite=False)
@@ -687,7 +683,7 @@ class Coordination:
         """Returns how many keys begin with `directory` and a slash.
 
         Raises:
-            CoordinationError: the service did not answer.
+            RuntimeError: the service did not answer.
         """
         with _answered(without="NOT_FOUND"):
             return len(self.client.key_value_dir_get(f"{directory}/"))
@@ -728,12 +724,12 @@ def _warn_missing() -> None:
 
 @contextlib.contextmanager
 def _answered(*, without: str) -> Iterator[None]:
-    """Ends the block at an answer of the service that says so, and raises `CoordinationError` where there is none."""
+    """Ends the block at an answer of the service that says so, and raises an error where there is none."""
     try:
         yield
     except Exception as error:
         if without not in str(error):
-            raise CoordinationError(
+            raise RuntimeError(
                 f"the coordination service of this jax.distributed program did not answer, so its processes cannot "
                 f"agree on a config ({str(error).partition(chr(10))[0]}): see whether process 0 still runs, or set "
                 f"QUARANTUNE_AGREE=0 in all processes"

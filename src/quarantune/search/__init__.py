@@ -5,7 +5,6 @@ The rules that all searches share, and the searches that have no model: in order
 
 from __future__ import annotations
 
-import abc
 import itertools
 import math
 import time
@@ -29,7 +28,7 @@ from quarantune.values.space import Space
 from quarantune.values.texts import shown
 from quarantune.values.trial import Outcome, Trial
 
-__all__ = ["Ordered", "Reading", "Space", "Strategy", "UsersSearch", "chosen", "log_time", "make", "shuffled"]
+__all__ = ["Reading", "Space", "Strategy", "UsersSearch", "chosen", "log_time", "make", "shuffled"]
 
 _READ_FIRST_S = 0.2
 """So much CPU time a generator gets before the first config is tried; it yields some 50,000 configs in that time."""
@@ -57,20 +56,25 @@ _MOST_REPEATS = 100
 """A search that returns so many configs in a row which were asked before, or are dropped, has nothing new to try."""
 
 
-class Strategy(abc.ABC):
-    """A search over positions; it implements `Search` for the strategies that derive from it."""
+class Strategy:
+    """A search over positions, in a given order, or as a class that derives from it picks them.
 
-    def __init__(self, space: Space, starts: Iterable[Config] = ()) -> None:
+    It implements `Search`; of a generator, it reads only as many configs as are asked.
+    """
+
+    def __init__(self, space: Space, starts: Iterable[Config] = (), order: Iterable[int] = ()) -> None:
         """Remembers the starts.
 
         Args:
             space: the configs.
             starts: configs to try before all others; those that are not in the space are left out.
+            order: the positions of all configs, unless a class picks them otherwise.
         """
         self.space = space
         self.trials: dict[int, Trial] = {}
         self.pending: set[int] = set()
         self._taken: set[int] = set()
+        self._order = iter(order)
         self._starts = deque(at for at in map(space.find, starts) if at is not None and space.keeps(at))
 
     def ask(self, n: int) -> list[Config]:
@@ -94,12 +98,12 @@ class Strategy(abc.ABC):
             self.trials[position] = trial
             self.learn(position, trial)
 
-    def learn(self, position: int, trial: Trial) -> None:  # noqa: B027  most searches have no use for it
+    def learn(self, position: int, trial: Trial) -> None:
         """Takes note of the trial of a config of the space, which `trials` holds from now on."""
 
-    @abc.abstractmethod
     def pick(self, n: int) -> Iterable[int]:
         """Yields the positions of configs for which `is_free` holds then; `n` of them are wanted."""
+        return filter(self.is_free, self._order)
 
     def is_free(self, position: int) -> bool:
         """Whether a config is kept and was neither asked nor told."""
@@ -109,25 +113,6 @@ class Strategy(abc.ABC):
         self._taken.add(position)
         self.pending.add(position)
         return position
-
-
-class Ordered(Strategy):
-    """All configs in a given order; of a generator, only as many as are asked."""
-
-    def __init__(self, space: Space, starts: Iterable[Config], order: Iterator[int]) -> None:
-        """Begins at the first config.
-
-        Args:
-            space: the configs.
-            starts: as for `Strategy`.
-            order: the positions of all configs.
-        """
-        super().__init__(space, starts)
-        self._order = order
-
-    def pick(self, n: int) -> Iterable[int]:
-        """Yields the next configs."""
-        return filter(self.is_free, self._order)
 
 
 def shuffled(space: Space, rng: np.random.Generator) -> Iterator[int]:
@@ -216,7 +201,7 @@ class Reading(UsersSearch):
             starts: as for `Strategy`.
             make: makes the search, which may read the space to its end.
         """
-        super().__init__(Ordered(space, (), space.positions()), space, starts)
+        super().__init__(Strategy(space, (), space.positions()), space, starts)
         self._make: Callable[[], Search] | None = make
 
     def pick(self, n: int) -> Iterable[int]:
@@ -268,11 +253,11 @@ def make(
     if not isinstance(search, str):
         return UsersSearch(search, space, first)
     if search == EXHAUSTIVE:
-        return Ordered(space, first, space.positions())
+        return Strategy(space, first, space.positions())
     if reads_on(space):
         return Reading(space, first, lambda: make(search, space, seed=seed, starts=first))
     if search == RANDOM:
-        return Ordered(space, first, shuffled(space, np.random.default_rng(seed)))
+        return Strategy(space, first, shuffled(space, np.random.default_rng(seed)))
     # Imported where they are used: scipy and optuna take time.
     if search == SURROGATE:
         from quarantune.search.surrogate import Surrogate

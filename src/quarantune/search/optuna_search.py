@@ -46,7 +46,7 @@ class OptunaSearch(Strategy):
         """
         self._optuna = _import()
         made = _make_sampler(self._optuna, sampler, seed)
-        super().__init__(space, starts)
+        super().__init__(space, starts, shuffled(space, np.random.default_rng(seed)))
         self._fields = Fields(space)
         kinds = self._optuna.distributions
         self._orders: dict[str, list[int]] = {}
@@ -64,7 +64,6 @@ class OptunaSearch(Strategy):
         finally:
             self._optuna.logging.set_verbosity(verbosity)
         self._asked: dict[int, Any] = {}
-        self._others = shuffled(space, np.random.default_rng(seed))
 
     def pick(self, n: int) -> Iterable[int]:
         """Yields the sampler's next configs that can be tried; random ones where it only repeats itself."""
@@ -80,7 +79,7 @@ class OptunaSearch(Strategy):
             repeats += 1
             value = None if position is None else self._value(self.trials.get(position))
             self._finish(proposal, value)
-        yield from filter(self.is_free, self._others)
+        yield from super().pick(n)
 
     def tell(self, config: Config, trial: Trial) -> None:
         """Takes note of a trial, whoever asked for it."""

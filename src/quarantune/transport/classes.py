@@ -78,13 +78,9 @@ def _without_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, own in owners.items():
             with contextlib.suppress(TypeError):  # a class written in C
-                type.__setattr__(owner, name, classmethod(_nothing))
+                type.__setattr__(owner, name, classmethod(lambda cls, **keywords: None))
                 stack.callback(type.__setattr__, owner, name, own)
         yield
-
-
-def _nothing(cls: type, /, **keywords: object) -> None:
-    pass
 
 
 def _complete_class(cls: type, about: tuple[Any, ...]) -> None:
@@ -124,8 +120,5 @@ def refuses_to_be_copied(obj: object) -> bool:
     return False
 
 
-class _Bare: ...
-
-
-_BARE_BYTES = _Bare.__basicsize__
+_BARE_BYTES = type("_Bare", (), {}).__basicsize__
 """Objects of classes with slots, or written in C with fields of their own, are larger."""

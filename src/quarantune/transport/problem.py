@@ -34,7 +34,6 @@ Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call: the positional ones, and the keyword arguments by name."""
 
 _EMPTY = inspect.Parameter.empty
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
