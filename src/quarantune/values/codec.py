@@ -320,7 +320,7 @@ def _row(checks: list[_Check], value: Any) -> tuple[Any, ...]:
     return tuple([check_item(item) for check_item, item in zip(checks, value, strict=True)])
 
 
-def _mapping(check_item: _Check, value: Any) -> dict[str, Any]:
+def _mapping(check_item: _Check, value: Any) -> JsonObject:
     if not isinstance(value, dict):
         raise DamageError(f"{value!r:.100} is no object")
     return {key: check_item(item) for key, item in value.items()}
@@ -395,7 +395,7 @@ def field_names(value: Any) -> list[str] | None:
     return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
 
 
-def tagged(value: Any) -> dict[str, Any]:
+def tagged(value: Any) -> JsonObject:
     """Returns a dict in place of an enum's member, a dtype, a dataclass or a named tuple, with unchanged fields.
 
     The type is given by its qualified name without the module: one file may be `__main__` here and a module there.
