@@ -28,7 +28,7 @@ _PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
 """The other names of a platform whose devices are asked for."""
 _KERNELS_OF_JAX = "jax.experimental.pallas.ops."
 _CACHE_DIRECTORY = "jax_compilation_cache_dir"
-_CACHE_OPTIONS: dict[str, Any] = {
+_CACHE_OPTIONS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
@@ -406,7 +406,7 @@ def compilation_cache_in_memory(
             _cache = _MemoryCache()
             state = {"_cache": _cache, "_cache_initialized": True, "_cache_checked": True, "_cache_used": True}
             _cache.before.enter_context(_replaced(compilation_cache, **state))
-            for name, value in (_CACHE_OPTIONS | ({} if named is None else {_CACHE_DIRECTORY: named})).items():
+            for name, value in {**_CACHE_OPTIONS, **({} if named is None else {_CACHE_DIRECTORY: named})}.items():
                 _cache.before.callback(jax.config.update, name, jax.config.values[name])
                 jax.config.update(name, value)
         cache = _cache
