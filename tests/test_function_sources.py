@@ -277,7 +277,7 @@ assert len(caught) == 1, [str(warning.message) for warning in caught]
 assert psutil.Process().children() == []
 assert (sys.path, dict(os.environ)) == (path, environ)
 """
-    run(tmp_path, script, shared)
+    run(tmp_path, script)
 
 
 @pytest.mark.slow
