@@ -605,7 +605,7 @@ def test_a_first_call_searches_for_no_garbage_while_it_imports(tmp_path: Path) -
         gc.callbacks.remove(note)
         assert "wave" in importing
         assert "quarantune.resolve.resolver" in sys.modules
-        assert "quarantune.resolve.resolver" not in importing
+        assert not [name for name in importing if name.startswith("quarantune.")], importing
         assert gc.isenabled()
     """
     helpers.run_on_devices(tmp_path, program, program="", devices=None)

@@ -119,7 +119,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # The module of its globals: `__module__` may have been changed by a decorator (functools.wraps).
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module and function.__globals__ is vars(module) and self._can_import(module.__name__):
-            # The worker imports the module and uses its globals. Copies of them could include locks, and would not
+            # The worker imports the module and uses its globals. Copies could include what cannot travel, and would not
             # be identical to the sentinels and primitives that JAX compares by identity.
             namespace, slots = module.__name__, slots | {"__globals__": {}}
         # A function that refers to its own wrapper is wrapped before it is complete, and the wrapper reads its
