@@ -444,11 +444,11 @@ def verdicts(
     default: int | None = None,
     sigma: float = 0.01,
     drift: float = 0.0,
-) -> list[finals.Verdict]:
+) -> list[finals.Decision]:
     """Plays finals between configs whose true times are known, on a machine that is noisy and drifts between rounds."""
     generator = np.random.default_rng(3)
 
-    def run_final() -> finals.Verdict:
+    def run_final() -> finals.Decision:
         taken = itertools.count()
         speeds = [1 + drift * generator.random() for _ in range(101)]
 
@@ -481,7 +481,7 @@ def test_two_percent_beat_one_percent_noise_and_the_preferred_default(
 @pytest.mark.parametrize("drift", [0.0, 0.5], ids=["steady", "drifting"])
 def test_equals_tie_nearly_always_and_the_default_wins(drift: float) -> None:
     of_two = verdicts([1.0, 1.0], default=1, drift=drift)
-    assert np.mean([verdict == finals.Verdict(1, (0,)) for verdict in of_two]) >= 0.85
+    assert np.mean([verdict == finals.Decision(1, (0,)) for verdict in of_two]) >= 0.85
     of_four = verdicts([1.0] * 4, default=2, drift=drift)
     assert np.mean([verdict.winner == 2 for verdict in of_four]) >= 0.9
 
@@ -491,30 +491,30 @@ def test_without_a_default_the_first_of_equals_wins() -> None:
 
 
 def test_without_noise_the_order_is_exact() -> None:
-    assert set(verdicts([1.01, 1.0, 1.02], default=0, sigma=0.0, drift=0.5)) == {finals.Verdict(1, ())}
+    assert set(verdicts([1.01, 1.0, 1.02], default=0, sigma=0.0, drift=0.5)) == {finals.Decision(1, ())}
 
 
 def test_a_default_that_is_slower_is_not_preferred() -> None:
     rounds = {4: [1.0] * 5, 7: [1.1] * 5, 9: [1.0] * 5}
-    assert finals.decide(rounds, default=7) == finals.Verdict(4, (9,))
-    assert finals.decide(rounds, default=9) == finals.Verdict(9, (4,))
-    assert finals.decide(rounds, default=1) == finals.Verdict(4, (9,))
+    assert finals.decide(rounds, default=7) == finals.Decision(4, (9,))
+    assert finals.decide(rounds, default=9) == finals.Decision(9, (4,))
+    assert finals.decide(rounds, default=1) == finals.Decision(4, (9,))
 
 
 def test_warm_rounds_decide_between_equals_unless_they_tie_too() -> None:
     cold = {2: [1.007] * 9, 4: [1.0] * 9, 6: [1.002] * 9, 8: [1.3] * 9}
-    assert finals.decide(cold, default=2) == finals.Verdict(4, (6,))
+    assert finals.decide(cold, default=2) == finals.Decision(4, (6,))
     warm = {2: [0.803] * 9, 4: [0.8] * 9, 6: [0.801] * 9}
-    assert finals.decide(cold, default=2, warm=warm) == finals.Verdict(4, (6,))
-    assert finals.decide(cold, default=6, warm=warm) == finals.Verdict(6, (4,))
-    assert finals.decide(cold, default=6, warm=warm | {2: [0.7] * 9}) == finals.Verdict(2, ())
+    assert finals.decide(cold, default=2, warm=warm) == finals.Decision(4, (6,))
+    assert finals.decide(cold, default=6, warm=warm) == finals.Decision(6, (4,))
+    assert finals.decide(cold, default=6, warm=warm | {2: [0.7] * 9}) == finals.Decision(2, ())
     # One config takes the place of all with its program; if it has no warm rounds, the final had none.
-    assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == finals.Verdict(4, (6,))
+    assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == finals.Decision(4, (6,))
 
 
 def test_times_closer_than_the_noise_floor_tie_however_steady() -> None:
-    assert finals.decide({0: [1.004] * 9, 1: [1.0] * 9}, default=None) == finals.Verdict(0, (1,))
-    assert finals.decide({0: [1.006] * 9, 1: [1.0] * 9}, default=None) == finals.Verdict(1, ())
+    assert finals.decide({0: [1.004] * 9, 1: [1.0] * 9}, default=None) == finals.Decision(0, (1,))
+    assert finals.decide({0: [1.006] * 9, 1: [1.0] * 9}, default=None) == finals.Decision(1, ())
 
 
 def test_a_final_goes_on_until_the_fastest_is_clear() -> None:
@@ -586,7 +586,7 @@ def test_the_profiler_holds_the_outputs_of_one_run_at_a_time() -> None:
         made.append(weakref.ref(output))
         return output
 
-    run = clocks._Run(dispatch, flush=lambda: jnp.zeros(8))
+    run = clocks._ProfiledRun(dispatch, flush=lambda: jnp.zeros(8))
     results = [run() for _ in range(5)]  # as the profiler does it
     assert len(jax.block_until_ready(results)) == 5
     assert alive() == 1

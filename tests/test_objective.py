@@ -105,7 +105,7 @@ def test_finalists_and_ties_are_those_of_the_scores(sign: float) -> None:
     assert finals.finalists(trials) == [0, 1, 2]
     rounds = finals.Final({n: [5.0 - n] * 3 for n in range(3)}, objective=lambda trial: trial.score or 0.0)
     settled, verdict = finals.conclude(trials, rounds, default=None)
-    assert verdict == finals.Verdict(0, (1,))
+    assert verdict == finals.Decision(0, (1,))
     assert [settled[n].time_ms for n in range(3)] == [5.0, 4.0, 3.0]
 
 

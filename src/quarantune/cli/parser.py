@@ -343,7 +343,7 @@ COMMANDS: Mapping[str, Command] = {
 _MODULES = {
     **dict.fromkeys(("tune", "run", "check"), "functions"),
     **dict.fromkeys(("cache", "report", "replay"), "saved"),
-    **dict.fromkeys(("targets", "doctor"), "machine"),
+    **dict.fromkeys(("targets", "doctor"), "capabilities"),
     "completion": "parser",
 }
 """The module of each command's handler, which is named as its command; `help` has none."""

@@ -20,7 +20,7 @@ _Params: TypeAlias = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class KernelGrid:
     """The grid of one Pallas kernel of a program.
 
     Attributes:
@@ -33,7 +33,7 @@ class Grid:
     moved_bytes: float
 
 
-def grids(jaxpr: Any) -> list[Grid]:
+def grids(jaxpr: Any) -> list[KernelGrid]:
     """Returns the grid of each Pallas kernel in a jaxpr, in the order of the numbers of `with_smaller_grids`.
 
     Raises:
@@ -120,14 +120,14 @@ def _replaced(jaxpr: Any, named: Callable[[Any], Any]) -> Any:
     )
 
 
-def _grid(params: _Params) -> Grid:
+def _grid(params: _Params) -> KernelGrid:
     mapping = params["grid_mapping"]
     if not all(isinstance(size, int) for size in mapping.grid):
         raise ValueError("its grid depends on data")
     if any(equation.primitive.name == "while" for equation in equations(params["jaxpr"])):
         raise ValueError("it has a loop whose end depends on data")
     moved = sum(_moved_bytes(mapping.grid, block) for block in mapping.block_mappings)
-    return Grid(math.prod(mapping.grid[axis] for axis in _free_axes(params)), moved)
+    return KernelGrid(math.prod(mapping.grid[axis] for axis in _free_axes(params)), moved)
 
 
 def _free_axes(params: _Params) -> list[int]:

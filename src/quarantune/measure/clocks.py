@@ -119,7 +119,7 @@ class DeviceClock:
         Raises:
             NoDeviceClockError: the profiler sees no kernel.
         """
-        self._run = _Run(dispatch, None if flush is None else flush.dispatch)
+        self._run = _ProfiledRun(dispatch, None if flush is None else flush.dispatch)
         self._own = 0 if flush is None else flush.kernels
         self._first = _kernels(self._run, 1)
         if len(self._first[0]) <= self._own:
@@ -152,19 +152,19 @@ class Flush:
             NoDeviceClockError: there is no profiler.
         """
         self.dispatch = dispatch
-        _kernels(_Run(dispatch, None), 1)
+        _kernels(_ProfiledRun(dispatch, None), 1)
 
     @functools.cached_property
     def kernels(self) -> int:
         """How many kernels a flush launches; nothing else may run on the device when this is first asked."""
-        return len(_kernels(_Run(self.dispatch, None), 1)[0])
+        return len(_kernels(_ProfiledRun(self.dispatch, None), 1)[0])
 
     def detach(self) -> None:
         """Detaches the profiler from this process, so that other tools can use it: 0.13 s."""
-        _kernels(_Run(self.dispatch, None), 1, detaches=True)
+        _kernels(_ProfiledRun(self.dispatch, None), 1, detaches=True)
 
 
-def _kernels(run: _Run, count: int, *, detaches: bool = False) -> list[list[tuple[str, float]]]:
+def _kernels(run: _ProfiledRun, count: int, *, detaches: bool = False) -> list[list[tuple[str, float]]]:
     """Returns the name and the milliseconds of each kernel of each of `count` runs."""
     try:
         from jax.experimental.mosaic.gpu import profiler
@@ -183,7 +183,7 @@ def _kernels(run: _Run, count: int, *, detaches: bool = False) -> list[list[tupl
     return [timings] if count == 1 else timings
 
 
-class _Run(jax.stages.Wrapped):
+class _ProfiledRun(jax.stages.Wrapped):
     """A flush and a run, in the form of the jitted function that the profiler requires.
 
     The profiler keeps the results of all runs until the last one has ended, which may be more than the device's memory

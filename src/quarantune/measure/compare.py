@@ -23,7 +23,6 @@ from quarantune.measure.rounding import (
     NEVER,
     Allowance,
     RoundingNoise,
-    Run,
     allowed,
     chunks,
     deviations,
@@ -236,7 +235,7 @@ def _describe(leaf: Any) -> str:
     return "None" if leaf is None else f"a Python {type(leaf).__name__}"
 
 
-def noise_of(leaf: Any, *, coarsest: int | None, run: Run | None = None) -> RoundingNoise | None:
+def noise_of(leaf: Any, *, coarsest: int | None, run: Callable[..., Any] | None = None) -> RoundingNoise | None:
     """Returns what collects the deviations of a leaf; None for one that is compared exactly."""
     leaf = np.asarray(leaf) if type(leaf) in (float, complex) else leaf
     return RoundingNoise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None

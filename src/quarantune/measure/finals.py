@@ -174,7 +174,7 @@ class Final:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Decision:
     """The decision of a final.
 
     Attributes:
@@ -191,7 +191,7 @@ def decide(
     *,
     default: int | None,
     warm: Mapping[int, Sequence[float]] | None = None,
-) -> Verdict:
+) -> Decision:
     """Names the winner of a final.
 
     Configs near each other are told apart by their warm rounds, if there are any. Of those that tie, the function's own
@@ -211,7 +211,7 @@ def decide(
     preferred = [index for index in tied if index == leader or _behind(rounds[leader], rounds[index]) <= _PREFERENCE]
     winner = default if default in preferred else next((index for index in preferred if index != UNTUNED), UNTUNED)
     assert winner is not None
-    return Verdict(winner, tuple(index for index in tied if index not in (winner, UNTUNED)))
+    return Decision(winner, tuple(index for index in tied if index not in (winner, UNTUNED)))
 
 
 def speedup_interval(best_ms: Sequence[float], default_ms: Sequence[float]) -> tuple[float, float] | None:
@@ -244,7 +244,7 @@ def level(rounds: Mapping[int, Sequence[float]], *, floor: float = NOISE_FLOOR) 
 
 def conclude(
     trials: Mapping[int, Trial], final: Final, *, default: int | None, untuned_wins: bool = True
-) -> tuple[dict[int, Trial], Verdict]:
+) -> tuple[dict[int, Trial], Decision]:
     """Settles a sweep.
 
     Args:
@@ -254,7 +254,7 @@ def conclude(
         untuned_wins: whether the defaults may win where they are no config.
 
     Returns:
-        The trials, finalists with their times in the final, and the verdict.
+        The trials, finalists with their times in the final, and the decision.
     """
     usable = {
         index: trial

@@ -23,9 +23,6 @@ from quarantune.values.settings import Tolerance
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
-Run: TypeAlias = "Callable[..., Any]"
-"""Takes a jitted function and its arguments."""
-
 RUNS = 4
 _SLOWEST_S, _BUDGET_S = 5.0, 1.0
 """A program that takes longer is not run again; the runs take about a second together, or are one."""
@@ -228,13 +225,14 @@ def smoothed(xp: Any, squares: Any, wanted: Any, base: Any, multiple: Any) -> tu
 class RoundingNoise:
     """Collects the deviations of one leaf, and makes its allowance."""
 
-    def __init__(self, wanted: Any, *, coarsest: int | None, run: Run | None = None) -> None:
+    def __init__(self, wanted: Any, *, coarsest: int | None, run: Callable[..., Any] | None = None) -> None:
         """Begins with no deviations.
 
         Args:
             wanted: the leaf of the reference, an array of floats or complex numbers.
             coarsest: the bits in the mantissas of the coarsest type that the program computes with.
-            run: runs a jitted function on the device that holds this leaf and those of moved runs; None for the host.
+            run: runs a jitted function, given with its arguments, on the device that holds this leaf and those of moved
+                runs; None for the host.
         """
         self._wanted, self._coarsest, self._run = wanted if run else np.asarray(wanted), coarsest, run
         self._squares: Any = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from quarantune.scheduler.routes import RouteSteps
 from quarantune.scheduler.run import Run
+from quarantune.scheduler.steps import RouteSteps
 from quarantune.scheduler.workers import DeviceState, WorkerState
 
 _PARKED_S = 5.0

@@ -26,10 +26,10 @@ from quarantune.sandbox.messages import (
     Traced,
 )
 from quarantune.sandbox.template_messages import describe_status, was_killed
-from quarantune.scheduler.routes import RouteSteps
 from quarantune.scheduler.run import Run
+from quarantune.scheduler.steps import RouteSteps
 from quarantune.scheduler.verdicts import raised, shortage, too_large
-from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
+from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
 from quarantune.values.trial import READY, Outcome, Phase
 
@@ -62,7 +62,7 @@ class Conclusions:
             self._apply(worker, codec.decode(frame, *REPLIES))
         except (TypeError, ValueError, ArithmeticError) as error:
             self._run.workers.kill_with_verdict(
-                worker, Verdict(Outcome.CRASHED, f"it sent an invalid message: {error!r}")
+                worker, WorkerVerdict(Outcome.CRASHED, f"it sent an invalid message: {error!r}")
             )
 
     def _apply(self, worker: Worker, reply: Reply) -> None:
@@ -143,7 +143,7 @@ class Conclusions:
             return
         if verdict is None and not plan.is_check:
             self._run.race.keep_compiled(job)
-        self._run.jobs.finish(job, worker, verdict or Verdict(Outcome.OK, ""), Phase.COMPILE)
+        self._run.jobs.finish(job, worker, verdict or WorkerVerdict(Outcome.OK, ""), Phase.COMPILE)
         self._route.free(worker)
 
     def _note_compile_time(self, worker: Worker, job: Job) -> None:
@@ -165,10 +165,10 @@ class Conclusions:
         ):
             race.note_time(job.index, reply.ranking_ms)  # it takes no longer than that
             return
-        verdict = Verdict(Outcome.OK, "")
+        verdict = WorkerVerdict(Outcome.OK, "")
         if reply.is_slow:
             message = f"at best {min(reply.samples_ms):.4g} ms, where another config takes {race.best_median_ms:.4g}"
-            verdict = Verdict(Outcome.SLOW, message)
+            verdict = WorkerVerdict(Outcome.SLOW, message)
         else:
             race.note_time(job.index, reply.ranking_ms)
         is_default = run.reference.is_default(job.index)
@@ -214,7 +214,7 @@ class Conclusions:
         worker.keep_peak()
         self._conclude(worker, worker.verdict or self._judge(worker, status))
 
-    def _judge(self, worker: Worker, status: int | None) -> Verdict:
+    def _judge(self, worker: Worker, status: int | None) -> WorkerVerdict:
         """Returns the verdict on a worker, and kills another one that took the memory it died for.
 
         Args:
@@ -222,28 +222,28 @@ class Conclusions:
             status: its exit code, or minus the signal that ended it; None where its template died with it.
         """
         if status is None:
-            return Verdict(Outcome.LOST, "it could not be started, or the process that started it died")
+            return WorkerVerdict(Outcome.LOST, "it could not be started, or the process that started it died")
         kills = machine.oom_kills()
         if status != -9 or kills <= self._oom_kills:
             if (job := worker.job) is not None and not worker.was_heard:
                 job.forgive()
             may_go_on = job is None or job.may_be_repeated or worker.state is WorkerState.PARKED
             outcome = Outcome.LOST if was_killed(status) and may_go_on else Outcome.CRASHED
-            return Verdict(outcome, f"the process {describe_status(status)} without a result")
+            return WorkerVerdict(outcome, f"the process {describe_status(status)} without a result")
         self._oom_kills = kills
         if (culprit := self._run.memory.larger_than(worker)) is not None:
             reason = "the kernel ran out of memory, killed another config's process"
             self._run.workers.kill_with_verdict(culprit, shortage(culprit, reason))
-            return Verdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
-        return Verdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
+            return WorkerVerdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
+        return WorkerVerdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
 
-    def _conclude(self, worker: Worker, verdict: Verdict) -> None:
+    def _conclude(self, worker: Worker, verdict: WorkerVerdict) -> None:
         """Settles the job of a worker that has ended, or blames its device, and forgets the worker."""
         run, device = self._run, worker.device
         if verdict.outcome in _EXPLICABLE:
             text = f"{verdict.message}\n{run.workers.log(worker)}"
             lacked, message = shortages.lacking(text, has_device=device is not None)
-            verdict = Verdict(Outcome.LOST, message, lacked) if lacked else verdict
+            verdict = WorkerVerdict(Outcome.LOST, message, lacked) if lacked else verdict
         worker.verdict = verdict
         if verdict.lacked and run.devices and not run.scarcity.gives_up(worker, verdict):
             self._repeat_beside_fewer(worker)
@@ -265,22 +265,22 @@ class Conclusions:
         _logger.error("worker %s does not die after SIGKILL", self._run.workers.pid(worker))
         if worker.job is not None:
             message = f"{verdict.message}; its process does not die"
-            self._run.jobs.finish(worker.job, worker, Verdict(verdict.outcome, message), worker.phase)
+            self._run.jobs.finish(worker.job, worker, WorkerVerdict(verdict.outcome, message), worker.phase)
         self._run.workers.remove(worker)
         if device is not None and device in self._run.devices:
             message = f"{device.device.name} is held by a process that does not die"
-            self._withdraw(device, Verdict(Outcome.LOST, message))
+            self._withdraw(device, WorkerVerdict(Outcome.LOST, message))
 
     def stop(self, reason: str) -> None:
         """Ends all jobs but those that are being measured."""
-        run, verdict = self._run, Verdict(Outcome.NOT_RUN, reason)
+        run, verdict = self._run, WorkerVerdict(Outcome.NOT_RUN, reason)
         run.jobs.end_waiting(verdict, None)
         for worker in run.workers:
             is_early = worker.state in (WorkerState.COMPILING, WorkerState.PARKED)
             if worker.job is not None and is_early and worker.job.unreliable_times is None:
                 run.workers.kill_with_verdict(worker, verdict)
 
-    def _settle(self, job: Job, worker: Worker, verdict: Verdict) -> None:
+    def _settle(self, job: Job, worker: Worker, verdict: WorkerVerdict) -> None:
         """Ends a job, or has it tried again where its worker's end may not be its own doing."""
         run, outcome = self._run, verdict.outcome
         is_parked = worker.state is WorkerState.PARKED
@@ -333,7 +333,7 @@ class Conclusions:
         device.is_cramped = device.is_cramped or bool(others)
         return bool(others)
 
-    def _blame_device(self, device: DeviceState, worker: Worker, verdict: Verdict) -> None:
+    def _blame_device(self, device: DeviceState, worker: Worker, verdict: WorkerVerdict) -> None:
         """Counts a standby worker that failed before it had a config; its device is withdrawn the second time.
 
         Workers that were lost count less.
@@ -347,9 +347,9 @@ class Conclusions:
         is_lost = outcome is Outcome.LOST and not verdict.lacked
         if device.failures >= _MAX_DEVICE_FAILURES * (_LOST_FACTOR if is_lost else 1):
             message = f"no worker could be made ready on {name}: {verdict.message}"
-            self._withdraw(device, Verdict(outcome, message))
+            self._withdraw(device, WorkerVerdict(outcome, message))
 
-    def _withdraw(self, device: DeviceState, verdict: Verdict) -> None:
+    def _withdraw(self, device: DeviceState, verdict: WorkerVerdict) -> None:
         """Goes on without a device; without the last one, all jobs end."""
         run = self._run
         device.lease.release()
@@ -360,4 +360,6 @@ class Conclusions:
             if not run.devices:
                 run.workers.kill_with_verdict(worker, verdict)
             elif worker.device is device:
-                run.workers.kill_with_verdict(worker, Verdict(Outcome.LOST, verdict.message))  # another device will do
+                run.workers.kill_with_verdict(
+                    worker, WorkerVerdict(Outcome.LOST, verdict.message)
+                )  # another device will do

@@ -12,7 +12,7 @@ from quarantune.scheduler.compile_times import CompileTimes
 from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
-from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker
+from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerVerdict
 from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
 
@@ -170,7 +170,7 @@ class Jobs:
         self,
         job: Job,
         worker: Worker | None,
-        verdict: Verdict,
+        verdict: WorkerVerdict,
         phase: Phase | None,
         keep: Callable[[float], None] | None = None,
         **times: Any,
@@ -239,7 +239,7 @@ class Jobs:
         if ready:
             self.ready.clear()
 
-    def end_waiting(self, verdict: Verdict, phase: Phase | None) -> None:
+    def end_waiting(self, verdict: WorkerVerdict, phase: Phase | None) -> None:
         """Ends all jobs that no worker has."""
         waiting = [*self.ready, *self.pending]
         self.ready.clear()

@@ -1,6 +1,6 @@
 """The event loop of one sweep. It knows nothing of JAX, of search or of files.
 
-A job is compiled and then measured; `scheduler.routes` decides by which workers.
+A job is compiled and then measured; `scheduler.steps` decides by which workers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.routes import steps_of
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.side_tasks import TRIES, Confirmation, ReferenceTask, idle_on, start_on
+from quarantune.scheduler.steps import steps_of
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
-from quarantune.scheduler.workers import DeviceState, Verdict, Workers
+from quarantune.scheduler.workers import DeviceState, Workers, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
@@ -202,7 +202,7 @@ class Scheduler:
             ValueError: it was not done.
         """
         run = self._run
-        verdict = Verdict(Outcome.LOST, "its process vanished")
+        verdict = WorkerVerdict(Outcome.LOST, "its process vanished")
         for _ in range(TRIES):
             if not run.devices:
                 raise ValueError("no device is left")
@@ -267,7 +267,7 @@ class Scheduler:
             case Said():
                 self._conclusions.on_message(worker, event.message)
             case Damaged():
-                verdict = Verdict(Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
+                verdict = WorkerVerdict(Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
                 self._run.workers.kill_with_verdict(worker, verdict)
             case Ended():
                 self._conclusions.on_exit(worker, event.status)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from quarantune.host import machine
 from quarantune.scheduler.jobs import Jobs
-from quarantune.scheduler.workers import Verdict, Worker, Workers
+from quarantune.scheduler.workers import Worker, Workers, WorkerVerdict
 
 _logger = logging.getLogger("quarantune")
 
@@ -53,7 +53,7 @@ class Scarcity:
         """Whether no worker may be started for a while."""
         return self._clock() < self._resume_at
 
-    def gives_up(self, worker: Worker, verdict: Verdict) -> bool:
+    def gives_up(self, worker: Worker, verdict: WorkerVerdict) -> bool:
         """Notes a worker that lacked something; returns whether its task is not repeated.
 
         It is repeated beside fewer workers, then alone, and then after a pause.

@@ -17,7 +17,7 @@ from quarantune.sandbox.messages import (
 )
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.workers import DeviceState, Verdict, Worker, WorkerState
+from quarantune.scheduler.workers import DeviceState, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Phase, Route, Trial
@@ -96,7 +96,7 @@ class ReferenceTask:
     def _start(self) -> None:
         run, options = self._run, self._run.plan.options
         if not run.devices:
-            raise _failed(Verdict(Outcome.LOST, "no device is left"))
+            raise _failed(WorkerVerdict(Outcome.LOST, "no device is left"))
         self.close()
         self._fd = spool.create("expected")
         worker = start_on(run, run.devices[0], ComputeReference(options=options, last=True), [self._fd])
@@ -109,7 +109,7 @@ class ReferenceTask:
         if self._is_computed:
             self._give(None)  # the function may have ended the process while it was traced: its configs may do better
             return
-        verdict = worker.verdict or Verdict(Outcome.LOST, "its process vanished")
+        verdict = worker.verdict or WorkerVerdict(Outcome.LOST, "its process vanished")
         if verdict.outcome not in (Outcome.LOST, Outcome.CRASHED) or self._tries == TRIES:
             raise _failed(verdict)
         self._worker = None
@@ -127,7 +127,7 @@ class ReferenceTask:
             )
 
 
-def _failed(verdict: Verdict) -> NoReferenceError:
+def _failed(verdict: WorkerVerdict) -> NoReferenceError:
     return NoReferenceError(f"ref_fn failed, so no config can be judged: {verdict.outcome.value}: {verdict.message}")
 
 

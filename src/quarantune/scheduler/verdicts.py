@@ -10,7 +10,7 @@ from quarantune.sandbox.messages import Failed
 from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.workers import Job, Verdict, Worker, Workers, WorkerState
+from quarantune.scheduler.workers import Job, Worker, Workers, WorkerState, WorkerVerdict
 from quarantune.values.trial import NO_FIGURES, Outcome, Phase
 
 _LOOK_S = 0.1
@@ -55,7 +55,7 @@ class MemoryWatch:
         whole = self._total_bytes + self._free_bytes
         return self._total_bytes / whole if whole else 0.0
 
-    def over(self, now: float) -> list[tuple[Worker, Verdict]]:
+    def over(self, now: float) -> list[tuple[Worker, WorkerVerdict]]:
         """Returns the workers that hold too much, each with the verdict that it deserves.
 
         Workers that are active are looked at each time. Looking for their descendants and at the machine's free memory
@@ -143,15 +143,15 @@ class MemoryWatch:
         own = None if worker.job is None else worker.job.limit_bytes
         return self._plan.memory_limit_bytes if own is None else own
 
-    def _verdict(self, worker: Worker) -> Verdict:
+    def _verdict(self, worker: Worker) -> WorkerVerdict:
         used, limit = _gigabytes(worker.used_bytes), _gigabytes(self._limit_bytes(worker))
         alone = " alone" if worker.job and worker.job.is_alone else ""
-        return Verdict(Outcome.OOM, f"it held {used}{alone}, over its memory_limit of {limit}")
+        return WorkerVerdict(Outcome.OOM, f"it held {used}{alone}, over its memory_limit of {limit}")
 
 
-def shortage(worker: Worker, reason: str) -> Verdict:
+def shortage(worker: Worker, reason: str) -> WorkerVerdict:
     """Returns the verdict on the largest worker when memory runs out."""
-    return Verdict(Outcome.OOM, f"{reason} and it held {_gigabytes(worker.used_bytes)}, the most of all")
+    return WorkerVerdict(Outcome.OOM, f"{reason} and it held {_gigabytes(worker.used_bytes)}, the most of all")
 
 
 def _gigabytes(amount: int) -> str:
@@ -163,32 +163,32 @@ _UNTOLD = "Pass pipeline failed"
 _DIAGNOSTIC = re.compile(r"\berror: (\S.*)")
 
 
-def overdue(worker: Worker, plan: Plan) -> Verdict:
+def overdue(worker: Worker, plan: Plan) -> WorkerVerdict:
     """Returns the verdict on a worker whose deadline has passed."""
     if worker.side_task_s is not None and worker.began_at is not None:
-        return Verdict(Outcome.TIMEOUT, f"it took longer than {worker.side_task_s:g} s")
+        return WorkerVerdict(Outcome.TIMEOUT, f"it took longer than {worker.side_task_s:g} s")
     if worker.side_task_s is None and worker.holds_device and worker.phase is not Phase.COMPILE:
-        return Verdict(Outcome.TIMEOUT, f"checking and measuring took longer than {plan.timeout_s:g} s")
+        return WorkerVerdict(Outcome.TIMEOUT, f"checking and measuring took longer than {plan.timeout_s:g} s")
     if worker.began_at is not None or worker.phase is Phase.COMPILE:
-        return Verdict(Outcome.TIMEOUT, f"compiling took longer than {plan.compile_timeout_s:g} s")
-    return Verdict(Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s")
+        return WorkerVerdict(Outcome.TIMEOUT, f"compiling took longer than {plan.compile_timeout_s:g} s")
+    return WorkerVerdict(Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s")
 
 
-def too_large(job: Job, plan: Plan) -> Verdict | None:
+def too_large(job: Job, plan: Plan) -> WorkerVerdict | None:
     """Returns the verdict on a config whose program needs more device memory than it may; None where it does not."""
     needed, most = (job.figures or NO_FIGURES).device_bytes, plan.device_memory_bytes
     if needed is None or most is None or needed <= most:
         return None
     text = f"its program needs {needed:,} bytes of device memory, over max_device_memory of {most:,}"
-    return Verdict(Outcome.DEVICE_OOM, text)
+    return WorkerVerdict(Outcome.DEVICE_OOM, text)
 
 
-def raised(reply: Failed) -> Verdict:
+def raised(reply: Failed) -> WorkerVerdict:
     """Returns the verdict on a worker whose task raised."""
     if reply.outcome == "wrong":
-        return Verdict(Outcome.WRONG, reply.text)
+        return WorkerVerdict(Outcome.WRONG, reply.text)
     outcome = Outcome.ERROR if reply.outcome == "unfit" else Outcome(reply.outcome)
-    return Verdict(outcome, reply.message)
+    return WorkerVerdict(outcome, reply.message)
 
 
 def with_diagnostic(message: str, log: str) -> str:

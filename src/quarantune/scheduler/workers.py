@@ -56,7 +56,7 @@ _MOVES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class WorkerVerdict:
     """The meaning of a worker's end for its config.
 
     Attributes:
@@ -217,7 +217,7 @@ class Worker:
     output_fd: int = -1
     traceback: str = ""
     raised_at: str = ""
-    verdict: Verdict | None = None
+    verdict: WorkerVerdict | None = None
     given_up_at: float | None = None
 
     def transition(self, state: WorkerState) -> None:
@@ -376,7 +376,7 @@ class Workers:
         if names:
             self._sandbox.share_modules(names)
 
-    def kill_with_verdict(self, worker: Worker, verdict: Verdict) -> None:
+    def kill_with_verdict(self, worker: Worker, verdict: WorkerVerdict) -> None:
         """Decides the meaning of a worker's end, and brings it about."""
         if worker.verdict is None:
             worker.verdict = verdict
@@ -388,7 +388,7 @@ class Workers:
         """Ends a worker that has nothing to do."""
         if worker.device is not None and worker in worker.device.standby:
             worker.device.standby.remove(worker)
-        worker.verdict, worker.killed_in = Verdict(Outcome.OK, ""), None
+        worker.verdict, worker.killed_in = WorkerVerdict(Outcome.OK, ""), None
         self._begin_to_die(worker)
         self._sandbox.finish(worker.number)
         # A worker holds nothing that matters here; one with a device would take seconds to close it politely.

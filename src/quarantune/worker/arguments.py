@@ -98,7 +98,7 @@ class CallArguments:
         """Returns unmodified arguments for one run: fresh ones where an earlier run may have overwritten its own."""
         return self.fresh() if self.may_be_overwritten else self.shared()
 
-    def moved(self, run: int, coarsest: int | None, on_device: rounding.Run | None) -> tuple[Arguments, float]:
+    def moved(self, run: int, coarsest: int | None, on_device: Callable[..., Any] | None) -> tuple[Arguments, float]:
         """Returns the arguments with their floats moved at random by up to half a unit in the last place.
 
         Args:

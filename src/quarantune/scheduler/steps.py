@@ -1,4 +1,4 @@
-"""The routes of a config through workers: which worker compiles it, and which one checks and measures it."""
+"""The steps of a config on its route through workers: which one compiles it, and which checks and measures it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quarantune.sandbox.messages import (
 )
 from quarantune.scheduler.plan import MEMORY_SHARE
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
+from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.trial import READY, Outcome, OutputArray, Phase, Route
 
@@ -256,7 +256,7 @@ class RouteSteps:
     def _end_as_slow(self, worker: Worker, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
         if (job := worker.job) is not None:
             times: Any = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
-            self._run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), phase, **times)
+            self._run.jobs.finish(job, worker, WorkerVerdict(Outcome.SLOW, message), phase, **times)
             worker.job = None
 
 
