@@ -430,4 +430,4 @@ def immortal(worker: FakeWorker) -> list[Step]:
 
 def agrees(worker: FakeWorker) -> list[Step]:
     """Measures a config whose output is that of all others."""
-    return [(0.2, measured(worker, agreement={"group": 0}))]
+    return [(0.2, measured(worker, judgement={"group": 0}))]

@@ -175,7 +175,7 @@ def test_damaged_messages_of_shards_are_refused() -> None:
 
     def read(message: Any) -> Any:
         found = remote.read(message)
-        return found.read({0: {"n": 0}}, is_check=False) if isinstance(found, remote.Ended) else found
+        return found.read({0: {"n": 0}}, is_check=False) if isinstance(found, remote.ConfigEnded) else found
 
     assert read(good).time_ms == 1.0
     for damage in (
@@ -515,7 +515,7 @@ def test_whatever_a_stranger_says_shards_are_heard() -> None:
             strangers.append(stranger)
         line = reached(contacts, 1)
         assert line.say({"phase": [0, "end"]})
-        assert contacts.poll(5.0) == [contact.Said(1, {"phase": [0, "end"]})]
+        assert contacts.poll(5.0) == [contact.Heard(1, {"phase": [0, "end"]})]
         for stranger in strangers:
             stranger.settimeout(5.0)
             with contextlib.suppress(ConnectionResetError):
@@ -578,7 +578,7 @@ def test_idle_strangers_leave_room_for_shards_and_are_dropped(monkeypatch: pytes
                 )
             assert not any(line.is_over for line in lines)
             assert lines[-1].say({"phase": [0, "end"]})
-            assert contacts.poll(5.0) == [contact.Said(49, {"phase": [0, "end"]})]
+            assert contacts.poll(5.0) == [contact.Heard(49, {"phase": [0, "end"]})]
             for line in lines:
                 line.close()
         finally:
@@ -654,7 +654,7 @@ def test_a_shard_that_was_given_up_does_not_go() -> None:
         assert greeted == [1, 2]
         assert line.say({"phase": [0, "end"]})
         assert not line.is_over
-        assert contacts.poll(5.0) == [contact.Said(1, {"phase": [0, "end"]})]
+        assert contacts.poll(5.0) == [contact.Heard(1, {"phase": [0, "end"]})]
         address = contacts.address
         contacts.stop(1)
         assert line.is_over

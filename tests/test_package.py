@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import graphlib
 import re
 import tomllib
@@ -66,3 +67,19 @@ def test_no_files_import_each_other() -> None:
         names = _imported(ast.parse(path.read_text(encoding="utf-8")))
         graph[module] = {name if name in files else name.rpartition(".")[0] for name in names} & files.keys()
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the names
+
+
+TWICE = {"Failure", "Grid", "Listed", "Run", "TuningCache", "Verdict", "machine.py", "routes.py", "tuning_cache.py"}
+"""Names that still stand for several things; each is to go."""
+
+
+def test_no_class_or_module_has_the_name_of_another() -> None:
+    places = collections.defaultdict(list)
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        place = str(path.relative_to(ROOT / "src"))
+        if path.name != "__init__.py":
+            places[path.name].append(place)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{place}:{node.lineno}")
+    assert not {name: found for name, found in places.items() if len(found) > 1 and name not in TWICE}

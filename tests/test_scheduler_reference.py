@@ -192,7 +192,7 @@ def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference
             return None
         if worker.task.checked:
             return [(0.2, measured(worker))]
-        first_run = {"run_ms": 1.0, "cpu_ms": 1.0, "is_disturbed": False, "agreement": {"group": 0}}
+        first_run = {"run_ms": 1.0, "cpu_ms": 1.0, "is_disturbed": False, "judgement": {"group": 0}}
         return [(0.2, worker.says("Checked", "check", **first_run))]
 
     clock = Clock()
@@ -269,7 +269,7 @@ def test_a_config_that_claims_to_agree_with_a_missing_output_has_crashed(group: 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != "Measure":
             return None
-        return [(0.2, measured(worker, agreement={"group": group if worker.trial == 2 else 0}))]
+        return [(0.2, measured(worker, judgement={"group": group if worker.trial == 2 else 0}))]
 
     result = run(plan_for(Route.TOGETHER), 6, act, reference=reference)
     assert result.outcomes == ["ok", "ok", "crashed", "ok", "ok", "ok"]

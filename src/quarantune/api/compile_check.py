@@ -182,7 +182,7 @@ def _check_all(call: BoundCall, target: Target, *, num_workers: int | None, agai
 
 
 @dataclasses.dataclass(frozen=True)
-class _Compiled:
+class _AllTrials:
     """The configs of a call, compiled and not run.
 
     Attributes:
@@ -198,7 +198,7 @@ class _Compiled:
     known: int
 
 
-def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | None, again: bool = False) -> _Compiled:
+def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | None, again: bool = False) -> _AllTrials:
     """Compiles the configs of a call in workers; runs none, and remembers those that fail.
 
     Args:
@@ -246,7 +246,7 @@ def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | N
         swept = run(request, left) if left else Swept()
         progress.conclude_compiling()
     ordered = tuple(trials[index] for index in range(len(call.configs)))
-    return _Compiled(ordered, swept.executables, described.key.text, len(known))
+    return _AllTrials(ordered, swept.executables, described.key.text, len(known))
 
 
 def _is_answer(trial: Trial, target: Target) -> bool:

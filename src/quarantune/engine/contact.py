@@ -67,7 +67,7 @@ class Address(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
+class Heard:
     """A shard has said something, or its connection has ended.
 
     Attributes:
@@ -107,13 +107,13 @@ class Contacts:
         hosts = () if self._is_local else _own_addresses()
         return Address(machine_id(), hosts, port, self._token)
 
-    def poll(self, timeout_s: float) -> list[Said]:
+    def poll(self, timeout_s: float) -> list[Heard]:
         """Returns what shards have said, in order; waits for the first of it.
 
         Args:
             timeout_s: the longest wait.
         """
-        events: list[Said] = []
+        events: list[Heard] = []
         must_accept = False
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
@@ -159,16 +159,16 @@ class Contacts:
             if place >= MOST_UNKNOWN // 2 or time.monotonic() > peer.since + _GREETS_S:
                 self._drop(peer)
 
-    def _read(self, peer: _Peer) -> Iterator[Said]:
+    def _read(self, peer: _Peer) -> Iterator[Heard]:
         for message in peer.receive():
             if peer.shard is not None:
-                yield Said(peer.shard, message)
+                yield Heard(peer.shard, message)
             elif not self._greet(peer, message):
                 break
         if peer.is_over:
             self._drop(peer)
             if peer.shard is not None:
-                yield Said(peer.shard, None)
+                yield Heard(peer.shard, None)
 
     def _greet(self, peer: _Peer, message: JsonObject) -> bool:
         """Answers the first message of a shard; returns whether it may go."""

@@ -173,7 +173,7 @@ _Rounds: TypeAlias = tuple[tuple[int, Samples], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ended(Record):
+class ConfigEnded(Record):
     """A config has ended.
 
     Attributes:
@@ -204,7 +204,7 @@ class Ended(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entered(Record):
+class ConfigEntered(Record):
     """A config has entered a phase.
 
     Attributes:
@@ -215,8 +215,8 @@ class Entered(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lowered(Record):
-    """A config has been lowered.
+class ConfigTraced(Record):
+    """A config has been traced.
 
     Attributes:
         program: the config, and the lines of its program.
@@ -249,7 +249,7 @@ class End(Record):
     warm_ms: _Rounds = ()
     untuned: Trial | None = None
     complaint: _Text = ""
-    trials: tuple[Ended, ...] = ()
+    trials: tuple[ConfigEnded, ...] = ()
 
     @property
     def swept(self) -> Swept:
@@ -257,7 +257,7 @@ class End(Record):
         return Swept(Final(dict(self.rounds_ms), dict(self.warm_ms)), untuned=self.untuned, complaint=self.complaint)
 
 
-def read(message: JsonObject) -> End | Entered | Lowered | Ended:
+def read(message: JsonObject) -> End | ConfigEntered | ConfigTraced | ConfigEnded:
     """Returns the message of a shard.
 
     Raises:
@@ -266,8 +266,8 @@ def read(message: JsonObject) -> End | Entered | Lowered | Ended:
     if "end" in message:
         return End.from_json(message)
     if "phase" in message:
-        return Entered.from_json(message)
-    return Lowered.from_json(message) if "program" in message else Ended.from_json(message)
+        return ConfigEntered.from_json(message)
+    return ConfigTraced.from_json(message) if "program" in message else ConfigEnded.from_json(message)
 
 
 def error_of(end: End, name: str, host: str) -> Exception:
@@ -366,7 +366,7 @@ def run(task: Mapping[str, Any]) -> JsonObject:
     if line is False:
         return End(end=STOPPED, host=host).to_json()
     with contextlib.closing(line):
-        shard = _Shard(task, line, host)
+        shard = _ShardRun(task, line, host)
         end = dataclasses.replace(shard.run(), host=host)
         line.say(end.to_json())
         if end.end == REFUSED:  # this machine stays busy, so that another one takes the shard
@@ -385,11 +385,11 @@ def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     return "; ".join(f"it has {name} {ours[name]}, and the submitter {theirs.get(name)}" for name in differ)
 
 
-class _Shard:
+class _ShardRun:
     """One shard on its machine."""
 
     def __init__(self, task: Mapping[str, Any], line: Contact, host: str) -> None:
-        self.trials: list[Ended] = []
+        self.trials: list[ConfigEnded] = []
         self._task = task
         self._line = line
         self._host = host
@@ -402,7 +402,7 @@ class _Shard:
                 raise _EndError(REFUSED, differing(self._task["versions"], here))
             parcel: Parcel = pickle.loads(self._task["parcel"])
             self._check_device(parcel)
-            self._say(Entered(phase=(NO_CONFIG, Phase.LOAD)))
+            self._say(ConfigEntered(phase=(NO_CONFIG, Phase.LOAD)))
             with _prepared(parcel.threads):
                 swept = self._sweep(parcel)
         except _EndError as early:
@@ -443,8 +443,8 @@ class _Shard:
             events=SweepEvents(
                 on_trial=self._tell,
                 on_tick=self._look,
-                on_phase=lambda index, phase: self._say(Entered(phase=(index, phase))),
-                on_program=lambda config, lines: self._say(Lowered(program=(config, lines))),
+                on_phase=lambda index, phase: self._say(ConfigEntered(phase=(index, phase))),
+                on_program=lambda config, lines: self._say(ConfigTraced(program=(config, lines))),
             ),
             troubled=self._task["troubled"],
             target=target,
@@ -458,7 +458,7 @@ class _Shard:
         record = trial.to_json()
         if trial.device:
             record["device"] = f"{trial.device} on {self._host}"
-        ended = Ended(index=index, trial=record)
+        ended = ConfigEnded(index=index, trial=record)
         self.trials.append(ended)
         self._say(ended)
 

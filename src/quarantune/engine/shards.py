@@ -16,7 +16,7 @@ from typing import Any
 
 from quarantune.engine import remote
 from quarantune.engine.contact import MOST_UNKNOWN, Contacts
-from quarantune.engine.remote import End, Ended, Entered, Lowered
+from quarantune.engine.remote import ConfigEnded, ConfigEntered, ConfigTraced, End
 from quarantune.host import machine
 from quarantune.scheduler.plan import ConfigSource
 from quarantune.sweep.request import SweepRequest
@@ -198,20 +198,20 @@ class Shards:
             match remote.read(message):
                 case End() as end:
                     self._finish(shard, end)
-                case Entered(phase=(index, phase)):
+                case ConfigEntered(phase=(index, phase)):
                     shard.is_accepted = True
                     if index in shard.indices:
                         (shard.running.discard if phase == READY else shard.running.add)(index)
                         self._request.events.on_phase(index, phase)
-                case Lowered(program=(config, lines)):
+                case ConfigTraced(program=(config, lines)):
                     self._request.proof.show(config, lines)
-                case Ended() as ended:
+                case ConfigEnded() as ended:
                     self._note(shard, ended)
         except DamageError as error:
             _logger.warning("%s: a shard on %s sent a damaged message: %s", self._name, shard.host, error)
             self._die(shard)
 
-    def _note(self, shard: Shard, ended: Ended) -> None:
+    def _note(self, shard: Shard, ended: ConfigEnded) -> None:
         """Takes the trial of a config, unless it has one."""
         trial = ended.read(self._configs, is_check=self._request.target is not None)
         self._took_part_at = time.monotonic()

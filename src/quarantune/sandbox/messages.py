@@ -221,7 +221,7 @@ says that it must be compiled on its device."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreement:
+class Judgement:
     """The result of comparing a config's output with those of others.
 
     Attributes:
@@ -254,10 +254,10 @@ class Judged(Reply):
     """An answer that tells how a config's output was judged.
 
     Attributes:
-        agreement: the result of comparing the output with others; None where an earlier answer gave it, or none did.
+        judgement: the result of comparing the output with others; None where an earlier answer gave it, or none did.
     """
 
-    agreement: Agreement | None = None
+    judgement: Judgement | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ class LoadError(Exception):
 
 
 @dataclasses.dataclass(eq=False)
-class _Child:
+class _Process:
     """A worker, or the sweep's template while it loads the payload, as this process knows it."""
 
     number: int
@@ -158,7 +158,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         """Modules of installed packages that the sweep's template has imported."""
         self._deaths = 0
         self._watch = template.TemplateWatch()
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, _Process] = {}
         self._worker_numbers = itertools.count(_SWEEP + 1)
         self._inherited: tuple[int | None, frozenset[machine.FileId]] | None = None
         self._imported: set[str] = set()
@@ -270,7 +270,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         finally:
             self.forget(_SWEEP)
 
-    def _await_load(self, child: _Child, timeout_s: float) -> Loaded:
+    def _await_load(self, child: _Process, timeout_s: float) -> Loaded:
         """Returns what the sweep's template has loaded; kills it at the deadline, which starts once it runs.
 
         Raises:
@@ -380,7 +380,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         task: JsonObject | None,
         fds: Sequence[int] = (),
         environ: Mapping[str, str] | None = None,
-    ) -> _Child:
+    ) -> _Process:
         log_fd = spool.create_log()
         try:
             connection, theirs = wire.connection_pair()
@@ -388,7 +388,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             os.close(log_fd)
             raise
         with theirs:
-            self._children[number] = child = _Child(number, connection, log_fd)
+            self._children[number] = child = _Process(number, connection, log_fd)
             self._selector.register(connection, selectors.EVENT_READ, child)
             order = Start(number=number, task=task, environ=environ or {}, method=self._method)
             self._order(order, [log_fd, theirs.fileno(), *fds])
@@ -438,7 +438,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._disconnect(worker)
             os.close(worker.log_fd)
 
-    def _disconnect(self, worker: _Child) -> None:
+    def _disconnect(self, worker: _Process) -> None:
         if worker.connection.is_open:
             self._selector.unregister(worker.connection)
             worker.connection.hang_up()
@@ -480,7 +480,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             SandboxError: templates keep dying.
         """
         for key, _ in self._selector.select(0 if self._events else max(0.0, timeout_s)):
-            if isinstance(key.data, _Child):
+            if isinstance(key.data, _Process):
                 self._read(key.data)
             else:
                 self._read_template(key.data)
@@ -492,7 +492,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         events, self._events = self._events, []
         return events
 
-    def _read(self, worker: _Child) -> bool:
+    def _read(self, worker: _Process) -> bool:
         """Reads the messages that have arrived from a worker, and returns whether there were any; never waits.
 
         A worker whose connection is closed or damaged is disconnected.
@@ -531,7 +531,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             else:
                 worker.pid = event.pid
 
-    def _end(self, worker: _Child, status: int | None) -> None:
+    def _end(self, worker: _Process, status: int | None) -> None:
         """Adds a worker's last messages, then its end, to the events, unless its end is known already."""
         if worker.has_ended:
             return

@@ -68,8 +68,8 @@ class Conclusions:
     def _apply(self, worker: Worker, reply: Reply) -> None:
         worker.phase = reply.phase
         job, device, state = worker.job, worker.device, worker.state
-        if job is not None and isinstance(reply, (Checked, Measured, Failed)) and reply.agreement is not None:
-            group, noise = reply.agreement.group, reply.agreement.noise
+        if job is not None and isinstance(reply, (Checked, Measured, Failed)) and reply.judgement is not None:
+            group, noise = reply.judgement.group, reply.judgement.noise
             self._run.reference.note(job.index, group, offered=worker.offered, fd=worker.output_fd, noise=noise)
             worker.close_output()
         match reply:

@@ -130,7 +130,7 @@ class Swept:
         executables: by the index of a config, its executable as `compiled_winner.Winner` loads it.
         untuned: the trial of the function's defaults, where they ran beside the configs.
         complaint: how outputs disagreed, where the author should know; else empty.
-        noise: how far the output of the defaults moves when its inputs do, as in `Agreement`.
+        noise: how far the output of the defaults moves when its inputs do, as in `Judgement`.
         is_traced: whether a worker may have traced a config to its end.
         retimed: by the index of a config, its trial on the machine of the final, where it was tried on another before.
     """

@@ -40,7 +40,7 @@ from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
 from quarantune.worker.arguments import Program
 from quarantune.worker.bench import Bench
 from quarantune.worker.failures import NeedsDeviceError, readable
-from quarantune.worker.main import Worker
+from quarantune.worker.main import TaskRunner
 
 _logger = logging.getLogger("quarantune")
 
@@ -50,7 +50,7 @@ _LOOK_S = 0.1
 """Seconds between two looks at the work; a longer gap than `stops` allows means that this process was stopped."""
 
 
-class _Here(Worker):
+class _Here(TaskRunner):
     """A worker in this process."""
 
     def __init__(self, number: int, place: ThisProcess) -> None:

@@ -20,7 +20,7 @@ from quarantune.jax_internals import kernels
 from quarantune.jax_internals.other_processes import compilation_cache_in_memory
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import Agreement, BenchOptions, Measurement
+from quarantune.sandbox.messages import BenchOptions, Judgement, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
@@ -286,7 +286,7 @@ class Bench:
         standard: int | None = None,
         output_fd: int | None = None,
         limit: contextlib.AbstractContextManager[object] | None = None,
-    ) -> Agreement:
+    ) -> Judgement:
         """Runs a program once, inside `limit`, and judges its output, as `Judge.check` does.
 
         Raises:

@@ -25,7 +25,7 @@ from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import Agreement, BenchOptions
+from quarantune.sandbox.messages import BenchOptions, Judgement
 from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
@@ -176,7 +176,7 @@ class Judge:
         references: Sequence[int] = (),
         standard: int | None = None,
         output_fd: int | None = None,
-    ) -> Agreement:
+    ) -> Judgement:
         """Judges a config's output.
 
         Args:
@@ -197,10 +197,10 @@ class Judge:
             reason = compare.judge_by(judges["check_fn"], output, wanted, args, kwargs)
             if reason is not None:
                 raise WrongResultError(reason)
-            return Agreement(None)
+            return Judgement(None)
         has_reference = "ref_fn" in judges
         if not has_reference and not references and output_fd is None:
-            return Agreement(None)
+            return Judgement(None)
         own = self._compared(output, self._call.fn, program.config)
         group: int | None = None
         noise: float | None = None
@@ -216,7 +216,7 @@ class Judge:
             reason = self._differs_from_reference(own, references[0], defaults)
         if reason is not None:
             raise WrongResultError(reason, group)
-        return Agreement(group, noise)
+        return Judgement(group, noise)
 
     def _differs_from_reference(self, own: ComparedOutput, reference: int, defaults: int) -> str | None:
         """Returns how an output differs from that of `ref_fn`, by more than the noise of the defaults' if they work."""

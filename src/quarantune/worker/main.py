@@ -58,7 +58,7 @@ def main(connection: Connection, options: WorkerOptions, call: object | None) ->
     """Runs the first task and those that follow it, and never returns."""
     code = 0
     try:
-        Worker(connection, options, call).run(options.task, list(options.task_fds))
+        TaskRunner(connection, options, call).run(options.task, list(options.task_fds))
     except wire.WireClosedError:
         pass  # the scheduler closed the connection: nothing is left to do
     except BaseException:
@@ -72,8 +72,8 @@ def main(connection: Connection, options: WorkerOptions, call: object | None) ->
         os._exit(code)
 
 
-class Worker:
-    """One worker's conversation with its scheduler.
+class TaskRunner:
+    """Does the tasks of one worker, and replies to its scheduler.
 
     Attributes:
         phase: the phase of the trial that it is in.
@@ -224,10 +224,10 @@ class Worker:
 
     def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Iterator[Reply]:
         program = (yield from self.load(bench, task.config, fds[0])) if task.load else self.program
-        agreement = None
+        judgement = None
         if not task.checked:
             yield self.entered(Phase.CHECK)
-            agreement = self._check(bench, program, task, fds)
+            judgement = self._check(bench, program, task, fds)
             if task.pause and (run := bench.informative_first_run(program)) is not None:
                 # The config may be out of the race already, which only the scheduler knows.
                 yield messages.Checked(
@@ -235,7 +235,7 @@ class Worker:
                     run_ms=run.whole,
                     cpu_ms=run.least,
                     is_disturbed=run.is_disturbed,
-                    agreement=agreement,
+                    judgement=judgement,
                 )
                 return
         yield self.entered(Phase.MEASURE)
@@ -243,9 +243,9 @@ class Worker:
         measured = bench.measure(program, best_median_ms=task.best_median_ms, noise=noise)
         if not task.load and (not measured.is_slow or bench.is_plain):
             self.save_finalist(bench, program, fds[0])
-        yield messages.Measured(**self._heading(), **vars(measured), agreement=agreement)
+        yield messages.Measured(**self._heading(), **vars(measured), judgement=judgement)
 
-    def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
+    def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Judgement:
         limit = None
         if task.stop_ms is not None and bench.times_first_run(program):
             limit = run_limit(task.stop_ms, self._report_stop)
@@ -308,15 +308,15 @@ class Worker:
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""
         about = describe_error(error)
-        agreement = None
+        judgement = None
         if isinstance(error, WrongResultError):
             about = dataclasses.replace(about, traceback="")  # the place where it is raised here tells nothing
-            agreement = messages.Agreement(error.group)
+            judgement = messages.Judgement(error.group)
         return messages.Failed(
             **self._heading(),
             **vars(about),
             outcome=outcome_of(error, self.phase),
-            agreement=agreement,
+            judgement=judgement,
             place=shortened(place_of(error, about.text, self.phase)),
             goes_on=goes_on,
         )
