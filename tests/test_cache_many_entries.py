@@ -14,12 +14,12 @@ import pytest
 from helpers import ends, run_python
 
 import quarantune
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store, tuning_cache
+from quarantune.api.tuning_cache import TuningCache
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store, entries
 from quarantune.cache import journal as journal_module
 from quarantune.cache import store as store_module
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import EntryFile, encode
-from quarantune.cache.tuning_cache import TuningCache
 from quarantune.host import shared_files
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}
@@ -229,8 +229,8 @@ def test_damage_in_one_file_is_set_aside_and_the_other_files_stay(store: Store, 
     for key in held:
         store.put("f", "cpu", key, OTHER)
         assert store.get("f", "cpu", key) == OTHER
-    found_files = tuning_cache.prune(store).files
-    assert found_files == (aside,)
+    _, found_files = entries.prune(store)
+    assert found_files == [aside]
     assert not aside.exists()
 
 
@@ -258,18 +258,18 @@ def test_one_file_of_a_newer_schema_is_left_alone_and_the_others_are_used(store:
 def bounded(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[int]:
     """Lets no writer make a file of entries larger than 20,000 bytes; twice that is read."""
     monkeypatch.setattr(store_module, "LARGEST_ENTRIES_BYTES", 20_000)
-    monkeypatch.setattr(tuning_cache, "LARGEST_ENTRIES_BYTES", 20_000)
+    monkeypatch.setattr(entries, "LARGEST_ENTRIES_BYTES", 20_000)
     monkeypatch.setattr(store_module, "LARGEST_READ_ENTRIES_BYTES", 40_000)
     return 20_000
 
 
-@pytest.mark.parametrize("entries", [450, 1000])
+@pytest.mark.parametrize("number_of_entries", [450, 1000])
 def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
-    store: Store, bounded: int, recwarn: pytest.WarningsRecorder, entries: int
+    store: Store, bounded: int, recwarn: pytest.WarningsRecorder, number_of_entries: int
 ) -> None:
-    old = {f"k{number}": ENTRY | {"number": number} for number in range(entries)}
+    old = {f"k{number}": ENTRY | {"number": number} for number in range(number_of_entries)}
     of_an_earlier_version(store, old)
-    size, is_read = store.path("f").stat().st_size, entries == 450
+    size, is_read = store.path("f").stat().st_size, number_of_entries == 450
     assert bounded < size < 2 * bounded if is_read else size > 2 * bounded
     journal = Journal(store.directory, "f", "cpu", "k7")
     journal.append({"n": 1})
@@ -278,7 +278,7 @@ def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
     store.put("f", "cpu", "new", OTHER)
     assert store.get("f", "cpu", "new") == OTHER
     assert store.get("f", "cpu", "k7") == (old["k7"] if is_read else None)
-    assert len(store.read("f")["cpu"]) == (entries + 1 if is_read else 1)
+    assert len(store.read("f")["cpu"]) == (number_of_entries + 1 if is_read else 1)
     assert [str(it.message) for it in recwarn if "larger than" in str(it.message)] == [
         *(
             []
@@ -289,7 +289,7 @@ def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
             ]
         )
     ]
-    assert tuning_cache.prune(store, older_than_s=3600.0) == tuning_cache.Pruned()
+    assert entries.prune(store, older_than_s=3600.0) == ([], [])
     assert journal.records() == [{"n": 1}]
     assert list(store.directory.glob("*.corrupt-*")) == []
     assert is_read or store.path("f").stat().st_size == size
@@ -324,7 +324,7 @@ def test_what_cannot_be_read_is_not_pruned(store: Store, bounded: int) -> None:
     small_one.write_text("{")
     large_one.write_text("x" * (bounded + 1))
     folder.mkdir()
-    assert tuning_cache.prune(store).files == (small_one,)
+    assert entries.prune(store) == ([], [small_one])
     assert large_one.exists()
     assert folder.is_dir()
 
@@ -345,7 +345,7 @@ def test_a_file_over_256_mib_is_read_and_divided(store: Store) -> None:
     assert store.path("f").stat().st_size < 1000
     assert len(store.read("f")["cpu"]) == 281
     assert store.get("f", "cpu", "k0") == entry
-    assert tuning_cache.prune(store) == tuning_cache.Pruned()
+    assert entries.prune(store) == ([], [])
 
 
 # --- journals -----------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ def test_a_sweep_goes_on_from_a_very_large_journal(
     assert [trial.config for trial in again.trials] == [{"n": n} for n in (1, 2, 3, 4, 5)]
     assert ends(first.trials) == ["ok"] * 4
     assert len(list(folder.glob("*.jsonl"))) >= 2
-    assert tuning_cache.prune(Store(cache_dir), older_than_s=3600.0) == tuning_cache.Pruned()
+    assert entries.prune(Store(cache_dir), older_than_s=3600.0) == ([], [])
     assert tune([1, 2, 3, 4, 5]).from_cache
 
 

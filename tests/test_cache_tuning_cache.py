@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import quarantune
+from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
+from quarantune.cache.entries import CacheKey, MergeReport
 from quarantune.cache.journal import Journal
-from quarantune.cache.tuning_cache import CacheKey, MergeReport, TuningCache
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def test_all_names_of_the_cache_are_imported_from_its_package() -> None:
     names = ["Claim", "Holder", "wait", "Journal", "conclusions", "remember_trouble", "troublesome", "TuningCache"]
     names += ["CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport"]
     assert all(callable(getattr(quarantune.cache, name)) for name in names)
+    assert quarantune.cache.TuningCache is quarantune.TuningCache
 
 
 def test_a_config_is_found_by_kernel_type_problem_size_and_device(cache: TuningCache) -> None:

@@ -22,10 +22,10 @@ from helpers import child_environ, python
 from test_speed import best_of
 
 from quarantune import cli
+from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Store
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import encode
-from quarantune.cache.tuning_cache import TuningCache
 from quarantune.cli.call_texts import ArrayText, GivenCall, parse_call
 from quarantune.cli.parser import make_parser
 
@@ -465,7 +465,7 @@ def test_old_results_are_pruned_with_their_trials_and_others_stay(run: Run, fill
 
 
 def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> None:
-    from quarantune.cache import tuning_cache
+    from quarantune.cache import entries
 
     looked = filled.read
 
@@ -476,7 +476,7 @@ def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> Non
         return found
 
     filled.read = renew_after_looking  # type: ignore[method-assign]
-    tuning_cache.prune(filled, older_than_s=86400.0)
+    entries.prune(filled, older_than_s=86400.0)
     assert {device: list(entries) for device, entries in looked("kernels.scale").items()} == {"H200": ["a"]}
 
 

@@ -15,8 +15,8 @@ import pytest
 from helpers import change_version, python
 
 import quarantune
+from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import CacheWarning
-from quarantune.cache.tuning_cache import TuningCache
 from quarantune.host.process import in_sandbox
 from quarantune.resolve.call_key import CallKey
 from quarantune.resolve.sweep_records import CompileFailures

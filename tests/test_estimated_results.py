@@ -17,8 +17,8 @@ from helpers import isolated
 
 import quarantune
 from quarantune.api import compile_check
+from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Store
-from quarantune.cache.tuning_cache import TuningCache
 from quarantune.cli import main
 from quarantune.devices import targets
 from quarantune.resolve import similar, tuning_job

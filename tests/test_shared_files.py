@@ -17,11 +17,11 @@ import pytest
 from helpers import run_python
 
 import quarantune
+from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import CacheWarning, CacheWriteError, Store
 from quarantune.cache import journal as journals
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
-from quarantune.cache.tuning_cache import TuningCache
 from quarantune.devices import targets
 from quarantune.host.shared_files import Directory, NotAFileError
 from quarantune.sweep import sweep

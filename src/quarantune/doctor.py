@@ -29,7 +29,7 @@ import psutil
 import quarantune
 from quarantune import jax_internals
 from quarantune.api.autotune import AutoTuner
-from quarantune.cache.tuning_cache import TuningCache
+from quarantune.api.tuning_cache import TuningCache
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device
 from quarantune.host import machine

@@ -1,14 +1,23 @@
-"""`TuningCache` as users know it: the entries of a directory, which can also be measured again."""
+"""`TuningCache`: access to the cache directory, also as a plain store for other tuners, and winners measured again."""
 
 from __future__ import annotations
 
+import os
 import pkgutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache import tuning_cache
-from quarantune.cache.tuning_cache import CacheKey
-from quarantune.values import settings
+from quarantune.cache import SCHEMA, CacheWriteError, Entry, Store, canonical_json, entries, journal, plain, report_once
+from quarantune.cache.entries import CacheDiff, CacheKey, CacheRecord, MergeReport
+from quarantune.cache.store import problem_hash, safe_name
+from quarantune.host.process import new_lock
+from quarantune.host.shared_files import paths
+from quarantune.values import settings as environment
+from quarantune.values.codec import as_json, frozen
+from quarantune.values.configs import Config
+from quarantune.values.settings import forget_choices
 
 if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned, AutoTuner
@@ -17,17 +26,225 @@ if TYPE_CHECKING:
     from quarantune.transport.problem import Arguments
 
 
-class TuningCache(tuning_cache.TuningCache):
+class TuningCache:
     """The tuned results in one directory: those of `@quarantune.autotune`, and any that you put there.
 
     Configs that were found or put stay in memory, so that a look-up reads the disk once. All methods may be called from
     several threads, and on one directory from several processes.
 
     Example:
-        >>> cache = TuningCache(directory)  # doctest: +SKIP
-        >>> cache.put("matmul", (1024, 1024), "cuda:0", {"BM": 64})  # doctest: +SKIP
+        >>> cache = TuningCache(directory)
+        >>> cache.put("matmul", (1024, 1024), "cuda:0", {"BM": 64})
+        >>> cache.get("matmul", (1024, 1024), "cuda:0")
+        {'BM': 64}
         >>> print(cache.verify(matmul))  # doctest: +SKIP
     """
+
+    def __init__(self, dir: str | os.PathLike[str] | None = None) -> None:
+        """Opens a cache; the directory is made when the first entry is put.
+
+        Args:
+            dir: the directory; None for `QUARANTUNE_CACHE_DIR`, or for memory only under `QUARANTUNE_DISABLE_CACHE`.
+        """
+        settings = environment.current()
+        self.directory: Path = (
+            environment.settings(cache_dir=dir).values["cache_dir"] if dir is not None else settings.cache_dir
+        )
+        on_disk = dir is not None or not settings.disable_cache
+        self._store = Store(self.directory, lock_timeout_s=settings.lock_timeout) if on_disk else None
+        self._configs: dict[CacheKey, Config] = {}
+        self._lock = new_lock()
+
+    def get(self, kernel_type: str, problem_size: Any, device: str) -> Config | None:
+        """Returns the config for a problem, or None.
+
+        Args:
+            kernel_type: the name of a function or of a kind of kernel.
+            problem_size: any JSON-able value, such as a tuple of sizes; a text is used as the key without change.
+            device: the kind of device.
+        """
+        key = _key(kernel_type, problem_size, device)
+        with self._lock:
+            config = self._configs.get(key)
+        if config is None:
+            found = (self.entry(*key) or {}).get("config")
+            if not isinstance(found, dict):
+                return None
+            config = frozen(found)
+            with self._lock:
+                self._configs.setdefault(key, config)
+        return dict(config)
+
+    def entry(self, kernel_type: str, problem_size: Any, device: str) -> Entry | None:
+        """Returns the whole entry on disk for a problem: config, time, versions and so on; or None."""
+        key = _key(kernel_type, problem_size, device)
+        return self._store.get(key.kernel_type, key.device, key.problem_size) if self._store else None
+
+    def put(
+        self,
+        kernel_type: str,
+        problem_size: Any,
+        device: str,
+        config: Mapping[str, Any],
+        *,
+        time_ms: float | None = None,
+    ) -> None:
+        """Keeps a config, in place of any earlier one; in memory only, with a warning, if it cannot be saved.
+
+        Under the key of a tuned function, its next call uses the config, which must be in its config space.
+
+        Args:
+            kernel_type: the name of a function or of a kind of kernel.
+            problem_size: any JSON-able value, such as a tuple of sizes; a text is used as the key without change.
+            device: the kind of device.
+            config: the config.
+            time_ms: its time in milliseconds, if known.
+
+        Raises:
+            ValueError: a value is NaN or infinite.
+            TypeError: JSON cannot hold a value.
+        """
+        key = _key(kernel_type, problem_size, device)
+        values = plain(as_json(config))
+        entry = {
+            "config": values,
+            "time_ms": time_ms,
+            "key_values": plain(problem_size),
+            "schema": SCHEMA,
+            "fingerprint": {},
+            "space": None,
+            "versions": {},
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "trials": {},
+        }
+        with self._lock:
+            self._configs[key] = frozen(values)
+        if self._store is None:
+            return
+        try:
+            self._store.put(key.kernel_type, key.device, key.problem_size, entry)
+        except CacheWriteError as error:
+            report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
+            return
+        if self.directory == environment.current().cache_dir:
+            forget_choices(key.device, key.problem_size)
+
+    def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
+        """Removes a config, with the trials and the failed compilations that are remembered for its problem.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            CacheWriteError: it could not be removed from the disk; the message says why.
+        """
+        key = _key(kernel_type, problem_size, device)
+        with self._lock:
+            known = self._configs.pop(key, None) is not None
+        if self._store is None:
+            return known
+        on_disk = self._store.delete(key.kernel_type, key.device, key.problem_size)
+        journal.discard_all(self.directory, key.kernel_type, problem_hash(key.device, key.problem_size))
+        return known or on_disk
+
+    def keys(self) -> list[CacheKey]:
+        """Returns the keys of all entries; kernel types are given by their safe names."""
+        on_disk = {record.key for record in self}
+        with self._lock:
+            return sorted(on_disk | set(self._configs))
+
+    def __len__(self) -> int:
+        """Returns the number of `keys`."""
+        return len(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        """Returns whether there is a config for a key: a `CacheKey`, or a tuple of the arguments of `get`."""
+        if isinstance(key, CacheRecord):
+            return self.entry(*key.key) == key.entry
+        return isinstance(key, tuple) and len(key) == 3 and self.get(*key) is not None
+
+    def __iter__(self) -> Iterator[CacheRecord]:
+        """Iterates over the entries on disk."""
+        return iter(()) if self._store is None else entries.records(self._store)
+
+    def merge(self, other: TuningCache | str | os.PathLike[str]) -> MergeReport:
+        """Copies all entries of another cache.
+
+        Of two entries for one problem, the one with more samples is kept if their configs are the same, and else the
+        newer one; the report lists both.
+
+        Args:
+            other: the other cache, or its directory, which is only read.
+
+        Returns:
+            What was added, updated and left unchanged, and the conflicts.
+
+        Raises:
+            ValueError: the other directory does not exist, or one of the caches is in memory only.
+            CacheWriteError: they could not be saved; the message says why.
+        """
+        report = entries.merge(self._on_disk(), _store_of(other))
+        with self._lock:
+            self._configs.clear()
+        return report
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        names: Collection[str] | str | None = None,
+        devices: Collection[str] | str | None = None,
+    ) -> list[CacheKey]:
+        """Writes entries into another directory, such as one that a package ships.
+
+        Entries for other problems that the directory holds already stay. The files are sorted, so that they can be kept
+        under version control. No lock is taken, and no file of a lock is left.
+
+        Args:
+            directory: made if necessary.
+            names: the functions or kinds of kernel, in which `*` stands for any text; None for all.
+            devices: the kinds of device; None for all.
+
+        Returns:
+            The keys of the entries written.
+
+        Raises:
+            ValueError: there is nothing for a name or a device, or this cache is in memory only.
+            CacheWriteError: the directory cannot be written to, or a file in it is damaged or from a later version.
+        """
+        names, devices = ([it] if isinstance(it, str) else it for it in (names, devices))
+        return entries.export(self._on_disk(), Path(directory), names=names, devices=devices)
+
+    def diff(self, other: TuningCache | str | os.PathLike[str]) -> CacheDiff:
+        """Compares the configs of two caches, and changes neither.
+
+        Args:
+            other: the other cache, or its directory.
+
+        Raises:
+            ValueError: the other directory does not exist, or one of the caches is in memory only.
+        """
+        return entries.compare(entries.records(self._on_disk()), entries.records(_store_of(other)))
+
+    def clear(self, name: str | None = None) -> None:
+        """Removes everything about one kernel type, or about all: entries, and the journals of their sweeps.
+
+        Raises:
+            CacheWriteError: it could not be removed from the disk; the message says why.
+        """
+        stem = None if name is None else safe_name(name)
+        with self._lock:
+            self._configs = {key: config for key, config in self._configs.items() if stem not in (None, key[0])}
+        if self._store is None:
+            return
+        swept = [path.stem for path in paths(self.directory, "*.trials")]
+        for known in {*self._store.names(), *swept} if stem is None else {stem}:
+            self._store.clear(known)
+            journal.discard_all(self.directory, known)
+
+    def problems(self) -> list[str]:
+        """Returns a sentence for each problem found on disk; changes nothing."""
+        return [] if self._store is None else entries.problems(self._store)
 
     def verify(
         self,
@@ -64,8 +281,36 @@ class TuningCache(tuning_cache.TuningCache):
         if not functions:
             raise ValueError("verify needs the tuned functions: give them, or texts such as 'kernels:matmul'")
         tuned = [_tuned(function) for function in functions]
-        with settings.settings(cache_dir=self.directory):
+        with environment.settings(cache_dir=self.directory):
             return verification.verify(iter(self), tuned, arguments, max_loss_percent=max_loss_percent, retune=retune)
+
+    def _on_disk(self) -> Store:
+        """Returns the store.
+
+        Raises:
+            ValueError: the cache is in memory only.
+        """
+        if self._store is None:
+            raise ValueError(
+                "a TuningCache that was made under QUARANTUNE_DISABLE_CACHE is in memory only, and can be neither "
+                "merged, compared nor exported: give it a directory, as in TuningCache('/shared/tuned')"
+            )
+        return self._store
+
+
+def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
+    problem = problem_size if isinstance(problem_size, str) else canonical_json(problem_size)
+    return CacheKey(safe_name(kernel_type), problem, str(device))
+
+
+def _store_of(other: TuningCache | str | os.PathLike[str]) -> Store:
+    """Returns the entries of another cache, which are only read."""
+    if isinstance(other, TuningCache):
+        return other._on_disk()
+    directory = Path(other)
+    if not directory.is_dir():
+        raise ValueError(f"there is no cache in {str(directory)!r}: it is no directory")
+    return Store(directory, read_only=True)
 
 
 def _tuned(function: Any) -> TunedFunction:

@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from quarantune.cache.claims import Claim as Claim
     from quarantune.cache.claims import Holder as Holder
     from quarantune.cache.claims import wait as wait
+    from quarantune.cache.entries import CacheDiff as CacheDiff
+    from quarantune.cache.entries import CacheKey as CacheKey
+    from quarantune.cache.entries import CacheRecord as CacheRecord
+    from quarantune.cache.entries import EntryPair as EntryPair
+    from quarantune.cache.entries import MergeReport as MergeReport
     from quarantune.cache.journal import Journal as Journal
     from quarantune.cache.journal import conclusions as conclusions
     from quarantune.cache.journal import remember_trouble as remember_trouble
     from quarantune.cache.journal import troublesome as troublesome
-    from quarantune.cache.tuning_cache import CacheDiff as CacheDiff
-    from quarantune.cache.tuning_cache import CacheKey as CacheKey
-    from quarantune.cache.tuning_cache import CacheRecord as CacheRecord
-    from quarantune.cache.tuning_cache import EntryPair as EntryPair
-    from quarantune.cache.tuning_cache import MergeReport as MergeReport
-    from quarantune.cache.tuning_cache import TuningCache as TuningCache
 
 _MODULES = {
     **dict.fromkeys(("Claim", "Holder", "wait"), "claims"),
     **dict.fromkeys(("Journal", "conclusions", "remember_trouble", "troublesome"), "journal"),
-    **dict.fromkeys(
-        ("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport", "TuningCache"), "tuning_cache"
-    ),
+    **dict.fromkeys(("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport"), "entries"),
 }
 """The modules of the names that a cached call does not need, imported with their first use."""
+_ABOVE = {"TuningCache": "quarantune.api.tuning_cache"}
+"""The modules of names that users find here, but that belong to layers above."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    module = f"{__name__}.{_MODULES[name]}" if name in _MODULES else _ABOVE.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(module), name)

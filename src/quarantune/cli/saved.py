@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache import Contents, Entry, Store, safe_name, tuning_cache
-from quarantune.cache.tuning_cache import CacheKey, CacheRecord, EntryPair, TuningCache
+from quarantune.api.tuning_cache import TuningCache
+from quarantune.cache import Contents, Entry, Store, entries, safe_name
+from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject, frozen
@@ -45,9 +46,9 @@ def cache_list(options: argparse.Namespace, out: Output) -> int:
             out,
             store,
             (
-                (f"{printable(name)} on {printable(device)}", columns(map(_row, entries.values()), indent="  "))
+                (f"{printable(name)} on {printable(device)}", columns(map(_row, of_device.values()), indent="  "))
                 for name, contents in _chosen(store, options)
-                for device, entries in contents.items()
+                for device, of_device in contents.items()
             ),
         )
     return DONE
@@ -76,8 +77,7 @@ def _print(out: Output, store: Store, blocks: Iterable[tuple[str, Iterable[str]]
 
 def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
-    here, there = _all(_opened()), _all(_another(options.other))
-    found = tuning_cache.compare(here, there)
+    found = entries.compare(entries.records(_opened()), entries.records(_another(options.other)))
     out.line(_printable_lines(str(found)))
     out.json(
         {
@@ -96,7 +96,7 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
     if not options.functions and (options.max_loss or options.retune):
         raise InputError("--max-loss and --retune are about winners: name their functions, as MODULE:FUNCTION")
     if options.functions:  # only these need JAX
-        from quarantune.api import ahead, tuning_cache
+        from quarantune.api import ahead
         from quarantune.cli import calls
 
         tuned = [calls.load_kernel(name, to_do="give") for name in options.functions]
@@ -111,10 +111,9 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
     is_right = not problems
     if tuned:
         names = {safe_name(ahead.function_of(function).name) for function in tuned}
-        cache = tuning_cache.TuningCache(directory)
-        report = cache.verify(*tuned, max_loss_percent=options.max_loss, retune=options.retune)
-        entries = [entry for entry in report.entries if entry.key.kernel_type in names]
-        for entry in entries:
+        report = TuningCache(directory).verify(*tuned, max_loss_percent=options.max_loss, retune=options.retune)
+        verified = [entry for entry in report.entries if entry.key.kernel_type in names]
+        for entry in verified:
             out.line(printable(str(entry)))
         lost = [
             (
@@ -125,15 +124,15 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
                 f"{it.time_ms:.4g}",
                 f"{loss:.3g}%",
             )
-            for it in entries
+            for it in verified
             if options.max_loss and (loss := it.loss_percent or 0.0) > options.max_loss
         ]
         if lost:
             out.line("\n".join(columns([("function", "call", "config", "saved ms", "now ms", "loss"), *lost])))
-        verdicts = Counter(str(entry.verdict) for entry in entries)
+        verdicts = Counter(str(entry.verdict) for entry in verified)
         summary = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
-        out.line(f"{counted(len(entries), 'result')} looked at" + (f": {summary}" if summary else ""))
-        document["entries"] = [entry.to_dict() for entry in entries]
+        out.line(f"{counted(len(verified), 'result')} looked at" + (f": {summary}" if summary else ""))
+        document["entries"] = [entry.to_dict() for entry in verified]
         is_right &= "stale" not in verdicts
     out.json(document)
     return DONE if is_right else FAILED
@@ -175,20 +174,20 @@ def cache_prune(options: argparse.Namespace, out: Output) -> int:
         # Files beside the entries may be about any device, so that they stay where one is named.
         return (names is None or name in names) and options.device in (None, device)
 
-    found = tuning_cache.prune(
+    results, files = entries.prune(
         Store(store.directory, lock_timeout_s=environment.current().lock_timeout),
         older_than_s=age_s,
         is_chosen=is_chosen,
         dry_run=options.dry_run,
     )
-    for item in (*found.entries, *found.files):
+    for item in (*results, *files):
         out.line(printable(str(item)))
-    numbers = ((len(found.entries), "result"), (len(found.files), "other file"))
+    numbers = ((len(results), "result"), (len(files), "other file"))
     removed = " and ".join(counted(number, noun) for number, noun in numbers if number)
     verb = "would be removed" if options.dry_run else "removed"
     kept = "" if age_s is not None else "; results of any age stay without --older-than"
     out.line(f"{removed or 'nothing'} {verb}{kept}")
-    out.json({"dry_run": options.dry_run, "results": _keys(found.entries), "files": list(map(str, found.files))})
+    out.json({"dry_run": options.dry_run, "results": _keys(results), "files": list(map(str, files))})
     return DONE
 
 
@@ -282,20 +281,16 @@ def _readable(directory: Path, *, remedy: str) -> Store:
     return Store(directory, read_only=True)
 
 
-def _all(store: Store) -> Iterator[CacheRecord]:
-    return _entries((name, store.read(name)) for name in store.names())
-
-
 def _entries(contents: Iterable[tuple[str, Contents]]) -> Iterator[CacheRecord]:
-    for name, entries in contents:
-        yield from tuning_cache.entries_of(name, entries)
+    for name, of_name in contents:
+        yield from entries.entries_of(name, of_name)
 
 
 def _chosen(store: Store, options: argparse.Namespace) -> list[tuple[str, Contents]]:
     """Returns the entries that the names and the device of a command choose, function by function."""
     devices = None if options.device is None else [options.device]
     with input_errors(ValueError):
-        return tuning_cache.chosen(store, names=options.names or None, devices=devices)
+        return entries.chosen(store, names=options.names or None, devices=devices)
 
 
 def _seconds(text: str) -> float:

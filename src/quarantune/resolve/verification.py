@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from quarantune.cache import Entry, safe_name
-from quarantune.cache.tuning_cache import CacheKey, CacheRecord
+from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed
 from quarantune.resolve.recorded import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver, changed_versions, dict_or_empty

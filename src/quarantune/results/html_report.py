@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.cache import Entry, Store, canonical_json, safe_name, tuning_cache
+from quarantune.cache import Entry, Store, canonical_json, entries, safe_name
 from quarantune.cache.journal import Journal, conclusions
 from quarantune.results import report, saved_files
 from quarantune.results.result import ResultData, TuningResult
@@ -370,11 +370,11 @@ def cached_results(directory: Path, name: str, *, device: str | None = None) -> 
     """
     store = Store(directory, read_only=True)
     devices = None if device is None else [device]
-    contents = dict(tuning_cache.chosen(store, names=[name], devices=devices)).get(safe_name(name))
+    contents = dict(entries.chosen(store, names=[name], devices=devices)).get(safe_name(name))
     if contents is None:  # its file is empty, or the name is a pattern for those of others
         raise ValueError(f"no function {shown(name)} has results. `quarantune cache list` shows all names.")
     # Of one call, the last one of these, which is the newest.
-    found = sorted(tuning_cache.entries_of(name, contents), key=lambda each: str(each[1].get("created", "")))
+    found = sorted(entries.entries_of(name, contents), key=lambda each: str(each[1].get("created", "")))
     newest = {
         (key.device, canonical_json(entry.get("key_values") or key.problem_size)): (key, entry) for key, entry in found
     }
