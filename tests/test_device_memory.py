@@ -18,7 +18,7 @@ from helpers import isolated
 import quarantune
 from quarantune import AutoTuner, Outcome, Phase, Trial, TuningResult
 from quarantune.resolve.call_key import TunedFunction
-from quarantune.resolve.sweep_records import _Failure
+from quarantune.resolve.sweep_records import _FailedCompile
 from quarantune.values.settings import Options
 from quarantune.values.trial import CompilerFigures, CycleEstimate
 
@@ -134,5 +134,5 @@ def test_a_verdict_on_a_compilation_keeps_its_outcome_and_its_figures(outcome: O
     figures = CompilerFigures(argument_bytes=8, estimate=CycleEstimate(cycles=5.0))
     trial = Trial(config={"n": 1}, outcome=outcome, phase=Phase.COMPILE, figures=figures)
     about = {"source": "a sweep", "found": "2026-01-01T00:00:00+00:00", "compilers": {}}
-    failure = _Failure(trial=trial, compile_timeout_s=1.0, memory_limit_bytes=None, **about)  # type: ignore[arg-type]
-    assert _Failure.from_json(json.loads(json.dumps(failure.to_json()))).trial == trial
+    failure = _FailedCompile(trial=trial, compile_timeout_s=1.0, memory_limit_bytes=None, **about)  # type: ignore[arg-type]
+    assert _FailedCompile.from_json(json.loads(json.dumps(failure.to_json()))).trial == trial

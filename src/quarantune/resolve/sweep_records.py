@@ -437,7 +437,7 @@ class CompileFailures:
         before = self._known.get(text)
         if not is_verdict and (before is None or before.trial.outcome is Outcome.OK):
             return
-        failure = _Failure(
+        failure = _FailedCompile(
             trial=dataclasses.replace(trial, samples_ms=()),
             source=source,
             found=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
@@ -466,13 +466,13 @@ class CompileFailures:
         return journal.compile_failures(directory, self._name, self._key.device, self._key.text)
 
     @functools.cached_property
-    def _known(self) -> dict[str, _Failure]:
+    def _known(self) -> dict[str, _FailedCompile]:
         """The last verdict on each config under the present versions."""
-        last: dict[str, _Failure] = {}
+        last: dict[str, _FailedCompile] = {}
         refused = 0
         for record in (record for source in [*self._others, self._journal] for record in source.records()):
             try:
-                failure = _Failure.from_json(record)
+                failure = _FailedCompile.from_json(record)
                 text = cache.canonical_json(failure.trial.config)
             except ValueError:
                 refused += 1
@@ -486,7 +486,7 @@ class CompileFailures:
             )
         return {text: failure for text, failure in last.items() if _is_verdict(failure.trial)}
 
-    def _with_origin(self, failure: _Failure) -> Trial:
+    def _with_origin(self, failure: _FailedCompile) -> Trial:
         trial = failure.trial
         ended = "compiled" if trial.outcome is Outcome.OK else "failed to compile"
         origin = f"known since {failure.found[:10]}: {ended} for {self._key.device} in {failure.source}"
@@ -502,7 +502,7 @@ def note_check(failures: CompileFailures, trial: Trial) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Failure(Record):
+class _FailedCompile(Record):
     """A failed compilation, or one of a check that did not fail, and the conditions under which it counts.
 
     Attributes:
@@ -606,7 +606,7 @@ def _compiled(trial: Trial) -> bool:
     return trial.outcome not in _UNSETTLED and trial.phase in (Phase.CHECK, Phase.MEASURE)
 
 
-def _is_same(before: _Failure, after: _Failure) -> bool:
+def _is_same(before: _FailedCompile, after: _FailedCompile) -> bool:
     """Returns whether a failure adds nothing to what is known."""
     return (
         (before.trial.outcome, before.trial.message, before.trial.figures)

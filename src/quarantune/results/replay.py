@@ -31,7 +31,7 @@ _ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class SearchRun:
     """One search with one seed.
 
     Attributes:
@@ -67,7 +67,7 @@ class ReplayResult:
     optimum_ms: float
     within: float
     max_trials: int
-    runs: dict[str, tuple[Run, ...]]
+    runs: dict[str, tuple[SearchRun, ...]]
 
     def evaluations(self, search: str, share: float = 0.9) -> int | None:
         """Returns after how many trials this share of a search's runs had found the best; None if fewer ever did."""
@@ -85,7 +85,7 @@ class ReplayResult:
         )
         return "\n".join([about, *columns(rows)])
 
-    def _row(self, name: str, runs: tuple[Run, ...]) -> list[str]:
+    def _row(self, name: str, runs: tuple[SearchRun, ...]) -> list[str]:
         trials, worst = sum(len(run.best_ms) for run in runs), max((math.inf, *run.best_ms)[-1] for run in runs)
         return [
             name,
@@ -198,7 +198,7 @@ def _run(
     max_trials: int,
     batch: int,
     enough_ms: float,
-) -> Run:
+) -> SearchRun:
     began = time.process_time()
     search = make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
     told: list[Trial] = []
@@ -208,7 +208,7 @@ def _run(
             search.tell(config, told[-1])
     spent_ms = 1e3 * (time.process_time() - began)
     figures = [_figure(trial) for trial in told]
-    return Run(
+    return SearchRun(
         seed=seed,
         best_ms=tuple(itertools.accumulate(figures, min)),
         evaluations=next((number for number, figure in enumerate(figures, 1) if figure <= enough_ms), None),
