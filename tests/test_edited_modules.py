@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from helpers import python
 
 from quarantune.cache.fingerprint import is_library
 from quarantune.host import process
@@ -74,6 +75,81 @@ def test_objects_that_pass_for_modules_without_a_file_are_not_edited(imports: Im
         assert importable.edited_modules("uses_operators") == []
     finally:
         del sys.modules["uses_operators.operators"]
+
+
+LAZY = """
+import importlib.abc, importlib.util, sys
+
+class Missing(importlib.abc.Loader):
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        raise ModuleNotFoundError("an optional package is not installed")
+
+spec = importlib.util.spec_from_file_location("of_optional", __file__, loader=importlib.util.LazyLoader(Missing()))
+optional = sys.modules["of_optional"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(optional)
+
+class Connected:
+    @property
+    def __class__(self):
+        raise RuntimeError("there is no connection")
+
+    __module__ = __class__
+
+connection = Connected()
+"""
+
+
+def test_objects_that_fail_at_their_first_use_are_left_alone(imports: Imports) -> None:
+    imports("uses_optional", LAZY + SOURCE)
+    try:
+        assert importable.edited_modules("uses_optional") == []
+        assert "uses_optional" not in importable.own_edited_modules()
+    finally:
+        del sys.modules["of_optional"]
+
+
+CHANGED = "compile('def kernel(x): return 2 * x', {}, 'exec')"
+HOOK = """
+import importlib.machinery, os, sys
+
+class Loader(importlib.machinery.SourceFileLoader):
+    def {method}:
+        {body}
+
+class Finder:
+    def find_spec(name, path, target=None):
+        found = importlib.machinery.PathFinder.find_spec(name, path)
+        if name == "hooked":
+            found.loader = Loader(name, found.origin)
+        return found
+
+sys.meta_path.insert(0, Finder)
+import hooked
+if {is_written_again}:
+    open(hooked.__file__, "w").write("def kernel(x): return x")
+from quarantune.transport import importable
+print(hooked.kernel(1), importable.edited_modules("hooked"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "is_written_again"),
+    [
+        ("exec_module(self, module)", f"exec({CHANGED.format('module.__file__')}, vars(module))", False),
+        ("source_to_code(self, data, path)", f"return {CHANGED.format('path')}", True),
+    ],
+    ids=["as it runs", "as it is compiled"],
+)
+def test_a_module_that_an_import_hook_changes_is_not_edited(
+    method: str, body: str, is_written_again: bool, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HOOK.format(method=method, body=body, is_written_again=is_written_again))
+    (tmp_path / "hooked.py").write_text("def kernel(x): return x")
+    assert python(script) == "2 []\n"
 
 
 def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -> None:

@@ -296,6 +296,15 @@ def startup_path() -> list[str]:
     return [entry for entry in path if entry in homes] + [entry for entry in path if entry not in homes]
 
 
+def content(module: object) -> Mapping[str, Any]:
+    """Returns the globals of a module without running any code: one that its first use imports is not imported yet."""
+    try:
+        found: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:
+        return {}
+    return found
+
+
 def is_imported_early(name: str) -> bool:
     """Returns whether a module is Python's own, or belongs to a package that a process of ours imports first.
 
@@ -305,7 +314,7 @@ def is_imported_early(name: str) -> bool:
     package = name.partition(".")[0]
     if package in _NEEDED:
         return True
-    file = getattr(sys.modules.get(name), "__file__", None)
+    file = content(sys.modules.get(name)).get("__file__")
     is_from_library = file is None or os.path.abspath(file).startswith(os.path.dirname(os.__file__) + os.sep)
     return package in sys.stdlib_module_names and is_from_library
 

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import gc
 import importlib
-import inspect
 import os
 import selectors
 import signal
@@ -25,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from quarantune.host.process import is_installed
+from quarantune.host.process import content, is_installed
 from quarantune.sandbox import contain, spawning, spool, wire
 from quarantune.sandbox.template_messages import (
     ORDERS,
@@ -384,8 +383,7 @@ def _import_for_forks(modules: Sequence[str], *, are_installed: bool = False) ->
 
 def _of_packages(names: Iterable[str]) -> tuple[str, ...]:
     """Returns those of some imported modules that are part of installed packages, which nobody edits meanwhile."""
-    # Read without running code of theirs: a lazy module would be imported now, or fail to be.
-    files = {name: inspect.getattr_static(sys.modules.get(name), "__file__", None) for name in names}
+    files = {name: content(sys.modules.get(name)).get("__file__") for name in names}
     return tuple(sorted(name for name, file in files.items() if isinstance(file, str) and is_installed(file)))
 
 

@@ -14,11 +14,13 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib.abc import InspectLoader
+from pathlib import Path
 from typing import Any
 
 from quarantune.host import machine
-from quarantune.host.process import is_imported_early, is_installed
+from quarantune.host.process import content, is_imported_early, is_installed
 from quarantune.transport import unpicklable
 
 
@@ -45,13 +47,7 @@ def can_import(name: str) -> bool:
 def _find_spec(name: str, path: Any) -> Any:
     # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.
     for finder in sys.meta_path:
-        try:
-            spec = finder.find_spec(name, path)
-        except Exception as error:
-            if unpicklable.is_interruption(error):
-                raise
-            continue
-        if spec is not None:
+        if (spec := _answer(lambda finder: finder.find_spec(name, path), finder)) is not None:
             return spec
     return None
 
@@ -98,10 +94,11 @@ def home_in(module: types.ModuleType, obj: Any) -> tuple[str, str] | None:
 
 # --- modules whose source was edited ---
 
-_STARTED = time.time() - 2.0
-# This process's start is told in ticks since that of the machine; the two seconds cover the rounding.
+_STARTED = time.time()
 if _fields := machine.process_status("self"):
-    _STARTED -= time.clock_gettime(time.CLOCK_BOOTTIME) - int(_fields[19]) / os.sysconf("SC_CLK_TCK")
+    # Told in whole ticks: the end of the tick, as a program may be started in the one in which its file is written.
+    _age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - (int(_fields[19]) + 1) / os.sysconf("SC_CLK_TCK")
+    _STARTED = time.time() - _age_s
 """The start of this process. A file last changed before it was not edited after its import (forks included)."""
 
 
@@ -120,34 +117,46 @@ def edited_modules(name: str) -> list[str]:
 def own_edited_modules() -> list[str]:
     """Returns all of the user's own modules that were edited after this process imported them."""
     mains = ("__main__", "__mp_main__")
-    own = [(name, module) for name, module in list(sys.modules.items()) if name not in mains and _is_own(module)]
-    return sorted(name for name, module in own if _is_edited(module))
+    return sorted(
+        name
+        for name, module in list(sys.modules.items())
+        if name not in mains and _is_own(name, module) and _is_edited(module)
+    )
 
 
 def _reached(name: str, seen: set[str]) -> Iterator[str]:
     """Yields the user's own modules among a module, its parent packages, and the modules that its globals come from."""
     module = sys.modules.get(name)
-    if name in seen or module is None or not _is_own(module):
+    if name in seen or module is None or not _is_own(name, module):
         return
     seen.add(name)
     yield name
     if parent := name.rpartition(".")[0]:
         yield from _reached(parent, seen)
-    for value in list(vars(module).values()):
-        other = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    for value in list(content(module).values()):
+        other = _answer(_home_of, value)
         if isinstance(other, str):
             yield from _reached(other, seen)
 
 
-def _is_own(module: types.ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
+def _home_of(value: Any) -> Any:
+    return content(value).get("__name__") if _is_module(value) else getattr(value, "__module__", None)
+
+
+def _is_module(value: Any) -> bool:
+    """Returns whether a value is a module, without asking it: a lazy one would be imported now, or fail to be."""
+    return issubclass(type(value), types.ModuleType)
+
+
+def _is_own(name: str, module: types.ModuleType) -> bool:
+    file = content(module).get("__file__")
     if not isinstance(file, str) or not file.endswith(".py") or not os.path.isabs(file):
-        return False  # torch gives some of its objects names of files that do not exist
-    return not (is_installed(file) or is_imported_early(module.__name__))
+        return False
+    return not (is_installed(file) or is_imported_early(name))
 
 
 def _is_edited(module: types.ModuleType) -> bool:
-    file = str(module.__file__)
+    file = str(content(module)["__file__"])
     try:
         status = os.stat(file)
     except OSError:
@@ -155,21 +164,18 @@ def _is_edited(module: types.ModuleType) -> bool:
     if status.st_ctime < _STARTED:
         return False
     # Written since this process started: the code shows whether that was before or after the import.
-    source = _source_of(file, status.st_mtime_ns, status.st_size)
+    compiled = getattr(content(module).get("__loader__"), "source_to_code", InspectLoader.source_to_code)
+    source = _source_of(file, status.st_mtime_ns, status.st_size, compiled)
     if source is None:
         return True
     return not all(_essence(code) in source for code in _codes_of(module, file))
 
 
 @functools.lru_cache(maxsize=256)
-def _source_of(file: str, mtime_ns: int, size: int) -> frozenset[Any] | None:
-    """Returns the essences of all code in a file; None if it cannot be read."""
-    try:
-        with open(file, "rb") as source:
-            whole = compile(source.read(), file, "exec", dont_inherit=True, optimize=sys.flags.optimize)
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
-    return frozenset(map(_essence, _nested(whole)))
+def _source_of(file: str, mtime_ns: int, size: int, compiled: Callable[[bytes, str], Any]) -> frozenset[Any] | None:
+    """Returns the essences of all code in a file, compiled as its import compiles it; None if that fails."""
+    whole = _answer(lambda file: compiled(Path(file).read_bytes(), file), file)
+    return None if whole is None else frozenset(map(_essence, _nested(whole)))
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -192,24 +198,37 @@ def _essence(code: types.CodeType) -> Any:
 
 def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:
     """Yields the code of a module's functions and methods that come from its own file."""
-    pending, seen = list(vars(module).values()), set[int]()
+    pending, seen = list(content(module).values()), set[int]()
     while pending:
         value = pending.pop()
-        if id(value) in seen:
+        if id(value) in seen or _is_module(value):
             continue
         seen.add(id(value))
-        if isinstance(value, type):
-            if value.__module__ == module.__name__:
-                pending += vars(value).values()
-        elif isinstance(value, types.FunctionType):
-            if value.__code__.co_filename == file:
-                yield value.__code__
-            pending.append(getattr(value, "__wrapped__", None))
-        elif isinstance(value, property):
-            pending += [value.fget, value.fset, value.fdel]
-        elif isinstance(value, (staticmethod, classmethod)):
-            pending.append(value.__func__)
-        elif isinstance(value, functools.partial):
-            pending.append(value.func)
-        elif not isinstance(value, types.ModuleType):
-            pending.append(inspect.getattr_static(value, "__wrapped__", None))  # a proxy may invent attributes
+        if type(value) is types.CodeType and value.co_filename == file:
+            yield value
+        pending += _answer(lambda value: _parts_of(value, module.__name__), value) or ()
+
+
+def _parts_of(value: Any, module: str) -> Iterable[Any]:
+    """Returns the parts of a class or a wrapper of a module, among which its code is."""
+    if isinstance(value, type):
+        return vars(value).values() if value.__module__ == module else ()
+    if isinstance(value, types.FunctionType):
+        return value.__code__, getattr(value, "__wrapped__", None)
+    if isinstance(value, property):
+        return value.fget, value.fset, value.fdel
+    if isinstance(value, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if isinstance(value, functools.partial):
+        return (value.func,)
+    return (inspect.getattr_static(value, "__wrapped__", None),)  # a proxy may invent attributes
+
+
+def _answer(question: Callable[[Any], Any], value: Any) -> Any:
+    """Returns an answer about a value; None where that raises, as a proxy does of an object that cannot be made."""
+    try:
+        return question(value)
+    except Exception as error:
+        if unpicklable.is_interruption(error):
+            raise
+        return None

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.host.process import content
 from quarantune.jax_internals.other_processes import hidden_interface
 from quarantune.values.codec import text_of
 
@@ -132,7 +133,7 @@ class ProgramLines:
         if origin is None:
             return ""
         code, number = origin
-        spaces = (getattr(module, "__dict__", {}) for module in list(sys.modules.values()))
+        spaces = map(content, list(sys.modules.values()))
         names = next((space for space in spaces if space.get("__file__") == code.co_filename), {})
         values = [name for name in code.co_names if not callable(value := names.get(name, len)) and not ismodule(value)]
         used = ", ".join([*code.co_freevars, *values])
