@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from aftermath import nothing_is_left
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from helpers import isolated
 from test_never_worse import X, chained
 from test_noise import MACHINES, Machine
@@ -114,6 +114,7 @@ def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory
         assert problem["interval"] == " to ".join(map(ratio_text, result.speedup_interval))
 
 
+@pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_defaults_that_fail_leave_no_speedup_and_are_told(isolation: str, capfd: pytest.CaptureFixture[str]) -> None:
     chained(ref_fn=None).tune(X)  # starts the template
