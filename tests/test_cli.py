@@ -373,6 +373,8 @@ def test_all_about_a_result_is_shown(run: Run, filled: Store) -> None:
     assert re.search(r"trials +ok 2\n", out)
     [shown] = json.loads(run("cache", "show", "kernels.norm", "--json")[1])
     assert shown["entry"] == filled.get("kernels.norm", "H200", "c")
+    filled.put("kernels.norm", "H200", "c", entry(3, 1) | {"default_time_ms": 0.5, "speedup_interval": [0.97, 1.03]})
+    assert re.search(r"time +the defaults are best \(0\.5 ms\)\n", run("cache", "show", "kernels.norm")[1])
 
 
 def test_a_hostile_entry_cannot_write_to_the_terminal(run: Run, cache_dir: Path) -> None:
@@ -717,16 +719,23 @@ def test_configs_are_checked_for_a_target(run: Run, kernels: str) -> None:
     code, out, _ = run("check", f"{kernels}:broken", "--target", "cpu", "--args", "f32[8]", "--all")
     assert code == 1
     assert "RuntimeError: no 1" in out
+    assert not out.endswith("\n\n")
 
 
 @pytest.mark.usefixtures("cpu_only")
-def test_targets_are_listed(run: Run) -> None:
+def test_targets_are_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = run("targets", "--json")
     listed = {it["name"]: it for it in json.loads(out)}
     assert code == 0
     assert listed["cpu"]["is_here"]
     assert listed["TPU v5e"]["platform"] == "tpu"
-    assert run("targets")[1].splitlines()[1].split()[:2] == ["cpu", "yes"]
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("quarantune.devices.targets.has_plugin", lambda platform: platform == "cpu")
+    lines = run("targets")[1].splitlines()
+    assert lines[1].split() == ["cpu", "yes", "this", "machine"]
+    assert max(map(len, lines)) <= 80
+    assert "to compile for TPU v4, TPU v5e, TPU v5p, TPU v6e or TPU 7x:" in lines
+    assert "  pip install 'quarantune[tpu]'" in lines
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def test_times_in_words() -> None:
     assert Findings(0.0077, 0.0155).text() == "2.01x faster than the defaults (0.0077 ms against 0.0155 ms)"
     assert Findings(2.0, 1.0).text() == "2.00x slower than the defaults (2 ms against 1 ms)"
     assert Findings(1.0, 1.02, (0.99, 1.05)).text() == "as fast as the defaults (1 ms against 1.02 ms)"
-    assert Findings(1.0, 1.0).text(is_default=True) == "the defaults are best (1 ms)"
+    assert Findings(1.0, 1.0).text() == "the defaults are best (1 ms)"
     assert Findings(1.0).text() == "1 ms"
     assert Findings(float("nan"), 1.0).text() == "time not known"
     assert [ratio_text(ratio) for ratio in (0.031, 0.31, 9.99, 12.34, 1234.5)] == [

@@ -20,7 +20,7 @@ from helpers import refused
 import quarantune
 from quarantune import CacheWarning, Outcome, Trial
 from quarantune.cache.journal import Journal, compile_failures
-from quarantune.cache.store import _reported
+from quarantune.cache.store import Store, _reported
 from quarantune.search import models
 from quarantune.values.configs import Config
 
@@ -137,8 +137,11 @@ def test_our_journals_and_trials_in_memory_replay(tmp_path: Path) -> None:
     compile_failures(tmp_path, "matmul", "cpu", "key").append({"trial": trials[0].to_json()})
     expected(quarantune.replay(tmp_path / "matmul.trials", "exhaustive", seeds=[0]))
     Journal(tmp_path, "matmul", "cpu", "other").append({"trial": trials[0].to_json()})
-    with pytest.raises(ValueError, match=r"matmul.trials holds the journals of 2 problems; give the path of one: "):
+    Store(tmp_path).put("matmul", "cpu", "key", {"config": {}, "key_values": {"x": {"shape": [8], "dtype": "int8"}}})
+    with pytest.raises(ValueError, match=r"matmul.trials holds .* 2 problems; give the path of one: ") as error:
         quarantune.replay(tmp_path / "matmul.trials")
+    assert re.search(r"matmul\(x s8\[8\]\) on cpu \(6 trials in \w+\.\w+\.jsonl\)", str(error.value))
+    assert re.search(r"a call without a result \(1 trial in \w+\.\w+\.jsonl\)", str(error.value))
     (file,) = (path for path in (tmp_path / "matmul.trials").iterdir() if path.read_text().count('"trial"') > 1)
     expected(quarantune.replay(file, "exhaustive", seeds=[0]))
 

@@ -6,7 +6,7 @@ import argparse
 import textwrap
 
 import quarantune.doctor as checks
-from quarantune.cli.output import DONE, ERROR_STYLE, FAILED, OK_STYLE, Output
+from quarantune.cli.output import DONE, ERROR_STYLE, FAILED, OK_STYLE, Output, wrapped
 from quarantune.devices import targets as known
 from quarantune.values.texts import columns, printable
 
@@ -41,15 +41,19 @@ _FIELDS = ("name", "platform", "device_kind", "is_here", "origin")
 
 def targets(options: argparse.Namespace, out: Output) -> int:
     """Lists the devices, those of this machine first, and what is missing for compiling."""
-    records, rows = [], [("device", "here", "needs", "description")]
+    records, rows = [], [("device", "here", "description")]
+    without_compiler: dict[str, list[str]] = {}
     for target in known.targets():
-        missing = ""
+        missing = None
         try:
             known.usable(target)
         except ImportError as error:
             missing = str(error).rpartition(": ")[2]
-        rows.append((target.name, "yes" if target.is_here else "", missing, target.origin))
-        records.append({name: getattr(target, name) for name in _FIELDS} | {"needs": missing or None})
-    out.line("\n".join(columns(rows)))
+            without_compiler.setdefault(missing, []).append(target.name)
+        rows.append((target.name, "yes" if target.is_here else "", target.origin))
+        records.append({name: getattr(target, name) for name in _FIELDS} | {"needs": missing})
+    out.line("\n".join(columns(wrapped(rows, out.width))))
+    for missing, names in without_compiler.items():
+        out.line(f"\nto compile for {' or '.join(filter(None, (', '.join(names[:-1]), names[-1])))}:\n  {missing}")
     out.json(records)
     return DONE

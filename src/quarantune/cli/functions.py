@@ -46,7 +46,6 @@ from quarantune.host.shared_files import Directory
 from quarantune.resolve import recorded
 from quarantune.resolve.call_key import BoundCall
 from quarantune.resolve.recorded import RecordedCall, described_arguments, described_settings
-from quarantune.results import result
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
 from quarantune.values import settings as environment
@@ -152,7 +151,7 @@ def told(tuned: Tuned, call: GivenCall, ended: End, *, was_known: bool) -> tuple
     }
     config = ", ".join(f"{name}: {format_config(config)}" for name, config in kernels.items()) or ended.config_text
     origin = ", from the cache (--force tunes again)" if was_known else ""
-    return record, f"{config}, {result.times_text(ended)}{origin}"
+    return record, f"{config}, {ended.findings.text()}{origin}"
 
 
 def _told_failure(error: TuningFailedError) -> tuple[JsonObject, str]:
@@ -356,7 +355,8 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
     if not isinstance(tuned, Autotuned):
         raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
     function = ahead.function_of(tuned)
-    records, ended_well = [], True
+    records: list[JsonObject] = []
+    ended_well = True
     for call in calls.make(function, options):
         with input_errors(TypeError, ValueError, ImportError):
             report = compile_check(
@@ -372,6 +372,8 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
                 **call.kwargs,
             )
         described = calls.describe(call, function.signature)
+        if records:
+            out.line()
         out.line(f"{function.name}({described}) on {target.name}")
         out.line(report.table(width=out.width))
         if report.known:
@@ -381,7 +383,6 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
             told = "no config has an estimate" if best is None else f"{format_config(best)}, estimated, never measured"
             out.line(told)
             ended_well &= best is not None
-        out.line()
         records.append(_check_record(report, described))
         ended_well &= report.ok if options.all else bool(report.compiled)
     out.json(records)

@@ -6,7 +6,8 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
 DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
@@ -15,6 +16,10 @@ the reader of the output left, as with a program that SIGPIPE ends."""
 
 ERROR_STYLE, OK_STYLE = "1;31", "32"
 """Bold red and green, as pytest and others write on terminals what is wrong and what is right."""
+
+
+_LEAST_ROOM = 20
+"""The least width of a column that is wrapped."""
 
 
 class InputError(Exception):
@@ -47,6 +52,15 @@ def message_of(error: BaseException) -> str:
 def counted(number: int, noun: str) -> str:
     """Returns a number with its noun, as `1 result` or `2 results`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def wrapped(rows: Sequence[Sequence[str]], width: int) -> Iterator[Sequence[str]]:
+    """Yields the rows of a table, the last cells wrapped between words to fit a width, into rows below theirs."""
+    room = width - sum(2 + max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True))
+    for *cells, last in rows:
+        lines = textwrap.wrap(last, max(room, _LEAST_ROOM), break_long_words=False, break_on_hyphens=False)
+        yield *cells, next(iter(lines), "")
+        yield from ((*[""] * len(cells), line) for line in lines[1:])
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:

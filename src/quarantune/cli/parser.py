@@ -134,8 +134,9 @@ _CACHE_DIR = _value("--cache-dir DIR", "the cache directory (default: QUARANTUNE
 _COMMON = (_CACHE_DIR, _JSON)
 _KIND = _value("--device KIND", "only results for this kind of device")
 _ANY_NAMES = "functions by their names in the cache, in which * stands for any text (default: all)"
-_CHOSEN = (_value("names NAME", _ANY_NAMES, nargs="*"), _KIND, *_COMMON)
+_ENTRIES = (_value("names NAME", _ANY_NAMES, nargs="*"), _KIND)
 """The options that choose entries of a cache."""
+_CHOSEN = (*_ENTRIES, *_COMMON)
 _CALLS = (
     _value(
         "function MODULE:FUNCTION",
@@ -275,9 +276,10 @@ COMMANDS: Mapping[str, Command] = {
     "cache prune": Command(
         "remove what is of no use any more",
         (
-            *_CHOSEN,
+            *_ENTRIES,
             _value("--older-than AGE", "remove results and unfinished sweeps of this age, as 90d, 12h or 30m"),
             _flag("--dry-run", "only say what would be removed"),
+            *_COMMON,
         ),
         "Damaged files that were set aside and drafts of dead processes are always removed; results and trials only "
         "if --older-than is given.",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Contents, Entry, Store, entries, safe_name
 from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
-from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors
+from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, wrapped
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject, frozen
 from quarantune.values.configs import format_config
@@ -60,7 +60,8 @@ def cache_show(options: argparse.Namespace, out: Output) -> int:
     if out.as_json:
         out.json([_record(key, entry) | {"entry": entry} for key, entry in _entries(_chosen(store, options))])
     else:
-        _print(out, store, (_details(key, entry) for key, entry in _entries(_chosen(store, options))))
+        found = _entries(_chosen(store, options))
+        _print(out, store, (_details(key, entry, out.width) for key, entry in found))
     return DONE
 
 
@@ -337,13 +338,14 @@ def _pairs(pairs: Iterable[EntryPair], first: str, second: str) -> list[JsonObje
     return [_key(it.key) | {first: it.kept.get("config"), second: it.other.get("config")} for it in pairs]
 
 
-def _details(key: CacheKey, entry: Entry) -> tuple[str, Iterable[str]]:
+def _details(key: CacheKey, entry: Entry, width: int) -> tuple[str, Iterable[str]]:
     """Returns the title and the lines about one result."""
     rows = [("device", printable(key.device)), ("config", _config(entry))]
     if (found := Findings.from_json(entry)).time_ms > 0 or found.is_estimate:
         rows.append(("time", found.text()))
     rows += [(name, _text(value)) for name, value in entry.items() if name not in _HIDDEN and value]
-    lines = columns([*rows, ("key", printable(key.problem_size))], indent="  ")
+    rows.append(("key", printable(key.problem_size)))
+    lines = columns(wrapped(rows, width - 2), indent="  ")
     return f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})", lines
 
 

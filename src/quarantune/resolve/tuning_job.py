@@ -370,7 +370,7 @@ class TuningJob:
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
             findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
         self._save(self._entry(best.config, findings) | {"samples": len(best.samples_ms)})
-        told = findings.text(is_default=best is defaults)
+        told = findings.text()
         own = swept.untuned if default is None else settled.get(default)
         if own is not None and own.outcome.is_failure:
             told += f", and the defaults ended as {own.outcome}"

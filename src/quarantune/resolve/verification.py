@@ -15,7 +15,7 @@ from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed
 from quarantune.resolve.recorded import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver, changed_versions, dict_or_empty
-from quarantune.results.result import TuningResult, times_text
+from quarantune.results.result import TuningResult
 from quarantune.transport.problem import Arguments
 from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, as_given
@@ -195,7 +195,7 @@ def _measured(
     except (SandboxError, TuningFailedError) as error:
         return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
     forget_choices(record.key.device, record.key.problem_size)
-    reason = f"{found.reason}; tuned again: {result.config_text}, {times_text(result)}"
+    reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
     return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
 
 

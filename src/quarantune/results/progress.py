@@ -260,7 +260,7 @@ class Progress:
         best = min(timed, key=lambda trial: trial.figure or 0.0)
         default = None if self.default is None else next((it for it in timed if it.config == self.default), None)
         found = Findings(best.time_ms or 0.0, default.time_ms if default else self._default_ms)
-        told = found.with_score(best, default).text(is_default=best.config == self.default)
+        told = found.with_score(best, default).text()
         return f"best {format_config(best.config)}, {told}"
 
     def _tried(self) -> str:

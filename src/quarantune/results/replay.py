@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quarantune.cache import journal
+from quarantune.cache import Store, journal
+from quarantune.cache.entries import entries_of
+from quarantune.cache.store import problem_hash
 from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
 from quarantune.values.codec import JsonObject, decode_json, is_number, is_whole, text_of
 from quarantune.values.configs import Config
 from quarantune.values.settings import Search, check_search
-from quarantune.values.texts import columns, shown
+from quarantune.values.texts import call_text, columns, shown
 from quarantune.values.trial import Outcome, Phase, Trial
 
 Strategy: TypeAlias = "str | Callable[[list[Config], int], Search]"
@@ -314,7 +316,17 @@ def _read_journals(directory: Path) -> list[Trial]:
     if not problems:
         raise ValueError(f"{directory} holds neither a saved result nor a journal of trials")
     if len(problems) > 1:
-        listed = ", ".join(f"{name} ({len(trials)} trials)" for name, trials in problems.values())
+        name = directory.name.removesuffix(".trials")
+        entries = entries_of(name, Store(directory.parent, read_only=True).read(name))
+        calls = {
+            problem_hash(key.device, key.problem_size): f"{name}({call_text(entry.get('key_values'))}) on {key.device}"
+            for key, entry in entries
+        }
+        listed = "; ".join(
+            f"{calls.get(problem, 'a call without a result')} "
+            f"({len(trials)} trial{'' if len(trials) == 1 else 's'} in {file})"
+            for problem, (file, trials) in problems.items()
+        )
         raise ValueError(f"{directory} holds the journals of {len(problems)} problems; give the path of one: {listed}")
     ((_, trials),) = problems.values()
     return trials

@@ -495,12 +495,7 @@ _MOST_ROWS = 30
 
 def _winner(result: TuningResult) -> str:
     """Returns the winner with its time and its speed-up."""
-    return f"{result.config_text}, {times_text(result)}"
-
-
-def times_text(result: TuningResult) -> str:
-    """Returns the times of the winner and of the defaults as text."""
-    return result.findings.text(is_default=result.best_config == result.default_config)
+    return f"{result.config_text}, {result.findings.text()}"
 
 
 def _sweep(result: TuningResult) -> str:

@@ -443,19 +443,16 @@ class Findings(Record):
         """The time of the defaults divided by that of the best config; None where one of them is unknown."""
         return self.default_time_ms / self.time_ms if self.default_time_ms and self.time_ms > 0 else None
 
-    def text(self, *, is_default: bool = False) -> str:
-        """Returns the times as text, as `2.02x faster than the defaults (0.0077 ms against 0.0155 ms)`.
-
-        Args:
-            is_default: whether the best config is that of the defaults.
-        """
+    def text(self) -> str:
+        """Returns the times as text, as `2.02x faster than the defaults (0.0077 ms against 0.0155 ms)`."""
         if not self.time_ms > 0:
             return "estimated, never measured" if self.is_estimate else "time not known"
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
             form = "{:.4g} mJ" if self.score == self.energy_mj else "objective {:.4g}"
             best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
-        if is_default:
+        # Between a config and the defaults that are equally fast, the defaults win.
+        if (self.time_ms, self.score) == (self.default_time_ms, self.default_score):
             return f"the defaults are best ({best}{more})"
         return f"{self.compared} ({best} against {against}{more})" if self.compared else f"{best}{more}"
 
