@@ -209,7 +209,7 @@ def worker_in(state: WorkerState) -> Worker:
 def test_a_worker_may_die_in_any_state_and_then_does_nothing_else(state: WorkerState) -> None:
     worker = worker_in(state)
     worker.transition(WorkerState.DYING)
-    assert worker.is_dying
+    assert worker.state is WorkerState.DYING
     for other in set(WorkerState) - {WorkerState.DYING}:
         with pytest.raises(RuntimeError, match="cannot go from DYING"):
             worker.transition(other)

@@ -30,9 +30,8 @@ from quarantune.devices.leases import Lease
 from quarantune.sandbox import spool
 from quarantune.sandbox.pool import Damaged
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.side_tasks import NoReferenceError
 from quarantune.values import codec
-from quarantune.values.trial import OutputArray, Route
+from quarantune.values.trial import OutputArray, ReferenceFailedError, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 
@@ -52,7 +51,7 @@ def test_a_reference_that_fails_says_why(
     steps: Callable[[FakeWorker], list[Step]], complaint: str, tries: int, route: Route
 ) -> None:
     plan = plan_for(route)
-    with pytest.raises(NoReferenceError, match=complaint):
+    with pytest.raises(ReferenceFailedError, match=complaint):
         run(plan, 3, when("ComputeReference", steps), reference=awaited(), tries=tries)
     lease = Lease(plan.devices[0])
     assert lease.acquire(1000)
@@ -93,7 +92,10 @@ def test_configs_compile_beside_the_reference_unless_they_would_disturb_it(exclu
 def test_a_reference_of_other_shapes_ends_the_sweep() -> None:
     act = when("ComputeReference", lambda worker: computes_reference(worker, differs="one has 2 axes"))
     reference = awaited()
-    with contextlib.closing(reference), pytest.raises(NoReferenceError, match="one has 2 axes; return arrays of the"):
+    with (
+        contextlib.closing(reference),
+        pytest.raises(ReferenceFailedError, match="one has 2 axes; return arrays of the"),
+    ):
         run(plan_for(Route.APART), 3, act, reference=reference)
 
 
@@ -119,7 +121,7 @@ def test_an_error_of_the_reference_is_reported_although_no_config_compiles() -> 
         fails = [(9.0, worker.raises("check", message="no reference"))]
         return fails if worker.do == "ComputeReference" else None
 
-    with pytest.raises(NoReferenceError, match="no reference"):
+    with pytest.raises(ReferenceFailedError, match="no reference"):
         run(plan_for(Route.APART, timeout_s=20.0), 3, act, reference=awaited())
 
 

@@ -20,7 +20,7 @@ import quarantune
 from quarantune import Outcome, Trial, search
 from quarantune.search import Space, models, optuna_search
 from quarantune.search.fields import Features, Fields
-from quarantune.search.models import Densities, GaussianProcess
+from quarantune.search.models import GaussianProcess, levels_of, log_densities
 from quarantune.values.configs import Config
 from quarantune.values.settings import check_search
 
@@ -216,10 +216,10 @@ def test_what_is_known_of_a_config_helps_with_those_that_share_a_part_of_it(name
 
 def test_the_densities_prefer_what_the_good_have_more_often() -> None:
     space = Space({"size": [8, 64, 1, 512], "word": ["a", "b"], "many": list(range(1000)), "one": [1]})
-    densities = Densities(Fields(space))
+    levels = [levels_of(values) for values in Fields(space).values]
     known = np.array([[0, 0, 500, 0], [0, 0, 510, 0], [3, 1, 100, 0], [2, 1, 900, 0]])
     asked = np.array([[0, 0, 505, 0], [1, 0, 505, 0], [3, 0, 505, 0], [0, 1, 505, 0], [0, 0, 905, 0]])
-    good, others = densities.logs(known, np.array([True, True, False, False]), asked)
+    good, others = log_densities(levels, known, np.array([True, True, False, False]), asked)
     ratio = (good - others).tolist()
     assert max(ratio) == ratio[0]
     assert ratio[0] > ratio[1] > ratio[2]  # 64 is next to 8

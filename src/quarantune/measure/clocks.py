@@ -26,7 +26,7 @@ class WallClock:
     """The wall-clock time from a call to the end of its work; short runs are repeated within a sample.
 
     Attributes:
-        name: the name in `Trial.clock` and in `model.CLOCKS`.
+        name: the name in `Trial.clock` and in `model.MARGINS`.
         is_exact: whether samples are free of the effects of other processes.
     """
 

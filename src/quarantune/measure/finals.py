@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from quarantune.host.waits import RunTime, fastest
-from quarantune.measure.model import ALL_DISTURBED, CLOCKS, ENOUGH, FEW, LONG_RUN_MS, cautious_share, standard_error
+from quarantune.measure.model import ALL_DISTURBED, ENOUGH, FEW, LONG_RUN_MS, MARGINS, cautious_share, standard_error
 from quarantune.values.codec import is_plausible_ms
 from quarantune.values.configs import Config, as_given
 from quarantune.values.settings import TIME
@@ -75,9 +75,9 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     if not ranked:
         return []
     best, is_scored = trials[ranked[0]].merit or 0.0, trials[ranked[0]].score is not None
-    contender = CLOCKS.get(trials[ranked[0]].clock or "wall", CLOCKS["wall"]).margin
+    contender = MARGINS[trials[ranked[0]].clock or "wall"]
     close = [index for index in ranked if _ratio(best, trials[index].merit or 0.0) <= contender]
-    if is_scored or (noise := _noise(trials)) < CLOCKS["wall"].margin:
+    if is_scored or (noise := _noise(trials)) < MARGINS["wall"]:
         return close[:count]
     again = sorted(_ruled_out_by_few(trials, noise * best), key=lambda index: trials[index].merit or 0.0)
     # Ranks by many samples are more reliable than ranks by few.

@@ -10,10 +10,10 @@ median, and those of a wall clock by their fastest.
 far off (Rousseeuw and Croux, Alternatives to the Median Absolute Deviation, JASA 1993). A median's standard error
 follows.
 
-**A config is out** when even its fastest run is a clock's `margin` times slower than the best config, unless every
-single run may have been interrupted for that long. Runs are interrupted independently of each other, with the
-probability that the latest runs of all configs show; before there are any, one in four (a Beta(1, 3) prior). The
-config is out after so many runs that all of them were interrupted with a probability below `ALL_DISTURBED`.
+**A config is out** when even its fastest run is `MARGINS` times slower than the best config, unless every single run
+may have been interrupted for that long. Runs are interrupted independently of each other, with the probability that the
+latest runs of all configs show; before there are any, one in four (a Beta(1, 3) prior). The config is out after so many
+runs that all of them were interrupted with a probability below `ALL_DISTURBED`.
 
 **A first run** may be cold, too. It is judged by how much longer than later ones first runs were here, and only if it
 takes so long that a cold start is a small part of it.
@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 FEW = 3
 """Samples: the fewest whose median is no matter of one of them."""
@@ -47,22 +46,10 @@ ALL_DISTURBED = 0.0025
 _MAD_TO_SIGMA = 1.4826
 _MEDIAN_EFFICIENCY = 1.2533
 """The standard error of a median is this many times that of a mean, for normal noise: the root of pi / 2."""
-
-
-class ClockNoise(NamedTuple):
-    """The noise of a clock's samples.
-
-    Attributes:
-        margin: how many times slower than the fastest config one is that cannot win; less is left to the final.
-        busy: the scatter, as a share of the median, above which the machine was busy.
-    """
-
-    margin: float
-    busy: float
-
-
-CLOCKS = {"device": ClockNoise(1.15, 0.05), "queued": ClockNoise(1.5, 0.15), "wall": ClockNoise(1.5, 0.25)}
-"""The noise of each clock, by its name."""
+MARGINS = {"device": 1.15, "queued": 1.5, "wall": 1.5}
+"""By clock, how many times slower than the fastest config one is that cannot win; less is left to the final."""
+BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
+"""By clock, the scatter, as a share of the median, above which the machine was busy."""
 
 
 def cautious_share(disturbed: int, samples: int) -> float:

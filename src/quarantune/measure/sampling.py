@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from quarantune.host.waits import RunTime, fastest
 from quarantune.measure.model import (
     ALL_DISTURBED,
-    CLOCKS,
     ENOUGH,
     FEW,
     LONG_RUN_MS,
+    MARGINS,
     STRAY,
     cautious_share,
     standard_error,
@@ -238,7 +238,7 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
     if noise.runs_needed(first_ms, fastest_ms) > _FEWEST_RUNS:
         return False
     cold = max(_COLD, (1 + STRAY) * noise.first_run)
-    is_long = first_ms > _ALONE_MS and first_ms > CLOCKS["wall"].margin * fastest_first_ms
+    is_long = first_ms > _ALONE_MS and first_ms > MARGINS["wall"] * fastest_first_ms
     return first_ms > (cold * fastest_ms if is_long else 2 * cold * fastest_first_ms)
 
 

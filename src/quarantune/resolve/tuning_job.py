@@ -418,7 +418,7 @@ class TuningJob:
             f", level with {' and '.join(map(format_config, tie))}" if tie else "",
         )
         scatter = statistics.median(model.spread(trial.samples_ms) for trial in usable)
-        if scatter > model.CLOCKS[best.clock or "wall"].busy:
+        if scatter > model.BUSY[best.clock or "wall"]:
             _logger.warning(
                 "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
                 self._name,

@@ -26,7 +26,7 @@ from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.scarcity import Scarcity
-from quarantune.scheduler.side_tasks import TRIES, Confirmation, ReferenceTask, idle_on, start_on
+from quarantune.scheduler.side_tasks import TRIES, SideTasks, idle_on, start_on
 from quarantune.scheduler.steps import steps_of
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
 from quarantune.scheduler.workers import DeviceState, Workers, WorkerVerdict
@@ -95,10 +95,9 @@ class Scheduler:
             on_phase=on_phase,
         )
         self._route = steps_of(run)
-        self._confirmation = Confirmation(run)
         self._bursts = Bursts(run, self._route)
         self._conclusions = Conclusions(run, self._route)
-        self._reference_task = ReferenceTask(run)
+        self._side_tasks = SideTasks(run)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
         """Runs every config, and those of the source, to its outcome.
@@ -111,7 +110,7 @@ class Scheduler:
             The configs that another route must settle.
 
         Raises:
-            NoReferenceError: there is no output of `ref_fn` that any config could agree with.
+            ReferenceFailedError: there is no output of `ref_fn` that any config could agree with.
         """
         run = self._run
         run.reference.begin(configs.keys())
@@ -125,8 +124,8 @@ class Scheduler:
                     if not run.jobs.unfinished and not run.jobs.may_grow:
                         break
                 is_news = self._step()
-            while self._confirmation.is_under_way or run.reference.is_coming:
-                self._reference_task.update()
+            while self._side_tasks.is_confirming or run.reference.is_coming:
+                self._side_tasks.update_reference()
                 self._step()
         finally:
             self._route.close()
@@ -136,7 +135,7 @@ class Scheduler:
                 job.close_executable()
             for worker in run.workers:  # a retired one may take its time to die
                 worker.close_output()
-        return self._confirmation.leftovers()
+        return self._side_tasks.leftovers()
 
     @property
     def has_idle_worker(self) -> bool:
@@ -184,14 +183,14 @@ class Scheduler:
         """Ends the workers that own a device, and waits until they are gone, so that another process can use it."""
         owners = [worker for worker in self._run.workers if worker.device and worker.device.device.has_one_owner]
         for worker in owners:
-            if not worker.is_dying:
+            if worker.verdict is None:
                 self._run.workers.retire(worker)
         while any(worker in owners for worker in self._run.workers):
             self._step(TICK_S)
 
     def close(self) -> None:
         """Lets idle workers end, and closes the executables kept for a comparison."""
-        self._reference_task.close()
+        self._side_tasks.close()
         self._run.workers.finish_all()
         self._run.race.close()
 
@@ -228,7 +227,7 @@ class Scheduler:
     def _start_workers(self) -> None:
         """Starts all that may start now."""
         run, bursts, route = self._run, self._bursts, self._route
-        self._reference_task.update()
+        self._side_tasks.update_reference()
         bursts.update()
         for device in run.devices:
             route.prepare_on(device)
@@ -237,7 +236,7 @@ class Scheduler:
         while bursts.may_compile():
             route.start_compiling(run.jobs.pending.popleft())
         route.retire_unneeded()
-        self._confirmation.start()
+        self._side_tasks.confirm_next()
         for device in run.devices:
             if bursts.may_measure(device):
                 route.measure_on(device)

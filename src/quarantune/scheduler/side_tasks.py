@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Sequence
 
@@ -20,9 +19,7 @@ from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
-from quarantune.values.trial import Outcome, Phase, Route, Trial
-
-_logger = logging.getLogger("quarantune")
+from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Route, Trial
 
 TRIES = 2
 
@@ -54,38 +51,39 @@ _SHAPES_S = 10.0
 """Seconds for the shapes of outputs, which are only looked at to fail early."""
 
 
-class NoReferenceError(Exception):
-    """There is no output to compare with, or none that any config could agree with; the message says why."""
+class SideTasks:
+    """The tasks of a run beside its trials.
 
-
-class ReferenceTask:
-    """One worker with a device computes the reference, then compares its shapes with those of the function's output."""
+    One worker with a device computes the reference, then compares its shapes with those of the function's output.
+    Others compile, one after another, one config of each place where an error was raised without the device.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._worker: Worker | None = None
+        self._computing: Worker | None = None
         self._tries = 0
         self._is_computed = False
         self._fd = -1
+        self._confirming: dict[str, Worker] = {}
 
-    def update(self) -> None:
-        """Starts the worker once its device is free, and draws the conclusions from its replies and its end.
+    def update_reference(self) -> None:
+        """Has the reference computed once a device is free, and heeds the replies and the end of its worker.
 
         Raises:
-            NoReferenceError: `ref_fn` failed, or returns other shapes than the function.
+            ReferenceFailedError: `ref_fn` failed, or returns other shapes than the function.
         """
-        if not self._run.reference.is_coming:
+        run, worker = self._run, self._computing
+        if not run.reference.is_coming:
             return
-        worker = self._worker
         if worker is None:
-            self._start()
+            self._compute()
         elif isinstance(worker.reply, ShapesChecked):
-            self._give(worker.reply.differs)
-        elif self._run.workers.get(worker.number) is None:
+            self._give(worker, worker.reply.differs)
+        elif run.workers.get(worker.number) is None:
             self._on_end(worker)
         elif isinstance(worker.reply, ReferenceComputed) and not self._is_computed:
             self._is_computed = True
-            worker.deadline = self._run.clock() + min(_SHAPES_S, self._run.plan.compile_timeout_s)
+            worker.deadline = run.clock() + min(_SHAPES_S, run.plan.compile_timeout_s)
 
     def close(self) -> None:
         """Closes the file of a reference that was not completed."""
@@ -93,7 +91,7 @@ class ReferenceTask:
             os.close(self._fd)
             self._fd = -1
 
-    def _start(self) -> None:
+    def _compute(self) -> None:
         run, options = self._run, self._run.plan.options
         if not run.devices:
             raise _failed(WorkerVerdict(Outcome.LOST, "no device is left"))
@@ -101,65 +99,52 @@ class ReferenceTask:
         self._fd = spool.create("expected")
         worker = start_on(run, run.devices[0], ComputeReference(options=options, last=True), [self._fd])
         if worker is not None:
-            self._worker = worker
+            self._computing = worker
             self._tries += 1
             worker.side_task_s = run.plan.compile_timeout_s + run.plan.timeout_s
 
     def _on_end(self, worker: Worker) -> None:
         if self._is_computed:
-            self._give(None)  # the function may have ended the process while it was traced: its configs may do better
+            self._give(worker, None)  # the function may have ended it while it was traced: its configs may do better
             return
         verdict = worker.verdict or WorkerVerdict(Outcome.LOST, "its process vanished")
         if verdict.outcome not in (Outcome.LOST, Outcome.CRASHED) or self._tries == TRIES:
             raise _failed(verdict)
-        self._worker = None
+        self._computing = None
 
-    def _give(self, differs: str | None) -> None:
-        worker, reference = self._worker, self._run.reference
-        if worker is not None and worker.device is not None and worker.device.measuring is worker:
+    def _give(self, worker: Worker, differs: str | None) -> None:
+        if worker.device is not None and worker.device.measuring is worker:
             worker.device.measuring = None  # a process with a device takes a third of a second to die
-        reference.give(self._fd)
+        self._run.reference.give(self._fd)
         self.close()
         if differs:
-            raise NoReferenceError(
+            raise ReferenceFailedError(
                 f"ref_fn does not return what the function returns with its defaults: {differs}; "
                 f"return arrays of the same shapes and kinds from both"
             )
 
-
-def _failed(verdict: WorkerVerdict) -> NoReferenceError:
-    return NoReferenceError(f"ref_fn failed, so no config can be judged: {verdict.outcome.value}: {verdict.message}")
-
-
-class Confirmation:
-    """Has the device compile one config of each place where an error was raised without it, one after another."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._workers: dict[str, Worker] = {}
-
-    def start(self) -> None:
-        """Starts a worker for the next place, if there is one, and room for the worker."""
+    def confirm_next(self) -> None:
+        """Has the device compile a config of the next place, if there is one, and room for the worker."""
         run, left = self._run, self._run.jobs.leftovers
-        if not run.plan.confirms or not run.devices or self.is_under_way:
+        if not run.plan.confirms or not run.devices or self.is_confirming:
             return
-        place = next((place for place in left.first_at if place not in self._workers), None)
+        place = next((place for place in left.first_at if place not in self._confirming), None)
         device = run.least_used_device()
         if place is None or device.is_cramped or not run.may_start_on(device):
             return
         config = left.unconfirmed[left.first_at[place]].trial.config
         task = Compile(config=as_json(config), options=run.plan.options, is_check=True, last=True)
-        self._workers[place] = run.workers.start(task, WorkerState.SIDE_TASK, device=device)
+        self._confirming[place] = run.workers.start(task, WorkerState.SIDE_TASK, device=device)
 
     @property
-    def is_under_way(self) -> bool:
-        """Whether a worker has yet to end."""
-        return any(worker.verdict is None for worker in self._workers.values())
+    def is_confirming(self) -> bool:
+        """Whether a worker that confirms an error has yet to end."""
+        return any(worker.verdict is None for worker in self._confirming.values())
 
     def leftovers(self) -> Leftovers:
         """Returns the configs that another route must settle, with errors as they were raised on the device."""
         left = self._run.jobs.leftovers
-        for place, worker in self._workers.items():
+        for place, worker in self._confirming.items():
             verdict, device = worker.verdict, worker.device
             if verdict is None or device is None or worker.raised_at != place:
                 continue
@@ -172,6 +157,11 @@ class Confirmation:
             left.confirmed.add(place)
         left.none_fits = len(left.unfit) == len(self._run.jobs.begun)
         return left
+
+
+def _failed(verdict: WorkerVerdict) -> ReferenceFailedError:
+    text = f"ref_fn failed, so no config can be judged: {verdict.outcome.value}: {verdict.message}"
+    return ReferenceFailedError(text)
 
 
 def settle(

@@ -250,11 +250,6 @@ class Worker:
         return WorkerState.COMPILING in (self.state, self.killed_in)
 
     @property
-    def is_dying(self) -> bool:
-        """Whether it was told to end."""
-        return self.state is WorkerState.DYING
-
-    @property
     def is_standby(self) -> bool:
         """Whether it waits for a config with its device, or is about to."""
         return self.state in (WorkerState.PREPARING, WorkerState.IDLE)

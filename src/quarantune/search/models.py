@@ -4,7 +4,7 @@ Of three configs, two are chosen by a Gaussian process: this is Bayesian optimis
 Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998), weighted by the probability
 of success (Gardner and others, "Bayesian Optimization with Inequality Constraints", 2014). Pending configs count as
 measured at their predicted times (Ginsbourger and others, "Kriging Is Well-Suited to Parallelize Optimization", 2010).
-The third has the values that the best configs have more often than the others (`Densities`). The process follows
+The third has the values that the best configs have more often than the others (`log_densities`). The process follows
 how values depend on each other, and the densities find good values from fewer trials where they do not: together they
 are faster than either. A forecast of some candidates serves for several trials, and learns from each of them: to make
 one takes ten times as long as to choose by it.
@@ -58,7 +58,7 @@ class Models:
     def __init__(self, fields: Fields, features: Features, rng: np.random.Generator) -> None:
         """Looks at the values of all configs."""
         self._features = features
-        self._densities = Densities(fields)
+        self._levels = [levels_of(values) for values in fields.values]
         self._process = GaussianProcess(features.groups, features.ordered)
         self._adapted = -_ADAPT_AFTER
         self._rng = rng
@@ -85,7 +85,7 @@ class Models:
             if not works.all():
                 succeeds = _success(points[:, ordered], works, there[: len(candidates), ordered])
                 rank = 2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0)
-            densities = self._densities.logs(known, _best(logs), candidates)
+            densities = log_densities(self._levels, known, _best(logs), candidates)
             return Forecast(prediction, scale, math.sqrt(self._process.variance), rank, densities, self._rng)
 
     def _learn(self, points: Floats, logs: Floats, *, known: int) -> tuple[Floats, Floats]:
@@ -120,7 +120,7 @@ class Forecast:
         scale: the logarithms of the known times in order, and the process's values for them.
         deviation: the standard deviation of its values.
         rank: how much less than the others each candidate promises, because it may fail.
-        densities: as `Densities.logs` returns them.
+        densities: as `log_densities` returns them.
         rng: the source of randomness.
     """
 
@@ -383,47 +383,40 @@ _WIDTH = 0.5
 """How far a number's weight reaches, in levels; of more than eleven levels, a twentieth of all."""
 
 
-class Densities:
-    """Estimates how probable each value is among good and among other configs, for each name by itself.
+def log_densities(
+    levels: Sequence[tuple[NDArray[np.int64], Floats | None]], known: Codes, good: NDArray[np.bool_], asked: Codes
+) -> tuple[Floats, Floats]:
+    """Returns the logarithms of the density of some configs among good ones, and of that among the others.
 
-    This is the tree-structured Parzen estimator of Bergstra and others, "Algorithms for Hyper-Parameter Optimization"
-    (2011), for values that can be listed.
+    It estimates how probable each value is, for each name by itself: this is the tree-structured Parzen estimator of
+    Bergstra and others, "Algorithms for Hyper-Parameter Optimization" (2011), for values that can be listed.
+
+    Args:
+        levels: for each name what `levels_of` returns.
+        known: the configs that were tried.
+        good: which of them are good.
+        asked: the configs to estimate.
     """
-
-    def __init__(self, fields: Fields) -> None:
-        """Looks at the values of all configs."""
-        self._columns = [_levels(values) for values in fields.values]
-
-    def logs(self, known: Codes, good: NDArray[np.bool_], asked: Codes) -> tuple[Floats, Floats]:
-        """Returns the logarithms of the density of some configs among the good ones, and of that among the others.
-
-        Args:
-            known: the configs that were tried.
-            good: which of them are good.
-            asked: the configs to estimate.
-        """
-        among_good, among_others = np.zeros(len(asked)), np.zeros(len(asked))
-        for column, (levels, nearness) in enumerate(self._columns):
-            seen, wanted, count = levels[known[:, column]], levels[asked[:, column]], int(levels.max()) + 1
-            among_good += _log_density(seen[good], count, nearness)[wanted]
-            among_others += _log_density(seen[~good], count, nearness)[wanted]
-        return among_good, among_others
+    among_good, among_others = np.zeros(len(asked)), np.zeros(len(asked))
+    for column, (level_of, nearness) in enumerate(levels):
+        seen, wanted, count = level_of[known[:, column]], level_of[asked[:, column]], int(level_of.max()) + 1
+        among_good += _log_density(seen[good], count, nearness)[wanted]
+        among_others += _log_density(seen[~good], count, nearness)[wanted]
+    return among_good, among_others
 
 
-def _levels(values: Sequence[ConfigValue]) -> tuple[NDArray[np.int64], Floats | None]:
-    """Returns the level of each value, and how near levels are: numbers by size; None for words, each by itself."""
+def levels_of(values: Sequence[ConfigValue]) -> tuple[NDArray[np.int64], Floats | None]:
+    """Returns the level of each value of a name, and how much a config at one level says of each other level.
+
+    Numbers are near by size; for words, each by itself, the second is None.
+    """
     order = by_size(values)
     if order is None:
         return np.arange(len(values)), None
     count = min(len(values), _MOST_LEVELS)
-    return np.argsort(order) * count // len(values), _nearness(count)
-
-
-def _nearness(count: int) -> Floats:
-    """Returns how much a config at one level says of each other level."""
     levels = np.arange(count)
     nearness = np.exp(-0.5 * ((levels[:, None] - levels) / max(_WIDTH, (count - 1) / 20)) ** 2)
-    return np.asarray(nearness / nearness.sum(0))
+    return np.argsort(order) * count // len(values), np.asarray(nearness / nearness.sum(0))
 
 
 def _log_density(seen: NDArray[np.int64], count: int, nearness: Floats | None) -> Floats:

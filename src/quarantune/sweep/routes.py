@@ -24,7 +24,7 @@ from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.side_tasks import NoReferenceError, settle
+from quarantune.scheduler.side_tasks import settle
 from quarantune.sweep.limits import Isolation
 from quarantune.sweep.request import Finish, SweepRequest, Swept, worker_options
 from quarantune.values.configs import Config
@@ -122,7 +122,7 @@ class Routes:
             finish, self._finish = self._finish, self._reference.hold(self._finish, self._request.events.untuned)
             try:
                 self._run_routes(configs)
-            except NoReferenceError as error:
+            except ReferenceFailedError as error:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.settle(finish)
             contenders = self._reference.contenders(measured, self._problem.default) if self._request.has_final else {}

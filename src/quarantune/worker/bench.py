@@ -365,7 +365,7 @@ class Bench:
             clock.take,
             rep=self._options.rep,
             best_median_ms=best_median_ms,
-            margin=model.CLOCKS[clock.name].margin,
+            margin=model.MARGINS[clock.name],
             before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,
             last_ms=None if last is None or clock.name != "wall" else last.least,
             is_exact=clock.is_exact,
