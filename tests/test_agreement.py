@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import random
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from quarantune.resolve import ranks
-from quarantune.resolve.ranks import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
+from quarantune.resolve.ranks import Answer, Member, Source, drive
 
 TOPIC = "topic"
 DEADLINE_S = 20.0
@@ -46,6 +47,34 @@ class Rerun(NamedTuple):
     step: Any
     end: Answer | BaseException | None
     state: tuple[Any, ...] = ()
+    store: Any = None
+
+    @property
+    def does(self) -> str:
+        """The operation of the step: that of the store, or `tune` or `wait`."""
+        return "" if self.step is None else str(self.step.func.__name__)
+
+
+@dataclasses.dataclass
+class Store:
+    """The key-value store as one rank sees it."""
+
+    rank: int
+    ranks: int
+    texts: dict[str, str]
+
+    def read(self, key: str) -> str | None:
+        return self.texts.get(key)
+
+    def write(self, key: str, text: str) -> bool:
+        return self.texts.setdefault(key, text) is text
+
+    def count(self, directory: str) -> int:
+        return sum(key.startswith(f"{directory}/") for key in self.texts)
+
+
+def wait(*_: Any) -> None:
+    """Does not wait."""
 
 
 def own_answer(rank: int, source: Source) -> Answer:
@@ -58,22 +87,25 @@ def nobody(rank: int) -> Answer:
 
 def rerun(kinds: tuple[Rank, ...], rank: int, state: State) -> Rerun:
     """Runs a rank again through its past."""
-    now_s = [0.0]
-    member = Member(TOPIC, rank=rank, ranks=len(kinds), deadline_s=DEADLINE_S, clock=lambda: now_s[0])
+    now_s, store = [0.0], Store(rank, len(kinds), dict(state.store))
+
+    def tune() -> Any:
+        if kinds[rank] is Rank.RAISES:
+            return ERROR
+        return None if kinds[rank] is Rank.FAILS else own_answer(rank, Source.TUNED)
+
+    member = Member(TOPIC, store, tune=tune, wait=wait, deadline_s=DEADLINE_S, clock=lambda: now_s[0])  # type: ignore[arg-type]
     own = own_answer(rank, Source.CACHE) if kinds[rank] is Rank.WARM else None
     steps = member.settle(own, last=nobody(rank), may_tune=kinds[rank] is not Rank.STRICT)
     try:
         step = next(steps)
         for now_s[0], result in state.pasts[rank]:
-            if result is ERROR:
-                step = steps.throw(LookupError("not about the configs"))
-            else:
-                step = steps.send(Answer.decode(result) if isinstance(step, Tune) and result else result)
+            step = steps.throw(LookupError("not about the configs")) if result is ERROR else steps.send(result)
     except StopIteration as done:
         return Rerun(None, done.value)
     except LookupError as error:
         return Rerun(None, error)
-    return Rerun(step, None, (member._claimed, *variables(steps)))
+    return Rerun(step, None, (member._claimed, *variables(steps)), store)
 
 
 def variables(steps: Any) -> tuple[Any, ...]:
@@ -84,44 +116,26 @@ def variables(steps: Any) -> tuple[Any, ...]:
     return (steps.gi_frame.f_lasti, repr(here), *variables(steps.gi_yieldfrom))
 
 
-def perform(step: Any, kind: Rank, rank: int, store: dict[str, str]) -> Any:
-    match step:
-        case Read(key):
-            return store.get(key)
-        case Write(key, text):
-            return store.setdefault(key, text) is text
-        case Count(directory):
-            return sum(key.startswith(f"{directory}/") for key in store)
-        case Tune():
-            if kind is Rank.RAISES:
-                return ERROR
-            return None if kind is Rank.FAILS else own_answer(rank, Source.TUNED).encode()
-        case Wait():
-            return None
-    raise AssertionError(step)
-
-
 def moves(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> list[State]:
     """Returns the moments that may follow: any rank may take its next step."""
     left = [rank for rank, run in reruns.items() if run.end is None]
     store = dict(state.store)
     nexts = []
     for rank in left:
-        step = reruns[rank].step
-        if isinstance(step, Wait):
+        run = reruns[rank]
+        if run.does == "wait":
             claims = [key for key, holder in store.items() if "/claim/" in key and holder == str(rank)]
             assert not claims or f"{TOPIC}/out/{rank}" in store  # a rank with a claim waits for nobody
             if state.looked[rank] == (len(store), state.now_s):
                 continue
-        if isinstance(step, Tune) and kinds[rank] is Rank.SLOW and left != [rank]:
+        if run.does == "tune" and kinds[rank] is Rank.SLOW and left != [rank]:
             continue
-        after = dict(store)
-        result = perform(step, kinds[rank], rank, after)
-        looks = isinstance(step, Read) and step.key.endswith("/answer")
+        result = run.step()
+        looks = run.does == "read" and run.step.args[0].endswith("/answer")
         nexts.append(
             State(
                 state.now_s,
-                tuple(sorted(after.items())),
+                tuple(sorted(run.store.texts.items())),
                 replaced(state.pasts, rank, (*state.pasts[rank], (state.now_s, result))),
                 replaced(state.looked, rank, (len(store), state.now_s)) if looks else state.looked,
             )
@@ -159,7 +173,7 @@ def now(kinds: tuple[Rank, ...], state: State) -> dict[int, Rerun]:
 
 def check(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> list[State]:
     """Checks a moment of a program, and returns those that may follow; none where all ranks have ended."""
-    tuning = sum(isinstance(run.step, Tune) for run in reruns.values())
+    tuning = sum(run.does == "tune" for run in reruns.values())
     assert tuning <= 1, (kinds, state)
     if any(run.end is None for run in reruns.values()):
         return moves(kinds, state, reruns)
@@ -196,15 +210,10 @@ def test_four_ranks_agree_in_many_orders_of_their_steps() -> None:
             check_an_order(kinds, random.Random(2 * number + trial))
 
 
-def drive_alone(member: Member, tune: Callable[[], Answer | None], store: dict[str, str]) -> Answer:
-    def act(step: Any) -> Any:
-        return tune() if isinstance(step, Tune) else perform(step, Rank.COLD, 0, store)
-
-    return drive(member.settle(None, last=nobody(0), may_tune=True), act)
-
-
-def member(rank: int) -> Member:
-    return Member(TOPIC, rank=rank, ranks=2, deadline_s=DEADLINE_S, clock=lambda: 0.0)
+def drive_alone(rank: int, tune: Callable[[], Answer | None], texts: dict[str, str]) -> Answer:
+    store: Any = Store(rank, 2, texts)
+    member = Member(TOPIC, store, tune=tune, wait=wait, deadline_s=DEADLINE_S, clock=lambda: 0.0)
+    return drive(member.settle(None, last=nobody(0), may_tune=True))
 
 
 def test_control_c_while_tuning_gives_up_the_claim() -> None:
@@ -214,9 +223,9 @@ def test_control_c_while_tuning_gives_up_the_claim() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        drive_alone(member(0), interrupted, store)
+        drive_alone(0, interrupted, store)
     assert store == {f"{TOPIC}/claim/0": "0", f"{TOPIC}/out/0": "ended by an exception"}
-    assert drive_alone(member(1), lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
+    assert drive_alone(1, lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
 
 
 def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
@@ -227,7 +236,7 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
         store[f"{TOPIC}/answer"] = defaults.encode()
         return own_answer(0, Source.TUNED)
 
-    assert drive_alone(member(0), tune, store) == defaults
+    assert drive_alone(0, tune, store) == defaults
 
 
 def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:

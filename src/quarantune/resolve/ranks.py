@@ -17,7 +17,7 @@ Each rank goes through these states, and every one of them ends when there is an
                                            (with ON_MISS=nearest, a near config if all are out)
 
 A rank never waits while it has a claim, so ranks cannot wait for each other in a circle. `Member` only decides: its
-`settle` yields one operation at a time, and `drive` has it performed.
+`settle` yields one operation at a time, which `drive` performs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
@@ -113,7 +114,7 @@ class Agreement:
             last = _answer(nearest, rank, Source.NEAREST)
         steps = self._member(_deadline_s(self.keyed, self.settings)).settle(offer, last=last, may_tune=tune is not None)
         try:
-            return self._outcome(drive(steps, self._perform))
+            return self._outcome(drive(steps))
         finally:
             self._progress.close()
 
@@ -135,9 +136,9 @@ class Agreement:
         member, self._found = self._member(0.0), found
         self._own, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
         if self._own is None:
-            answer = drive(member.read(), self._perform)
+            answer = drive(member.read())
         else:
-            answer = drive(member.offer(_answer(self._own, self.coordination.rank, source)), self._perform)
+            answer = drive(member.offer(_answer(self._own, self.coordination.rank, source)))
         return None if answer is None else self._outcome(answer)
 
     def _outcome(self, answer: Answer) -> Resolved:
@@ -185,22 +186,16 @@ class Agreement:
 
     def _member(self, deadline_s: float) -> Member:
         """Returns this rank's part in the agreement."""
-        rank, ranks = self.coordination.rank, self.coordination.ranks
-        return Member(_topic(self.keyed), rank=rank, ranks=ranks, deadline_s=deadline_s, clock=time.monotonic)
-
-    def _perform(self, step: Read | Write | Count | Tune | Wait) -> Any:
-        """Performs one step, and returns its result."""
-        match step:
-            case Read(key):
-                return self.coordination.read(key)
-            case Write(key, text):
-                return self.coordination.write(key, text)
-            case Count(directory):
-                return self.coordination.count(directory)
-            case Tune():
-                return self._tuned()
-            case Wait():
-                return self._wait(step)
+        call = self.keyed.call
+        parts = [call.name, self.keyed.key.device, self.keyed.key.text, call.space]  # the same for all ranks
+        return Member(
+            f"{_PREFIX}/{hashlib.sha256(cache.canonical_json(parts).encode()).hexdigest()}",
+            self.coordination,
+            tune=self._tuned,
+            wait=self._wait,
+            deadline_s=deadline_s,
+            clock=time.monotonic,
+        )
 
     def _tuned(self) -> Answer | None:
         assert self._tune is not None
@@ -210,24 +205,15 @@ class Agreement:
         self._found, self._own = found, Known.of(found)
         return _answer(self._own, self.coordination.rank, Source.TUNED)
 
-    def _wait(self, step: Wait) -> None:
-        tuner, due_s = self._next_message
-        if step.tuner != tuner or step.waited_s >= due_s:
-            self._next_message = step.tuner, step.waited_s + _MESSAGE_S
-            whom = "another rank" if step.tuner is None else f"rank {step.tuner}"
-            for_what = "have a config for it" if step.tuner is None else "tune it"
-            self._progress.say(
-                f"{self._who} waits for {whom} to {for_what} ({step.waited_s:.0f} s, at most {step.most_s:.0f} s)"
-            )
+    def _wait(self, tuner: int | None, waited_s: float, most_s: float) -> None:
+        before, due_s = self._next_message
+        if tuner != before or waited_s >= due_s:
+            self._next_message = tuner, waited_s + _MESSAGE_S
+            whom = "another rank" if tuner is None else f"rank {tuner}"
+            for_what = "have a config for it" if tuner is None else "tune it"
+            self._progress.say(f"{self._who} waits for {whom} to {for_what} ({waited_s:.0f} s, at most {most_s:.0f} s)")
         time.sleep(self._poll_s)
         self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, self.coordination.ranks * _POLL_S_PER_RANK))
-
-
-def _topic(keyed: KeyedCall) -> str:
-    """Returns the directory of a call in the store: the same for all ranks with this call, code and config space."""
-    call = keyed.call
-    parts = [call.name, keyed.key.device, keyed.key.text, call.space]
-    return f"{_PREFIX}/{hashlib.sha256(cache.canonical_json(parts).encode()).hexdigest()}"
 
 
 def _deadline_s(keyed: KeyedCall, settings: Settings) -> float:
@@ -307,75 +293,50 @@ class Answer(Record):
         return cls.from_json(decode_json(text))
 
 
-class Read(NamedTuple):
-    """Read a key of the store; its result is the text, or None."""
-
-    key: str
-
-
-class Write(NamedTuple):
-    """Write a key of the store unless it is there; its result is whether it was not."""
-
-    key: str
-    text: str
-
-
-class Count(NamedTuple):
-    """Count the keys of a directory; its result is their number."""
-
-    directory: str
-
-
-class Tune(NamedTuple):
-    """Tune for the call; its result is an answer, or None where every config failed."""
-
-
-class Wait(NamedTuple):
-    """Wait for a moment.
-
-    Attributes:
-        tuner: the rank that tunes; None where none does.
-        waited_s: how long this rank has waited for that.
-        most_s: how long it will wait at most.
-    """
-
-    tuner: int | None
-    waited_s: float
-    most_s: float
-
-
-Steps: TypeAlias = Generator[Read | Write | Count | Tune | Wait, Any, _T]
+Steps: TypeAlias = Generator[partial[Any], Any, _T]
 """Operations to perform, which receive their results, and at last return a value."""
 
 
 class Member:
     """One rank's part in the agreement on one call."""
 
-    def __init__(self, topic: str, *, rank: int, ranks: int, deadline_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        topic: str,
+        store: Coordination,
+        *,
+        tune: Callable[[], Answer | None],
+        wait: Callable[[int | None, float, float], None],
+        deadline_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         """Sets up a member; nothing is read.
 
         Args:
-            topic: the directory of the call in the store, the same for all ranks.
-            rank: the number of this rank.
-            ranks: how many ranks the program has.
+            topic: the directory of the call in the store, the same for all ranks with this call, code and config space.
+            store: the key-value store of the program.
+            tune: tunes for the call, and returns the answer; None where every config failed.
+            wait: waits for a moment; takes the rank that tunes, or None where none does, and the seconds that this rank
+                has waited for that, and will wait at most.
             deadline_s: the longest that this rank waits for one rank to tune.
             clock: seconds.
         """
         self._topic = topic
-        self._rank = rank
-        self._ranks = ranks
+        self._store = store
+        self._tune_for_all = tune
+        self._wait = wait
         self._deadline_s = deadline_s
         self._clock = clock
         self._claimed = False
 
     def read(self) -> Steps[Answer | None]:
         """Returns the answer, if there is one."""
-        text = yield Read(f"{self._topic}/answer")
+        text = yield self._read("answer")
         return None if text is None else Answer.decode(text)
 
     def offer(self, answer: Answer) -> Steps[Answer]:
         """Offers an answer, and returns the one that was offered first."""
-        while not (yield Write(f"{self._topic}/answer", answer.encode())):
+        while not (yield self._write("answer", answer.encode())):
             if (first := (yield from self.read())) is not None:
                 return first
         return answer
@@ -390,59 +351,65 @@ class Member:
         """
         if own is not None:
             return (yield from self.offer(own))
-        out = f"{self._topic}/out/{self._rank}"
+        out = f"out/{self._store.rank}"
         try:
             if not may_tune:
-                yield Write(out, "does not tune")
-            elif (yield Read(out)) is not None:
+                yield self._write(out, "does not tune")
+            elif (yield self._read(out)) is not None:
                 may_tune = False
             return (yield from self._settle(last, may_tune=may_tune))
         except GeneratorExit:
             raise
         except BaseException:
             if self._claimed:  # an error that is not about the configs, or Ctrl-C: others need not wait for this rank
-                yield Write(out, "ended by an exception")
+                yield self._write(out, "ended by an exception")
             raise
 
     def _settle(self, last: Answer, *, may_tune: bool) -> Steps[Answer]:
         attempt, since, before = 0, self._clock(), ""
         claim: str | None = None
         while (answer := (yield from self.read())) is None:
-            claim = claim or (yield Read(f"{self._topic}/claim/{attempt}"))
+            claim = claim or (yield self._read(f"claim/{attempt}"))
             if (state := f"{attempt} {claim}") != before:
                 since, before = self._clock(), state
             waited_s = self._clock() - since
             if claim is None and may_tune:
                 self._claimed = True  # an exception may hide that it has
-                self._claimed = yield Write(f"{self._topic}/claim/{attempt}", str(self._rank))
+                self._claimed = yield self._write(f"claim/{attempt}", str(self._store.rank))
                 if self._claimed:
                     if (found := (yield from self._tune())) is not None:
                         return found
                     may_tune = False
             elif claim is None:
-                if waited_s > GRACE_S or (yield Count(f"{self._topic}/out")) >= self._ranks:
+                if waited_s > GRACE_S or (yield partial(self._store.count, f"{self._topic}/out")) >= self._store.ranks:
                     return (yield from self.offer(last))
-                yield Wait(None, waited_s, GRACE_S)
-            elif (yield Read(f"{self._topic}/out/{claim}")) is not None:
+                yield partial(self._wait, None, waited_s, GRACE_S)
+            elif (yield self._read(f"out/{claim}")) is not None:
                 attempt, claim = attempt + 1, None
             elif waited_s > self._deadline_s:
                 return (yield from self.offer(Answer(config=None, rank=int(claim), source=Source.LATE)))
             else:
-                yield Wait(int(claim), waited_s, self._deadline_s)
+                yield partial(self._wait, int(claim), waited_s, self._deadline_s)
         return answer
 
     def _tune(self) -> Steps[Answer | None]:
         """Tunes with the claim held, and returns the answer; None where this rank failed and is out."""
         if (answer := (yield from self.read())) is not None:  # offered since the last look
             return answer
-        found = yield Tune()
+        found = yield partial(self._tune_for_all)
         if found is not None:
             return (yield from self.offer(found))
-        yield Write(f"{self._topic}/out/{self._rank}", "every config failed")
+        yield self._write(f"out/{self._store.rank}", "every config failed")
         return None
 
+    def _read(self, key: str) -> partial[str | None]:
+        return partial(self._store.read, f"{self._topic}/{key}")
 
-def drive(steps: Steps[_T], perform: Callable[[Read | Write | Count | Tune | Wait], Any]) -> _T:
+    def _write(self, key: str, text: str) -> partial[bool]:
+        return partial(self._store.write, f"{self._topic}/{key}", text)
+
+
+def drive(steps: Steps[_T]) -> _T:
     """Performs steps until they return, and returns their value.
 
     Whatever is raised meanwhile, by an operation or by Ctrl-C between two of them, is raised inside the steps, which
@@ -454,7 +421,7 @@ def drive(steps: Steps[_T], perform: Callable[[Read | Write | Count | Tune | Wai
         try:
             step = steps.send(result) if raised is None else steps.throw(raised)
             raised = None
-            result = perform(step)
+            result = step()
         except BaseException as error:
             if inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED:
                 raised = error
