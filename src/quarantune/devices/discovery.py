@@ -95,10 +95,8 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
         return platform, kind
     if platform_hint == "cpu" or (platform_hint is None and _only_cpu()):
         return "cpu", cpu_device().kind
-    first = _describe(platform_hint).devices[0]
-    if first.platform == "cpu":
-        return "cpu", cpu_device().kind
-    return first.platform, first.kind
+    first = _devices(platform_hint)[0]
+    return first.platform, cpu_device().kind if first.platform == "cpu" else first.kind
 
 
 def accelerators() -> Backend | None:
@@ -126,7 +124,11 @@ def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 def backend_of(devices: Sequence[Any]) -> Backend:
     """Returns a description of a backend's devices that can be sent to another process."""
-    described = tuple(
+    return Backend(_described(devices), jax_internals.target_config(devices))
+
+
+def _described(devices: Sequence[Any]) -> tuple[ProbedDevice, ...]:
+    return tuple(
         ProbedDevice(
             platform=_platform_of(device),
             kind=device.device_kind,
@@ -135,7 +137,6 @@ def backend_of(devices: Sequence[Any]) -> Backend:
         )
         for position, device in enumerate(devices)
     )
-    return Backend(described, jax_internals.target_config(devices))
 
 
 def _platform_of(device: Any) -> str:
@@ -227,6 +228,12 @@ def _only_cpu() -> bool:
     if importlib.util.find_spec("jax_plugins") is not None or importlib.util.find_spec("libtpu") is not None:
         return False
     return not entry_points("jax_plugins")
+
+
+def _devices(platform: str | None) -> tuple[ProbedDevice, ...]:
+    """Returns the devices that `_describe` finds, without what only a compiler needs to know."""
+    is_here = jax_internals.backends_initialized()
+    return _described(jax.local_devices(backend=platform)) if is_here else _probe(_visibility()).devices
 
 
 def _describe(platform: str | None) -> Backend:
