@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import types
 
@@ -47,9 +48,42 @@ def test_devices_have_the_names_of_the_visibility_variable(
     assert [everything[device.position(environ)] for device in devices] == devices
 
 
-def test_amd_devices_have_their_own_visibility_variable() -> None:
-    devices = visible_devices(probed(2, "rocm"), environ={"ROCR_VISIBLE_DEVICES": "7,4"}, allowed=["1"])
-    assert [device.environ for device in devices] == [{"ROCR_VISIBLE_DEVICES": "4"}]
+def hip_sees(environ: dict[str, str], there: int = 8) -> list[str]:
+    """Returns the devices that HIP shows a process: a choice from those that the runtime below it, ROCr, leaves."""
+    left = [name for name in environ.get("ROCR_VISIBLE_DEVICES", "").split(",") if name] or list(map(str, range(there)))
+    listed = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES") or ""
+    seen = []
+    for name in (name.strip() for name in listed.split(",") if name):
+        if name not in left and not (name.isdigit() and int(name) < len(left)):
+            break  # the rest counts no more
+        seen.append(name if name.startswith("GPU-") else left[int(name)])
+    return seen if listed else left
+
+
+@pytest.mark.parametrize(
+    ("environ", "meant"),
+    [
+        ({}, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        ({"ROCR_VISIBLE_DEVICES": "7,4"}, ["7", "4"]),
+        ({"HIP_VISIBLE_DEVICES": "2,3"}, ["2", "3"]),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, ["5"]),
+        ({"HIP_VISIBLE_DEVICES": "1, 0", "CUDA_VISIBLE_DEVICES": "6"}, ["1", "0"]),
+        ({"ROCR_VISIBLE_DEVICES": "7,4,6", "HIP_VISIBLE_DEVICES": "2,1"}, ["6", "4"]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b", "HIP_VISIBLE_DEVICES": "1"}, ["GPU-b"]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b", "HIP_VISIBLE_DEVICES": "GPU-b,GPU-a"}, ["GPU-b", "GPU-a"]),
+    ],
+)
+def test_a_worker_sees_the_amd_device_that_it_shall_whatever_the_caller_has_set(
+    environ: dict[str, str], meant: list[str]
+) -> None:
+    assert hip_sees(environ) == meant
+    devices = visible_devices(probed(len(meant), "rocm"), environ=environ, allowed=None)
+    assert [hip_sees(environ | device.environ) for device in devices] == [[name] for name in meant]
+    assert [device.name for device in devices] == [f"rocm:{name}" for name in meant]
+    assert [device.position(environ) for device in devices] == list(range(len(meant)))
+    same = [dataclasses.replace(device, kind="MI300X") for device in devices]
+    for pair in discovery.grouped(same, 2) if len(meant) > 1 else ():
+        assert hip_sees(environ | pair.environ) == [member.token for member in pair.members]
 
 
 def test_each_device_keeps_its_kind() -> None:

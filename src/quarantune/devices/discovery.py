@@ -27,7 +27,7 @@ _PROBE_DEADLINE_S = 120.0
 """The longest wait for a worker to describe the devices; a driver may hang."""
 _DEVICE = "QUARANTUNE_SANDBOX_DEVICE"
 """Environment variable with the platform and kind of the device of a worker, which may not be visible to it."""
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
+_CUDA, _ROCR, _HIP = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 LOGS_PTXAS = {"TF_CPP_VMODULE": "subprocess_compilation=2", "TF_CPP_MIN_LOG_LEVEL": "0"}
 """With these when it is loaded, XLA logs what ptxas says of each kernel; JAX's default level has no such lines."""
@@ -40,7 +40,8 @@ class Device:
     Attributes:
         platform: `cpu`, `cuda`, `rocm` or `tpu`.
         kind: its name in the cache, such as `NVIDIA H200`; for a CPU the processor's model and the available cores.
-        token: its value in the platform's visibility variable, comma-separated for a group; empty for a CPU.
+        token: the driver's name of it, as CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES holds it; comma-separated for a
+            group; empty for a CPU.
     """
 
     platform: str
@@ -66,17 +67,36 @@ class Device:
         """Returns the position of the device, or of the first of its group, among those that JAX sees.
 
         Args:
-            environ: the environment whose visibility variable JAX follows.
+            environ: the environment whose visibility variables JAX follows.
         """
-        token = self.token.partition(",")[0]
-        listed = [name.strip() for name in environ.get(_VISIBLE.get(self.platform, ""), "").split(",")]
+        token, listed = self.token.partition(",")[0], _listed(self.platform, environ)
         return listed.index(token) if token in listed else int(token) if token.isdigit() else 0
 
     @property
     def environ(self) -> dict[str, str]:
         """The environment variables of a process that sees no other device of this platform."""
-        variable = _VISIBLE.get(self.platform)
-        return {} if variable is None else {variable: self.token}
+        match self.platform:
+            case "cuda":
+                return {_CUDA: self.token}
+            case "rocm":  # and all that ROCr leaves, whatever the caller has chosen from more of them
+                return {_ROCR: self.token, _HIP: ",".join(map(str, range(len(self.members))))}
+        return {}
+
+
+def _listed(platform: str, environ: Mapping[str, str]) -> list[str]:
+    """Returns the driver's names of the devices that JAX sees, in JAX's order; none where it sees all.
+
+    On AMD's GPUs, HIP chooses from those that ROCr, the runtime below it, leaves: its indices count only these.
+    """
+
+    def names(*variables: str) -> list[str]:
+        value = next(filter(None, map(environ.get, variables)), "")
+        return [name for part in value.split(",") if (name := part.strip())]
+
+    if platform == "cuda":
+        return names(_CUDA)
+    left, chosen = (names(_ROCR), names(_HIP, _CUDA)) if platform == "rocm" else ([], [])
+    return [left[int(name)] if name.isdigit() and int(name) < len(left) else name for name in chosen] or left
 
 
 def sandbox_environ(platform: str, kind: str) -> dict[str, str]:
@@ -159,7 +179,7 @@ def visible_devices(
 
     Args:
         probed: the devices that the caller's own JAX would see, in its order.
-        environ: the caller's environment, whose visibility variable the indices are relative to.
+        environ: the caller's environment, whose visibility variables the indices are relative to.
         allowed: the operator's `DEVICES`, as indices in `probed` or as values of the visibility variable; None allows
             all devices.
 
@@ -172,12 +192,11 @@ def visible_devices(
     if not probed or probed[0].platform == "cpu":
         return [cpu_device()]
     platform = probed[0].platform
-    listed = environ.get(_VISIBLE.get(platform, ""), "")
-    tokens = [token.strip() for token in listed.split(",") if token.strip()]
-    devices = []
-    for entry in probed:
-        token = tokens[entry.index] if entry.index < len(tokens) else str(entry.index)
-        devices.append(Device(platform, entry.kind, token))
+    tokens = _listed(platform, environ)
+    devices = [
+        Device(platform, entry.kind, tokens[entry.index] if entry.index < len(tokens) else str(entry.index))
+        for entry in probed
+    ]
     return devices if allowed is None else _select(devices, allowed)
 
 
@@ -276,8 +295,7 @@ def devices_and_target(
 
 def _visibility() -> tuple[str | None, ...]:
     """Returns the settings that decide which devices a process sees: the key of a probe's result."""
-    variables = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-    return (_platforms(), *(os.environ.get(variable) for variable in variables))
+    return (_platforms(), *map(os.environ.get, (_CUDA, _ROCR, _HIP)))
 
 
 def _platforms() -> str | None:
