@@ -241,12 +241,10 @@ class Reply:
     Attributes:
         trial: the one of the task that it answers.
         phase: the phase that the worker is in.
-        pid: the worker's process id, in its first reply; else None.
     """
 
     trial: int | None
     phase: Phase
-    pid: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

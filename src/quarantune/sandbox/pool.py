@@ -509,8 +509,6 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         wire.close_all([fd for _, fds in received for fd in fds])  # a worker has no reason to send descriptors
         if received:
             self._deaths = 0  # a template whose worker sends messages is sound, so a config killed the others
-            if worker.pid is None and isinstance(pid := received[0][0].get("pid"), int):
-                worker.pid = pid  # in its first message, which it sends before any config runs
         self._events += [Said(worker.number, message) for message, _ in received]
         return bool(received)
 

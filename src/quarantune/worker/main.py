@@ -87,7 +87,6 @@ class TaskRunner:
         self._bench: Any = None
         self.program: Any = None
         self.phase = Phase.LOAD
-        self._has_spoken = False
         self._trial: int | None = None
         self._trace_context: tuple[Any, ...] = ()
         self._modules = set(sys.modules)
@@ -328,12 +327,11 @@ class TaskRunner:
 
     def _heading(self) -> dict[str, Any]:
         """Returns the fields that all replies have."""
-        return {"trial": self._trial, "phase": self.phase, "pid": None if self._has_spoken else os.getpid()}
+        return {"trial": self._trial, "phase": self.phase}
 
     def send(self, reply: Reply) -> None:
         """Sends a reply to the scheduler."""
-        self._has_spoken = True
-        self._connection.send(codec.encode(reply))
+        self._connection.send_message(reply)
 
     def new_modules(self) -> tuple[str, ...]:
         """Names the modules imported here that the template lacked, so that it can import them for later workers."""
