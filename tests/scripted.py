@@ -19,7 +19,7 @@ import pytest
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.sandbox import messages
-from quarantune.sandbox.messages import BenchOptions, Task
+from quarantune.sandbox.messages import Task
 from quarantune.sandbox.pool import Event, Said
 from quarantune.sandbox.template_messages import Ended
 from quarantune.scheduler.loop import Scheduler
@@ -27,19 +27,11 @@ from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, Pla
 from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
 from quarantune.values.configs import Config
-from quarantune.values.settings import Tolerance
 from quarantune.values.trial import CompileTarget, Route, Trial
 
 GB = 1 << 30
 SLOTS = 3
 TARGET = CompileTarget(platform="cuda", config_text="", device_kind="fake", num_cores=1)
-OPTIONS = BenchOptions(
-    platform="cpu",
-    warmup=0,
-    rep=1,
-    supply="auto",
-    tolerance=Tolerance(rtol=0.0, atol=0.0, max_mismatched_ratio=0.0),
-)
 
 
 class Clock:
@@ -324,7 +316,6 @@ def plan_for(route: Route, **changes: Any) -> Plan:
     together = route is Route.TOGETHER
     plan = Plan(
         route=route,
-        options=OPTIONS,
         target=None,
         slots=SLOTS,
         devices=fake_devices(1),

@@ -19,9 +19,9 @@ import quarantune
 from quarantune.measure import compare, rounding
 from quarantune.measure.rounding import Motion
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import payload
 from quarantune.values.trial import OutputArray, Trial
+from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
 from quarantune.worker.failures import WrongResultError
 

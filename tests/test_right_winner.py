@@ -33,12 +33,12 @@ from quarantune.jax_internals.other_processes import executable_parts
 from quarantune.measure import finals
 from quarantune.resolve.tuning_job import CompilationSeeds
 from quarantune.sandbox import spool, template
-from quarantune.sandbox.messages import BenchOptions
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.request import Swept
 from quarantune.transport import arrays, payload, programs
 from quarantune.values.configs import format_config
 from quarantune.values.settings import Tolerance
+from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
 from quarantune.worker.judging import structure_of
 

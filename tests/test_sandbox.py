@@ -9,6 +9,7 @@ import importlib
 import json
 import mmap
 import os
+import pickle
 import secrets
 import signal
 import subprocess
@@ -35,13 +36,13 @@ from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 from quarantune.sandbox.template_messages import describe_status
 from quarantune.sweep import routes
-from quarantune.sweep.request import worker_options
 from quarantune.transport import payload
 from quarantune.values import codec
 from quarantune.values.settings import Options
 from quarantune.values.trial import CompileTarget, SandboxError
+from quarantune.worker.arguments import BenchOptions
 
-OPTIONS = worker_options("cpu", Options(warmup=0, rep=1))
+OPTIONS = BenchOptions.of("cpu", Options(warmup=0, rep=1))
 PATIENCE_S = 60.0
 """The longest wait for steps that take milliseconds on a quiet machine."""
 
@@ -246,7 +247,7 @@ def sandbox_for(
                 fd = spool.create(label, size_bytes=size)
                 stack.callback(os.close, fd)
                 if position == 0:
-                    spool.write(fd, packed.blob)
+                    spool.write_parts(fd, [packed.blob, pickle.dumps(OPTIONS)])
                 else:
                     payload.write_arrays(packed, fd)
                 fds[position] = spool.protect(fd)
@@ -289,7 +290,7 @@ def listen(sandbox: Sandbox, histories: dict[int, History], until: Callable[[], 
 
 
 def start(sandbox: Sandbox, *, environ: dict[str, str] | None = None, last: bool = False, **config: Any) -> History:
-    task = Compile(trial=0, config=config, options=OPTIONS, last=last)
+    task = Compile(trial=0, config=config, last=last)
     return History(sandbox.start(codec.encode(task), environ=environ))
 
 
@@ -867,10 +868,10 @@ def test_a_template_that_cannot_be_woken_is_replaced(
 # --- a forked owner -----------------------------------------------------------------------------------------
 
 FORKING_OWNER = """
-import dataclasses, os, signal, sys, time
+import dataclasses, os, pickle, signal, sys, time
 from pathlib import Path
 from quarantune.transport import payload
-from quarantune.sweep.request import worker_options
+from quarantune.worker.arguments import BenchOptions
 from quarantune.values.settings import Options
 from quarantune.sandbox.messages import Compile
 from quarantune.host.process import in_sandbox
@@ -879,7 +880,7 @@ from quarantune.values import codec
 from quarantune.sandbox.template_messages import Ended
 import workload
 
-TASK = Compile(trial=0, config={}, options=worker_options("cpu", Options()), last=True)
+TASK = Compile(trial=0, config={}, last=True)
 
 def one_sweep(sandbox):
     number = sandbox.start(codec.encode(TASK))
@@ -892,7 +893,7 @@ def one_sweep(sandbox):
 def opened():
     packed = payload.pack_call(workload.act, (), {})
     fd = spool.create("payload")
-    spool.write(fd, packed.blob)
+    spool.write_parts(fd, [packed.blob, pickle.dumps(BenchOptions.of("cpu", Options()))])
     sandbox = pool.Sandbox(payload_fd=fd, arrays_fd=-1, method="fork")
     sandbox.open(load_timeout_s=100)
     return sandbox

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
-from quarantune.values.settings import Tolerance
 from quarantune.values.trial import (
     Backend,
     CompilerFigures,
@@ -32,33 +31,6 @@ _Duration: TypeAlias = Annotated[float, within(0, math.inf)]
 
 
 # --- from the scheduler to a worker: tasks ---
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    """Options of a sweep that its workers need.
-
-    Attributes:
-        platform: the platform that configs run on; None for the one of this process.
-        warmup: untimed runs of each config.
-        rep: the largest number of timed samples of each config.
-        supply: how missing arguments are made.
-        tolerance: how far outputs may differ; None for as far as rounding explains.
-        check_grad: whether gradients are compared, too.
-        time_grad: whether a config is compiled and timed together with its gradient.
-        compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none.
-        measures_energy: whether the energy of a call is measured.
-    """
-
-    platform: str | None
-    warmup: int
-    rep: int
-    supply: str
-    tolerance: Tolerance | None
-    check_grad: bool = False
-    time_grad: bool = False
-    compilation_cache: str | None = None
-    measures_energy: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,18 +58,7 @@ class Probe(Task):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchTask(Task):
-    """A task that needs the worker's bench, which is made for the first one.
-
-    Attributes:
-        options: the options of the bench.
-    """
-
-    options: BenchOptions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepare(BenchTask):
+class Prepare(Task):
     """Take the device and make the arguments; answered by `Ready`.
 
     Its descriptors are the outputs to compare with, after a file as for `Expect` where there is one with programs.
@@ -110,7 +71,7 @@ class Prepare(BenchTask):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Expect(BenchTask):
+class Expect(Task):
     """Compile the comparison of such outputs, ahead of the first; there is no answer.
 
     Descriptor, at most one: a file with the programs that an earlier worker has compiled, or an empty one to leave them
@@ -124,7 +85,7 @@ class Expect(BenchTask):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compile(BenchTask):
+class Compile(Task):
     """Compile one config; answered by `Traced` where that is asked for, `Lowered` and `Compiled`.
 
     Its descriptor, where there is one, is the file for the executable, which another worker runs.
@@ -179,7 +140,7 @@ class Measure(Task):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeReference(BenchTask):
+class ComputeReference(Task):
     """Write what `ref_fn` returns to the descriptor, then compare its shapes with those of the function's output.
 
     Answered by `ReferenceComputed` and `ShapesChecked`.
@@ -202,7 +163,7 @@ class Finalist:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compare(BenchTask):
+class Compare(Task):
     """Time configs in turn; answered by `Compared`. Its descriptors are the executables of those that are saved."""
 
     entries: tuple[Finalist, ...]

@@ -160,7 +160,7 @@ class Scheduler:
             Finalist(config=as_json(config), saved=fd is not None, index=index)
             for (index, config), fd in zip(configs.items(), kept, strict=True)
         )
-        task = Compare(options=self._run.plan.options, entries=entries, last=True)
+        task = Compare(entries=entries, last=True)
         try:
             reply = self._compared(task, [fd for fd in kept if fd is not None])
             energy_mj = dict(zip(configs, zip(*reply.energy_mj, strict=True), strict=False))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from quarantune.devices.discovery import Device
 from quarantune.host import machine
 from quarantune.measure.finals import Objective
-from quarantune.sandbox.messages import BenchOptions
 from quarantune.values.configs import Config
 from quarantune.values.settings import TIME
 from quarantune.values.trial import CompileTarget, Route, Trial
@@ -91,7 +90,6 @@ class Plan:
 
     Attributes:
         route: whether one worker does both halves of a trial or two do.
-        options: the options that every worker gets.
         target: the device that compile workers compile for when they have none; None for the machine's own.
         slots: how many configs compile at a time.
         devices: where to measure; one lease each.
@@ -116,7 +114,6 @@ class Plan:
     """
 
     route: Route
-    options: BenchOptions
     target: CompileTarget | None
     slots: int
     devices: tuple[Device, ...]

@@ -92,12 +92,12 @@ class SideTasks:
             self._fd = -1
 
     def _compute(self) -> None:
-        run, options = self._run, self._run.plan.options
+        run = self._run
         if not run.devices:
             raise _failed(WorkerVerdict(Outcome.LOST, "no device is left"))
         self.close()
         self._fd = spool.create("expected")
-        worker = start_on(run, run.devices[0], ComputeReference(options=options, last=True), [self._fd])
+        worker = start_on(run, run.devices[0], ComputeReference(last=True), [self._fd])
         if worker is not None:
             self._computing = worker
             self._tries += 1
@@ -133,7 +133,7 @@ class SideTasks:
         if place is None or device.is_cramped or not run.may_start_on(device):
             return
         config = left.unconfirmed[left.first_at[place]].trial.config
-        task = Compile(config=as_json(config), options=run.plan.options, is_check=True, last=True)
+        task = Compile(config=as_json(config), is_check=True, last=True)
         self._confirming[place] = run.workers.start(task, WorkerState.SIDE_TASK, device=device)
 
     @property

@@ -124,7 +124,6 @@ class RouteSteps:
         task = Compile(
             trial=job.index,
             config=as_json(job.config),
-            options=plan.options,
             target=plan.target,
             last=self._saves and (worker.used if worker else 0) + 1 >= plan.compiles_per_worker,
             must_save=plan.route in (Route.APART, Route.HANDED_OVER) and not plan.is_check,
@@ -359,7 +358,7 @@ class SplitRoute(RouteSteps):
             self._comparisons_fd = spool.create("comparisons")
             spool.write(self._comparisons_fd, _comparisons.get(self._kind_of_comparisons(), b""))
         fds = [self._comparisons_fd] if is_first or (self._has_comparisons() and not has_programs) else []
-        self._run.workers.send(worker, Expect(options=self._run.plan.options, outputs=self._outputs), fds)
+        self._run.workers.send(worker, Expect(outputs=self._outputs), fds)
 
     def _has_comparisons(self) -> bool:
         return self._comparisons_fd >= 0 and os.fstat(self._comparisons_fd).st_size > 0
@@ -496,7 +495,7 @@ class SplitRoute(RouteSteps):
         is_ahead = run.workers.on(device) > 0
         has_programs = self._has_comparisons()
         fds = [*([self._comparisons_fd] if has_programs else []), *run.reference.fds]
-        task = Prepare(options=run.plan.options, has_programs=has_programs)
+        task = Prepare(has_programs=has_programs)
         worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=fds)
         worker.is_ahead = is_ahead
         device.standby.append(worker)

@@ -6,11 +6,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
-import jax
-
 from quarantune.devices.targets import Target
 from quarantune.measure import finals
-from quarantune.sandbox.messages import BenchOptions
 from quarantune.scheduler.plan import NOTHING_MORE, Compare, ConfigSource, Proof
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.problem import Problem
@@ -96,28 +93,6 @@ class SweepRequest:
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""
         return list(configs.values()) if self.space is None else self.space.examples()
-
-
-def worker_options(platform: str | None, options: Options, *, energy: bool = False) -> BenchOptions:
-    """Returns the author's options that a worker needs.
-
-    Args:
-        platform: the platform that configs run on; None for the one of this process.
-        options: the author's options.
-        energy: whether the energy of calls is measured.
-    """
-    return BenchOptions(
-        platform=platform,
-        warmup=options.warmup,
-        rep=options.rep,
-        supply="auto" if callable(options.supply) else options.supply,
-        tolerance=options.tolerance,
-        check_grad=options.check_grad or options.time_grad,
-        time_grad=options.time_grad,
-        # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.
-        compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
-        measures_energy=energy,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

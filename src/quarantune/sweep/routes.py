@@ -26,7 +26,7 @@ from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import settle
 from quarantune.sweep.limits import Isolation
-from quarantune.sweep.request import Finish, SweepRequest, Swept, worker_options
+from quarantune.sweep.request import Finish, SweepRequest, Swept
 from quarantune.values.configs import Config
 from quarantune.values.settings import TIME
 from quarantune.values.trial import READY, UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
@@ -278,7 +278,6 @@ class Routes:
         memory_bytes = limits.memory_limit_bytes
         return Plan(
             route=route,
-            options=worker_options(self._problem.platform, self._request.options, energy=self._request.measures_energy),
             target=None if with_device else self._target,
             slots=slots,
             devices=tuple(self._devices),

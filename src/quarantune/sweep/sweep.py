@@ -9,6 +9,7 @@ import itertools
 import logging
 import math
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import TIME, Options, Settings
 from quarantune.values.trial import END, UNTUNED, CompileTarget, Trial
 from quarantune.worker import program_values
+from quarantune.worker.arguments import BenchOptions
 
 if TYPE_CHECKING:
     from quarantune.sandbox import pool
@@ -230,7 +232,8 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
         environ |= cheap_context(problem.platform, os.environ)
     if request.target is not None and problem.platform == "cuda":
         environ |= LOGS_PTXAS
-    with spawning.standard_descriptors(), _spooled(packed) as (payload_fd, arrays_fd):
+    options = BenchOptions.of(problem.platform, request.options, energy=request.measures_energy)
+    with spawning.standard_descriptors(), _spooled(packed, options) as (payload_fd, arrays_fd):
         make: Callable[..., pool.Sandbox] = pool.Sandbox
         stops = None if isolation is Isolation.PROCESS else Stops(time.monotonic)
         if stops is not None:
@@ -311,7 +314,7 @@ def _check_sizes(problem: Problem, configs: Sequence[Config]) -> None:
 
 
 @contextlib.contextmanager
-def _spooled(packed: PackedCall) -> Iterator[tuple[int, int]]:
+def _spooled(packed: PackedCall, options: BenchOptions) -> Iterator[tuple[int, int]]:
     """Yields read-only descriptors of the payload and of the arrays; -1 where there are no arrays."""
     with contextlib.ExitStack() as stack:
         fds = []
@@ -319,7 +322,7 @@ def _spooled(packed: PackedCall) -> Iterator[tuple[int, int]]:
             fds.append(spool.create(label, size_bytes=size_bytes) if size_bytes else -1)
             if size_bytes:
                 stack.callback(os.close, fds[-1])
-        spool.write(fds[0], packed.blob)
+        spool.write_parts(fds[0], [packed.blob, pickle.dumps(options)])
         if packed.call.spool_bytes:
             payload.write_arrays(packed, fds[1])
         for position, fd in enumerate(fds):

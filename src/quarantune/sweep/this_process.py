@@ -31,13 +31,13 @@ from quarantune.sandbox import messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.pool import Event, Said, Sandbox
 from quarantune.sandbox.template_messages import Ended
-from quarantune.sweep.request import SweepRequest, worker_options
+from quarantune.sweep.request import SweepRequest
 from quarantune.transport.payload import Call
 from quarantune.values import codec
 from quarantune.values.codec import restore
 from quarantune.values.configs import format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
-from quarantune.worker.arguments import Program
+from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
 from quarantune.worker.failures import NeedsDeviceError, readable
 from quarantune.worker.main import TaskRunner
@@ -95,7 +95,7 @@ class _Here(TaskRunner):
         """Returns nothing: what this process imports is no guide for workers."""
         return ()
 
-    def bench_for(self, task: messages.BenchTask) -> Bench:
+    def bench_for(self, task: Task) -> Bench:
         """Returns the bench of this process."""
         return self._place.bench()
 
@@ -161,7 +161,7 @@ class ThisProcess(Sandbox):
         self._stops = stops
         # A bench for "cpu" would keep this process from its other devices.
         platform = None if device is None or device.platform == "cpu" else device.platform
-        options = worker_options(platform, request.options, energy=request.measures_energy)
+        options = BenchOptions.of(platform, request.options, energy=request.measures_energy)
         self._make_bench = functools.partial(Bench, call, arrays_fd=arrays_fd, options=options)
         self._bench: Bench | None = None
         self._here: dict[int, _Here] = {}

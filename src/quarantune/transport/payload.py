@@ -218,7 +218,7 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
             write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
-def unpack_call(blob: bytes) -> Call:
+def unpack_call(blob: bytes | memoryview) -> Call:
     """Returns the call that `pack_call` packed, and adopts the import path and JAX options of its process.
 
     Args:

@@ -1,4 +1,4 @@
-"""The programs that a worker runs, and the arguments that it calls them with."""
+"""The programs that a worker runs, the arguments that it calls them with, and its options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,61 @@ from quarantune.transport.arrays import restore_array
 from quarantune.transport.payload import Call, materialize
 from quarantune.transport.problem import Arguments
 from quarantune.values.configs import Config
+from quarantune.values.settings import Options, Tolerance
 from quarantune.values.trial import CompilerFigures
 
 _SEED = 0
 _MOST_BYTES = 512 << 20
 """Larger arguments are not widened."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Options of a sweep that its workers need; they travel with the call.
+
+    Attributes:
+        platform: the platform that configs run on; None for the one of this process.
+        warmup: untimed runs of each config.
+        rep: the largest number of timed samples of each config.
+        supply: how missing arguments are made.
+        tolerance: how far outputs may differ; None for as far as rounding explains.
+        check_grad: whether gradients are compared, too.
+        time_grad: whether a config is compiled and timed together with its gradient.
+        compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none.
+        measures_energy: whether the energy of a call is measured.
+    """
+
+    platform: str | None
+    warmup: int
+    rep: int
+    supply: str
+    tolerance: Tolerance | None
+    check_grad: bool = False
+    time_grad: bool = False
+    compilation_cache: str | None = None
+    measures_energy: bool = False
+
+    @classmethod
+    def of(cls, platform: str | None, options: Options, *, energy: bool = False) -> BenchOptions:
+        """Returns those of the author's options that a worker needs.
+
+        Args:
+            platform: as in the attributes.
+            options: the author's options.
+            energy: whether the energy of calls is measured.
+        """
+        return cls(
+            platform=platform,
+            warmup=options.warmup,
+            rep=options.rep,
+            supply="auto" if callable(options.supply) else options.supply,
+            tolerance=options.tolerance,
+            check_grad=options.check_grad or options.time_grad,
+            time_grad=options.time_grad,
+            # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.
+            compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
+            measures_energy=energy,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from quarantune.jax_internals import kernels
 from quarantune.jax_internals.other_processes import compilation_cache_in_memory
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions, Judgement, Measurement
+from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
@@ -28,7 +28,7 @@ from quarantune.values.codec import restore
 from quarantune.values.configs import Config
 from quarantune.values.trial import CompileTarget, OutputArray
 from quarantune.worker import compiler_figures
-from quarantune.worker.arguments import CallArguments, Program
+from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
 from quarantune.worker.judging import Judge, StaleMemory, structure_of

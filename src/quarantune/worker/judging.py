@@ -25,14 +25,14 @@ from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions, Judgement
+from quarantune.sandbox.messages import Judgement
 from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import OutputArray
-from quarantune.worker.arguments import CallArguments, Program
+from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.failures import WrongResultError
 
 _WIDER_S = 5.0

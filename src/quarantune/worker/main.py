@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import os
+import pickle
 import sys
 import time
 import traceback
-from collections.abc import Generator, Iterator
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, NoReturn
 
 from quarantune import jax_internals
 from quarantune.host.waits import RunTime, run_limit
@@ -25,7 +26,6 @@ from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
 from quarantune.transport import payload
-from quarantune.transport.payload import Call
 from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import JsonObject
@@ -45,7 +45,7 @@ from quarantune.worker.failures import (
 )
 
 # A template imports this module, so that no worker has to.
-codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
+codec.prepare(*messages.TASKS, CompileTarget)
 
 _NICENESS = 10
 """The worker that measures beside compile workers has a CPU whenever it needs one."""
@@ -54,11 +54,11 @@ _LONGEST_PROVEN_S = 2.0
 _MOST_LINES = 5000
 
 
-def main(connection: Connection, options: WorkerOptions, call: object | None) -> NoReturn:
+def main(connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> NoReturn:
     """Runs the first task and those that follow it, and never returns."""
     code = 0
     try:
-        TaskRunner(connection, options, call).run(options.task, list(options.task_fds))
+        TaskRunner(connection, options, make_bench).run(options.task, list(options.task_fds))
     except wire.WireClosedError:
         pass  # the scheduler closed the connection: nothing is left to do
     except BaseException:
@@ -80,11 +80,11 @@ class TaskRunner:
         program: the program that it has compiled last.
     """
 
-    def __init__(self, connection: Connection, options: WorkerOptions, call: object | None) -> None:
+    def __init__(self, connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> None:
         self._connection = connection
         self._options = options
-        self._call = cast("Call | None", call)
-        self._bench: Any = None
+        self._make_bench = make_bench
+        self._bench: Bench | None = None
         self.program: Any = None
         self.phase = Phase.LOAD
         self._trial: int | None = None
@@ -126,7 +126,7 @@ class TaskRunner:
             case messages.Compile(), Phase.COMPILE:
                 return self._is_as_it_was()
             case messages.Measure(load=True), Phase.CHECK:
-                return bool(self._bench.still_works())
+                return self._bench is not None and self._bench.still_works()
         return False
 
     def _is_as_it_was(self) -> bool:
@@ -139,10 +139,6 @@ class TaskRunner:
         if isinstance(task, messages.Probe):
             yield messages.Probed(**self._heading(), backend=deviceless.probe(task.platforms))
             return
-        if isinstance(task, messages.Measure):
-            yield from self._measure(self._bench, task, fds)
-            return
-        assert isinstance(task, messages.BenchTask)
         self._bench = bench = self.bench_for(task)
         match task:
             case messages.Prepare():
@@ -152,6 +148,8 @@ class TaskRunner:
                 bench.expect(task.outputs, *fds)
             case messages.Compile():
                 yield from self._compile(bench, task, fds)
+            case messages.Measure():
+                yield from self._measure(bench, task, fds)
             case messages.ComputeReference():
                 yield self.entered(Phase.CHECK)
                 bench.judge.compute_reference(fds[0])
@@ -160,19 +158,19 @@ class TaskRunner:
             case messages.Compare():
                 yield from self._compare(bench, task, fds)
 
-    def bench_for(self, task: messages.BenchTask) -> Bench:
+    def bench_for(self, task: Task) -> Bench:
         """Returns the worker's bench, made when the first task needs it."""
         if self._bench is not None:
-            return cast("Bench", self._bench)
-        if (call := self._call) is None:
+            return self._bench
+        if (make := self._make_bench) is None:
             self.send(self.entered(Phase.LOAD))
-            call = self._load_call(task)
-        return Bench(call, arrays_fd=self._options.arrays_fd, options=task.options)
+            make = self._load_bench(task)
+        return make(arrays_fd=self._options.arrays_fd)
 
-    def _load_call(self, task: messages.BenchTask) -> Call:
+    def _load_bench(self, task: Task) -> Callable[..., Bench]:
         """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
         is_check = isinstance(task, messages.Compile) and task.is_check
-        load = functools.partial(load_call, self._options.payload_fd, self._options.cwd, is_check=is_check)
+        load = functools.partial(load_bench, self._options.payload_fd, self._options.cwd, is_check=is_check)
         if not isinstance(task, messages.Compile) or task.target is None:
             return load()
         try:
@@ -347,7 +345,7 @@ def warm_up(task: JsonObject) -> None:
     deviceless.topology(target)
 
 
-def load_call(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> Call:
+def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> Callable[..., Bench]:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it.
 
     Values that the caller's program has set in these modules are set here, too, except in a check whose modules have
@@ -355,10 +353,11 @@ def load_call(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> Ca
     """
     if cwd is not None:
         os.chdir(cwd)
-    call = payload.unpack_call(spool.read(payload_fd))
+    blob, options = spool.map_parts(payload_fd)
+    call = payload.unpack_call(blob)
     if not (is_check and deviceless.asked_at_import):
         program_values.adopt(call.program_values)
-    return call
+    return functools.partial(Bench, call, options=pickle.loads(options))
 
 
 def _only_compiles(task: Task) -> bool:
