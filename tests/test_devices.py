@@ -13,13 +13,11 @@ from quarantune import jax_internals
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cheap_context, visible_devices
 from quarantune.values.settings import current
-from quarantune.values.trial import Backend, ProbedDevice
+from quarantune.values.trial import CompileTarget
 
 
-def probed(count: int, platform: str = "cuda") -> list[ProbedDevice]:
-    return [
-        ProbedDevice(platform=platform, kind=f"kind {index}", index=index, num_cores=None) for index in range(count)
-    ]
+def probed(count: int, platform: str = "cuda") -> list[CompileTarget]:
+    return [CompileTarget(platform=platform, device_kind=f"kind {index}") for index in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +99,7 @@ def test_a_missing_device_is_refused_and_the_existing_ones_are_listed(name: str)
 
 
 @pytest.mark.parametrize("probes", [[], probed(8, "cpu")])
-def test_a_machine_without_accelerators_is_one_device(probes: list[ProbedDevice]) -> None:
+def test_a_machine_without_accelerators_is_one_device(probes: list[CompileTarget]) -> None:
     (device,) = visible_devices(probes, environ={"CUDA_VISIBLE_DEVICES": "0,1"}, allowed=None)
     assert device.platform == device.name == "cpu"
     assert device.environ == {}
@@ -133,8 +131,8 @@ def test_a_look_up_has_xla_describe_no_gpu_for_its_compiler(monkeypatch: pytest.
 
 
 def test_all_tpus_of_a_machine_are_one_device_with_one_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    chips = tuple(ProbedDevice(platform="tpu", kind="TPU v5 lite", index=index, num_cores=1) for index in range(4))
-    monkeypatch.setattr(discovery, "_describe", lambda platform: Backend(chips, None))
+    chip = CompileTarget(platform="tpu", device_kind="TPU v5 lite", num_cores=1)
+    monkeypatch.setattr(discovery, "_describe", lambda platform: (chip,) * 4)
     (device,), target = discovery.devices_and_target("tpu", current(), 4)
     assert (device.name, device.has_one_owner, device.environ, target) == ("tpu", True, {}, None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

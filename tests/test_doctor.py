@@ -21,7 +21,7 @@ from quarantune import doctor
 from quarantune.devices import discovery, targets
 from quarantune.doctor import failed
 from quarantune.values.settings import Settings
-from quarantune.values.trial import CompilerFigures, CycleEstimate, Outcome, Trial
+from quarantune.values.trial import CompilerFigures, CompileTarget, CycleEstimate, Outcome, Trial
 
 PROGRAM = """
 import json, resource, sys
@@ -304,7 +304,7 @@ def test_a_plugin_that_jax_is_not_set_to_use_is_told_from_one_that_does_not_work
     hardware = {kind: (lambda: True, *rest) for kind, (_, *rest) in doctor._HARDWARE.items()}
     monkeypatch.setattr(doctor, "_HARDWARE", hardware)
     monkeypatch.setattr(targets, "has_plugin", lambda plugin: True)
-    monkeypatch.setattr(discovery, "accelerators", lambda: discovery.Backend((discovery.cpu_device(),), None))
+    monkeypatch.setattr(discovery, "accelerators", lambda: (CompileTarget(platform="cpu", device_kind="cpu"),))
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", platforms)
     try:

@@ -14,7 +14,7 @@ import pytest
 import quarantune
 from quarantune.devices import targets
 from quarantune.values import settings as environment
-from quarantune.values.trial import Backend, CompileTarget, ProbedDevice
+from quarantune.values.trial import CompileTarget
 from quarantune.worker.failures import outcome_of, place_of
 
 TEXT = 'gpu_device_info {\n  core_count: 58\n}\nplatform_name: "CUDA"\ndevice_description_str: "NVIDIA L4"\n'
@@ -105,8 +105,8 @@ def test_damaged_descriptions_are_passed_over(cache_dir: Path, content: bytes) -
 
 
 def test_the_devices_of_this_machine_are_listed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = tuple(ProbedDevice(platform="cuda", kind="NVIDIA L4", index=index, num_cores=58) for index in (0, 1))
-    monkeypatch.setattr(targets.discovery, "accelerators", lambda: Backend(devices, TEXT))
+    device = CompileTarget(platform="cuda", device_kind="NVIDIA L4", config_text=TEXT, num_cores=58)
+    monkeypatch.setattr(targets.discovery, "accelerators", lambda: (device, device))
     listed = quarantune.targets()
     assert [target.name for target in listed[:3]] == ["cpu", "NVIDIA L4", "TPU v4"]
     assert listed[1].config_text == TEXT

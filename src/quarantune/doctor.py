@@ -447,23 +447,24 @@ def devices() -> Iterator[Check]:
     """Yields the devices that JAX finds, asked of a worker; no backend is initialised here."""
     command = "run `python -c 'import jax; jax.devices()'`, which shows"
     try:
-        backend = discovery.accelerators()
+        there = discovery.accelerators()
     except SandboxError as error:
         yield fail("devices", first_line(error), f"{command} the whole error, or set JAX_PLATFORMS=cpu")
         return
-    if backend is None or all(device.platform == "cpu" for device in backend.devices):
+    if there is None or all(device.platform == "cpu" for device in there):
         found = f"the CPU, {cpu_device().kind}"
         usable = [kind for kind, plugin, _ in _hardware() if targets.has_plugin(plugin) and _is_chosen(plugin)]
-        missing = [] if backend is None else usable
+        missing = [] if there is None else usable
         if missing:
             found = f"only {found}, although the driver and JAX's plugin for the {missing[0]} are here"
         remedy = f"{command} why JAX does not use the device"
         yield _judged("devices", found, remedy, is_good=not missing, is_needed=True)
         return
-    yield ok("devices", ", ".join(f"{device.platform}:{device.index} {device.kind}" for device in backend.devices))
-    if any(device.platform == "cuda" for device in backend.devices):
+    names = (f"{device.platform}:{index} {device.device_kind}" for index, device in enumerate(there))
+    yield ok("devices", ", ".join(names))
+    if any(device.platform == "cuda" for device in there):
         yield from nvidia()
-        if backend.config_text is None:
+        if not there[0].config_text:
             found = "this JAX gives no description of the GPU, so each compile worker makes a context on it"
             yield warn("compiling without the device", found, "install a JAX version that gives one (0.10 or newer)")
 
@@ -602,8 +603,8 @@ def _swept(name: str, fn: Callable[..., Any], own_settings: SettingKeywords) -> 
 
 def _clock(trial: Trial) -> list[Check]:
     """Returns whether the device's own clock could be read; nothing on a CPU, whose clock is the wall's."""
-    backend = None if trial.clock == "wall" else discovery.accelerators()
-    if backend is None or backend.devices[0].platform != "cuda":
+    there = None if trial.clock == "wall" else discovery.accelerators()
+    if there is None or there[0].platform != "cuda":
         return []
     if trial.clock == "device":
         return [ok("device clock", "CUPTI gives the device's own times")]

@@ -21,7 +21,7 @@ from quarantune.host import machine
 from quarantune.host.process import entry_points, in_sandbox
 from quarantune.values import codec
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Backend, CompileTarget, ProbedDevice, SandboxError
+from quarantune.values.trial import CompileTarget, SandboxError
 
 _PROBE_DEADLINE_S = 120.0
 """The longest wait for a worker to describe the devices; a driver may hang."""
@@ -115,11 +115,11 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
         return platform, kind
     if platform_hint == "cpu" or (platform_hint is None and _only_cpu()):
         return "cpu", cpu_device().kind
-    first = _devices(platform_hint)[0]
-    return first.platform, cpu_device().kind if first.platform == "cpu" else first.kind
+    first = _describe(platform_hint, for_compiling=False)[0]
+    return first.platform, cpu_device().kind if first.platform == "cpu" else first.device_kind
 
 
-def accelerators() -> Backend | None:
+def accelerators() -> tuple[CompileTarget, ...] | None:
     """Returns the devices that JAX chooses, without initialising a backend; None where these are the CPU's.
 
     Raises:
@@ -142,20 +142,22 @@ def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {_QUEUES: "1"} if platform == "cuda" and _QUEUES not in environ else {}
 
 
-def backend_of(devices: Sequence[Any]) -> Backend:
-    """Returns a description of a backend's devices that can be sent to another process."""
-    return Backend(_described(devices), jax_internals.target_config(devices))
+def described(devices: Sequence[Any], *, for_compiling: bool = True) -> tuple[CompileTarget, ...]:
+    """Returns descriptions of a backend's devices that can be sent to another process.
 
-
-def _described(devices: Sequence[Any]) -> tuple[ProbedDevice, ...]:
+    Args:
+        devices: the devices.
+        for_compiling: whether XLA describes GPUs for its compiler, too.
+    """
+    config_text = jax_internals.target_config(devices) if for_compiling else ""
     return tuple(
-        ProbedDevice(
+        CompileTarget(
             platform=_platform_of(device),
-            kind=device.device_kind,
-            index=position,
+            device_kind=device.device_kind,
+            config_text=config_text,
             num_cores=getattr(device, "core_count", None),
         )
-        for position, device in enumerate(devices)
+        for device in devices
     )
 
 
@@ -173,13 +175,13 @@ def cpu_device() -> Device:
 
 
 def visible_devices(
-    probed: Sequence[ProbedDevice], *, environ: Mapping[str, str], allowed: Sequence[str] | None
+    probed: Sequence[CompileTarget], *, environ: Mapping[str, str], allowed: Sequence[str] | None
 ) -> list[Device]:
     """Returns the devices that a worker may be given.
 
     Args:
         probed: the devices that the caller's own JAX would see, in its order.
-        environ: the caller's environment, whose visibility variables the indices are relative to.
+        environ: the caller's environment, whose visibility variables their places are relative to.
         allowed: the operator's `DEVICES`, as indices in `probed` or as values of the visibility variable; None allows
             all devices.
 
@@ -193,10 +195,8 @@ def visible_devices(
         return [cpu_device()]
     platform = probed[0].platform
     tokens = _listed(platform, environ)
-    devices = [
-        Device(platform, entry.kind, tokens[entry.index] if entry.index < len(tokens) else str(entry.index))
-        for entry in probed
-    ]
+    tokens = [*tokens, *map(str, range(len(tokens), len(probed)))]
+    devices = [Device(platform, each.device_kind, token) for each, token in zip(probed, tokens, strict=False)]
     return devices if allowed is None else _select(devices, allowed)
 
 
@@ -249,17 +249,11 @@ def _only_cpu() -> bool:
     return not entry_points("jax_plugins")
 
 
-def _devices(platform: str | None) -> tuple[ProbedDevice, ...]:
-    """Returns the devices that `_describe` finds, without what only a compiler needs to know."""
-    is_here = jax_internals.backends_initialized()
-    return _described(jax.local_devices(backend=platform)) if is_here else _probe(_visibility()).devices
-
-
-def _describe(platform: str | None) -> Backend:
+def _describe(platform: str | None, *, for_compiling: bool = True) -> tuple[CompileTarget, ...]:
     """Returns the devices that JAX would use, asked of a worker where this process has initialised none."""
     if not jax_internals.backends_initialized():
         return _probe(_visibility())
-    return backend_of(jax.local_devices(backend=platform))
+    return described(jax.local_devices(backend=platform), for_compiling=for_compiling)
 
 
 def devices_and_target(
@@ -275,22 +269,14 @@ def devices_and_target(
     """
     if platform == "cpu":
         return [cpu_device()], None
-    backend = _describe(platform)
-    allowed = visible_devices(backend.devices, environ=os.environ, allowed=settings.devices)
+    there = _describe(platform)
+    allowed = visible_devices(there, environ=os.environ, allowed=settings.devices)
     kinds = [device.kind for device in allowed]
     devices = grouped([device for device in allowed if device.kind == kinds[0]], devices_per_trial)
     if platform == "tpu":
         return [Device(platform, kinds[0])], None  # a process takes all of the machine's TPUs
-    if backend.config_text is None or platform not in ("cuda", "rocm"):
-        return devices, None
-    device = next(device for device in backend.devices if device.kind == kinds[0])
-    target = CompileTarget(
-        platform=platform,
-        config_text=backend.config_text,
-        device_kind=device.kind,
-        num_cores=device.num_cores,
-    )
-    return devices, target
+    target = next(device for device in there if device.device_kind == kinds[0])
+    return devices, target if target.config_text else None
 
 
 def _visibility() -> tuple[str | None, ...]:
@@ -305,7 +291,7 @@ def _platforms() -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _probe(_: tuple[str | None, ...]) -> Backend:
+def _probe(_: tuple[str | None, ...]) -> tuple[CompileTarget, ...]:
     """Returns the devices that a worker finds, so that this process need not initialise a backend.
 
     Raises:
@@ -328,7 +314,7 @@ def _probe(_: tuple[str | None, ...]) -> Backend:
                         reply = codec.decode(event.message, PhaseEntered, Probed, Failed)
                 elif event.number == number:
                     if isinstance(reply, Probed):
-                        return reply.backend
+                        return reply.devices
                     detail = (isinstance(reply, Failed) and reply.text) or sandbox.log(number)[-2000:]
                     raise SandboxError(f"the device probe failed: {detail}")
     raise SandboxError(

@@ -257,24 +257,15 @@ def _here() -> Iterator[Target]:
     """Yields the devices of this machine, one of each kind."""
     yield Target(name="cpu", platform="cpu", device_kind=cpu_device().kind, origin="this machine", is_here=True)
     try:
-        backend = discovery.accelerators()
+        there = discovery.accelerators() or ()
     except SandboxError as error:
         _logger.warning("the devices of this machine are not listed: %s", error)
         return
-    if backend is None:
-        return
-    for device in {each.kind: each for each in backend.devices if each.platform != "cpu"}.values():
-        known = next((target for target in _by_name() if target.device_kind == device.kind), None)
-        if backend.config_text is not None and device.platform != "tpu":
-            yield Target(
-                name=device.kind if known is None else known.name,
-                platform=device.platform,
-                device_kind=device.kind,
-                config_text=backend.config_text,
-                num_cores=device.num_cores,
-                origin="read from this machine's device",
-                is_here=True,
-            )
+    for device in {each.device_kind: each for each in there if each.platform != "cpu"}.values():
+        known = next((target for target in _by_name() if target.device_kind == device.device_kind), None)
+        if device.config_text:
+            name = device.device_kind if known is None else known.name
+            yield Target(name=name, **vars(device), origin="read from this machine's device", is_here=True)
         elif known is not None:
             yield dataclasses.replace(known, is_here=True)
 

@@ -626,8 +626,8 @@ def has_tpu() -> bool:
     return bool(hardware_utils.num_available_tpu_chips_and_device_id()[0])
 
 
-def target_config(devices: Sequence[Any]) -> str | None:
-    """Returns the description of a GPU that XLA needs to compile for it elsewhere; None if there is none.
+def target_config(devices: Sequence[Any]) -> str:
+    """Returns the description of a GPU that XLA needs to compile for it elsewhere; empty if there is none.
 
     Private because the public `jax.experimental.topologies` accepts such a description but cannot produce one.
 
@@ -636,12 +636,10 @@ def target_config(devices: Sequence[Any]) -> str | None:
     """
     from jax._src.lib import xla_client  # type: ignore[attr-defined]
 
-    if devices[0].platform != "gpu":
-        return None
-    try:
-        return str(xla_client.get_topology_for_devices(list(devices)).target_config)
-    except (AttributeError, RuntimeError, TypeError):
-        return None
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError):
+        if devices[0].platform == "gpu":
+            return str(xla_client.get_topology_for_devices(list(devices)).target_config)
+    return ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
 from quarantune.values.trial import (
-    Backend,
     CompilerFigures,
     CompileTarget,
     Millijoules,
@@ -221,9 +220,9 @@ class Judged(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probed(Reply):
-    """The devices that the worker has found."""
+    """The devices that the worker has found, in JAX's order."""
 
-    backend: Backend
+    devices: tuple[CompileTarget, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,10 +92,10 @@ class Route(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTarget:
-    """A device that programs are compiled for in a process that does not hold it.
+    """A device as processes know it that do not hold it, and compile for it.
 
     Attributes:
-        platform: `cuda`, `rocm` or `tpu`.
+        platform: `cpu`, `cuda`, `rocm` or `tpu`.
         device_kind: JAX's name of the device.
         topology: the name of a TPU's topology; empty for other devices.
         config_text: XLA's description of a GPU; empty for other devices.
@@ -122,36 +122,6 @@ class OutputArray:
 
     shape: tuple[int, ...]
     dtype: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProbedDevice:
-    """One device.
-
-    Attributes:
-        platform: `cpu`, `cuda`, `rocm` or `tpu`.
-        kind: JAX's name of it.
-        index: its position among JAX's devices.
-        num_cores: the number of its cores; None where JAX does not know it.
-    """
-
-    platform: str
-    kind: str
-    index: int
-    num_cores: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """The devices of one JAX backend.
-
-    Attributes:
-        devices: the devices, in JAX's order.
-        config_text: the description that a compiler without the devices needs; None where JAX has none.
-    """
-
-    devices: tuple[ProbedDevice, ...]
-    config_text: str | None
 
 
 _Bytes: TypeAlias = Annotated[int, within(0, _LARGEST_NUMBER)]

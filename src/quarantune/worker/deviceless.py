@@ -13,9 +13,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from quarantune import jax_internals
-from quarantune.devices.discovery import backend_of
+from quarantune.devices.discovery import described
 from quarantune.jax_internals.other_processes import answer_for_device
-from quarantune.values.trial import Backend, CompileTarget
+from quarantune.values.trial import CompileTarget
 from quarantune.worker.failures import NeedsDeviceError, UncheckableError
 
 LIBTPU_LOGS = {
@@ -145,7 +145,7 @@ def why_device_is_needed(jaxpr: Any, platform: str | None) -> str | None:
     return None
 
 
-def probe(platforms: str | None) -> Backend:
+def probe(platforms: str | None) -> tuple[CompileTarget, ...]:
     """Initialises a backend and describes its devices.
 
     Args:
@@ -154,4 +154,4 @@ def probe(platforms: str | None) -> Backend:
     for name, value in LIBTPU_LOGS.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", platforms)
-    return backend_of(jax.local_devices())
+    return described(jax.local_devices())

@@ -137,7 +137,7 @@ class TaskRunner:
         """Does a task, step by step; yields its replies, before the step that each announces."""
         self._trial = task.trial
         if isinstance(task, messages.Probe):
-            yield messages.Probed(**self._heading(), backend=deviceless.probe(task.platforms))
+            yield messages.Probed(**self._heading(), devices=deviceless.probe(task.platforms))
             return
         self._bench = bench = self.bench_for(task)
         match task:
