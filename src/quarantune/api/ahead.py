@@ -58,25 +58,12 @@ def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
     return resolver.tune(call) if anew else resolver.result(call)
 
 
-@dataclasses.dataclass(frozen=True)
-class Alone:
-    """The end of a config that ran alone.
-
-    Attributes:
-        trial: its trial.
-        log: its whole output.
-        complaint: how the function's defaults disagreed with the reference; else empty.
-    """
-
-    trial: Trial
-    log: str
-    complaint: str
-
-
 def run_alone(
     tuned: Autotuned[..., Any] | AutoTuner, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: JsonObject
-) -> Alone:
+) -> Trial:
     """Runs a config for a call, whatever `prune_fn` says of it, and saves nothing.
+
+    The trial has the whole output in place of its last lines, and says, too, how the defaults disagreed with it.
 
     Args:
         tuned: the function.
@@ -111,7 +98,9 @@ def run_alone(
         # The file begins with the config and the message.
         files = Path(logs).glob("*/*-0000.log")
         kept = [file.read_text("utf-8").split("\n", 2 + trial.message.count("\n"))[-1] for file in files]
-    return Alone(trial, "".join(kept) or trial.log_tail, swept.complaint)
+    return dataclasses.replace(
+        trial, log_tail="".join(kept) or trial.log_tail, message=trial.message or swept.complaint
+    )
 
 
 def _with_config(call: BoundCall, raw: JsonObject) -> BoundCall:

@@ -39,7 +39,7 @@ from quarantune.transport.problem import (
     split_config,
 )
 from quarantune.values.configs import Config, MadeConfigs, as_given
-from quarantune.values.settings import OptionKeywords, Options, checked_options, register_keeper, settings
+from quarantune.values.settings import OptionKeywords, Options, checked_options, on_forgetting, settings
 from quarantune.values.space import Space
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
         return self if instance is None else BoundMethod(self, instance)
 
     def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `settings.Keeper`."""
+        """Has all calls ask for their choices again; see `on_forgetting`."""
         raise NotImplementedError
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -190,13 +190,12 @@ class Autotuned(TunedCallable[_P, _R]):
         self._options = options
         self.name = options.name or f"{module_name(fn)}.{label}"
         self._resolver = self._resolver_of(self._configs, options)
-        self._array_type = jax_internals.array_type
-        self._memo_keys = MemoKeys(jax_internals.jit_options(fn))
+        self._jit_options = jax_internals.jit_options(fn)
         self._own_memo: Memo[Callable[..., _R]] = {}
         self._partial: dict[frozenset[str], Resolver] = {}
         self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
         register_kernel(self)
-        register_keeper(self)
+        on_forgetting(self.forget)
 
     def _resolver_of(self, configs: Any, options: Options) -> Resolver:
         options = dataclasses.replace(options, name=self.name)
@@ -309,7 +308,7 @@ class Autotuned(TunedCallable[_P, _R]):
             self.forget()
 
     def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `settings.Keeper`."""
+        """Has all calls ask for their choices again; see `on_forgetting`."""
         self._own_memo.clear()
         self._last = _NOTHING
 
@@ -368,7 +367,7 @@ class Autotuned(TunedCallable[_P, _R]):
         return {} if call.given else resolver.config(call) or {}
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
-        key = self._memo_keys.of(args, kwargs)
+        key = memo_key(self._jit_options, args, kwargs)
         assignment = assignment_in_force.get()
         context = read_context()
         memos: Memo[Callable[..., _R]] = self._own_memo if assignment is None else assignment.memo(self)
@@ -402,7 +401,7 @@ class Autotuned(TunedCallable[_P, _R]):
         self, context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: Callable[..., Any]
     ) -> None:
         """Prepares the short path of `__call__` for calls like this one, if JAX's arrays are its only arguments."""
-        if kwargs or any(type(arg) is not self._array_type for arg in args):
+        if kwargs or any(type(arg) is not jax_internals.array_type for arg in args):
             return
         before, *_, known = self._last
         if before != context:
@@ -489,51 +488,49 @@ class AutoTuner(Tuned):
         return resolver.result(bound)
 
 
-class MemoKeys:
-    """Makes keys that are equal for the calls of one function that JAX, and the function, do not tell apart."""
+def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """Returns a key that is equal for the calls of one function that JAX, and the function, do not tell apart.
 
-    def __init__(self, jit: jax_internals.JitOptions | None) -> None:
-        """Prepares keys for a function.
+    Args:
+        jit: the options that the function was jitted with; None for a plain function, which sees the values of Python's
+            numbers and strings.
+        args: the call's positional arguments.
+        kwargs: its keyword arguments.
 
-        Args:
-            jit: the options that the function was jitted with; None for a plain function, which sees the values of
-                Python's numbers and strings.
-        """
-        self._jit = jit
-        self._array_type = jax_internals.array_type
+    Returns:
+        The key; None where an argument needs a closer look each time, as a tracer does.
+    """
+    count = len(args)
+    try:
+        parts: list[Any] = [
+            _token(jit, arg, is_static=jit is not None and jit.is_static_position(index, count))
+            for index, arg in enumerate(args)
+        ]
+        for name, arg in kwargs.items():
+            parts += [name, _token(jit, arg, is_static=jit is not None and name in jit.static_argnames)]
+        key = tuple(parts)
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
-    def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
-        """Returns the key of a call; None where an argument needs a closer look each time, as a tracer does."""
-        jit, count = self._jit, len(args)
-        try:
-            parts: list[Any] = [
-                self._token(arg, is_static=jit is not None and jit.is_static_position(index, count))
-                for index, arg in enumerate(args)
-            ]
-            for name, arg in kwargs.items():
-                parts += [name, self._token(arg, is_static=jit is not None and name in jit.static_argnames)]
-            key = tuple(parts)
-            hash(key)
-        except TypeError:
-            return None
-        return key
 
-    def _token(self, arg: Any, *, is_static: bool = False) -> Hashable:
-        if type(arg) is self._array_type:
-            return (arg.aval, arg.sharding)
-        # A plain function sees the values of its arguments, and jit those of static ones.
-        if is_static or (self._jit is None and type(arg) in (bool, int, str)):
-            return (type(arg), arg)
-        if self._jit is not None:
-            # The dtype that JAX gives to a Python number or NumPy's float64 depends on x64.
-            if isinstance(arg, (bool, int, float, complex)):
-                return (type(arg), _is_x64())
-            if isinstance(arg, (np.ndarray, np.generic)):
-                return (np.ndarray, arg.shape, arg.dtype, _is_x64())
-        leaves, structure = jax.tree_util.tree_flatten(arg)
-        if len(leaves) == 1 and leaves[0] is arg:
-            raise TypeError(f"a {type(arg).__name__} has no token")
-        return (structure, *map(self._token, leaves))
+def _token(jit: jax_internals.JitOptions | None, arg: Any, *, is_static: bool = False) -> Hashable:
+    if type(arg) is jax_internals.array_type:
+        return (arg.aval, arg.sharding)
+    # A plain function sees the values of its arguments, and jit those of static ones.
+    if is_static or (jit is None and type(arg) in (bool, int, str)):
+        return (type(arg), arg)
+    if jit is not None:
+        # The dtype that JAX gives to a Python number or NumPy's float64 depends on x64.
+        if isinstance(arg, (bool, int, float, complex)):
+            return (type(arg), _is_x64())
+        if isinstance(arg, (np.ndarray, np.generic)):
+            return (np.ndarray, arg.shape, arg.dtype, _is_x64())
+    leaves, structure = jax.tree_util.tree_flatten(arg)
+    if len(leaves) == 1 and leaves[0] is arg:
+        raise TypeError(f"a {type(arg).__name__} has no token")
+    return (structure, *(_token(jit, leaf) for leaf in leaves))
 
 
 def _is_x64() -> bool:

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from quarantune import jax_internals
-from quarantune.api.autotune import Autotuned, Memo, MemoKeys, TunedCallable, read_context
+from quarantune.api.autotune import Autotuned, Memo, TunedCallable, memo_key, read_context
 from quarantune.host.process import cache_name, lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import assignment_in_force, describe_function
 from quarantune.values.codec import is_whole
 from quarantune.values.configs import Config
-from quarantune.values.settings import ContextualKeywords, Options, checked_options, register_keeper
+from quarantune.values.settings import ContextualKeywords, Options, checked_options, on_forgetting
 
 if TYPE_CHECKING:
     from quarantune.resolve.contextual_job import ContextualFunction
@@ -106,13 +106,12 @@ class Contextual(TunedCallable[_P, _R]):
         self.__wrapped__ = fn
         self.name = options.name or cache_name(fn)
         self._options = options
-        jit = jax_internals.jit_options(fn) if self._static_names is not None else None
-        self._memo_keys = MemoKeys(jit)
+        self._jit_options = jax_internals.jit_options(fn) if self._static_names is not None else None
         self._memo: Memo[str] = {}
-        register_keeper(self)
+        on_forgetting(self.forget)
 
     def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `settings.Keeper`."""
+        """Has all calls ask for their choices again; see `on_forgetting`."""
         self._memo.clear()
 
     @lazy
@@ -135,7 +134,7 @@ class Contextual(TunedCallable[_P, _R]):
             if outer.note is not None:
                 self._resolver.config(self._resolver.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
-        key = self._memo_keys.of(args, kwargs)
+        key = memo_key(self._jit_options, args, kwargs)
         memo = self._memo.setdefault(read_context(), {})
         text = memo.get(key) if key is not None else None
         if text is None:

@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 
 from quarantune import cache
 from quarantune.api import ahead
-from quarantune.api.ahead import Alone
 from quarantune.api.autotune import Autotuned, Tuned
 from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
@@ -421,29 +420,26 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if others:
         raise InputError(f"{call.source.partition(',')[0]} gives {1 + len(others)} calls: give one of them")
     with input_errors(TypeError, ValueError):
-        alone = ahead.run_alone(tuned, call.args, call.kwargs, config)
-    described, trial = calls.describe(call, function.signature), alone.trial
-    _show_alone(f"{function.name}({described}) with {format_config(trial.config)}", alone, out)
+        trial = ahead.run_alone(tuned, call.args, call.kwargs, config)
+    described = calls.describe(call, function.signature)
+    _show_alone(f"{function.name}({described}) with {format_config(trial.config)}", trial, out)
     ended = {"outcome": trial.outcome.value, "phase": trial.phase.value if trial.phase else None}
     fields = {"device": trial.device or None, **ended, **{name: getattr(trial, name) for name in _TRIAL_FIELDS}}
     about = {"function": function.name, "call": described, "config": as_json(trial.config)}
-    out.json({**about, **fields, "log": alone.log})
+    out.json({**about, **fields, "log": trial.log_tail})
     return DONE if trial.outcome is Outcome.OK else FAILED
 
 
-def _show_alone(label: str, alone: Alone, out: Output) -> None:
-    trial, is_ok = alone.trial, alone.trial.outcome is Outcome.OK
-    for line in alone.log.splitlines():
+def _show_alone(label: str, trial: Trial, out: Output) -> None:
+    is_ok = trial.outcome is Outcome.OK
+    for line in trial.log_tail.splitlines():
         out.line(printable(line.expandtabs()))
     phase = "" if is_ok or trial.phase is None else f" ({trial.phase.value})"
     time = "" if trial.time_ms is None else f", {trial.time_ms:.4g} ms"
     compiling = "" if trial.compile_s is None else f", compiled in {trial.compile_s:.2f} s"
     outcome = out.styled(trial.outcome.value, OK_STYLE if is_ok else ERROR_STYLE)
     out.line(f"{label}: {outcome}{phase}{time}{compiling}")
-    message = "" if trial.message in alone.log else trial.message
-    # Where the config is wrong, its message says all that the complaint about one config can say.
-    complaint = "" if trial.outcome is Outcome.WRONG else alone.complaint
-    for line in [*message.splitlines(), *complaint.splitlines()]:
+    for line in [] if trial.message in trial.log_tail else trial.message.splitlines():
         out.line(f"  {printable(line)}")
 
 

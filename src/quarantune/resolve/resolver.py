@@ -22,7 +22,7 @@ from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
-from quarantune.values.settings import Settings, register_keeper, table_directory
+from quarantune.values.settings import Settings, on_forgetting, table_directory
 from quarantune.values.trial import ESTIMATED, CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:
@@ -412,7 +412,7 @@ class KnownResults:
         self._winners: dict[CallKey, Known] = {}
         self._failures: dict[CallKey, TuningFailedError] = {}
         self._tuned: set[CallKey] = set()
-        register_keeper(self)
+        on_forgetting(self.forget)
 
     def forget(self, device: str, key: str) -> None:
         """Forgets the result for a key, which somebody has replaced on the disk."""

@@ -664,26 +664,26 @@ def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
     return entered  # a task of asyncio leaves what another one has entered
 
 
-class Keeper(Protocol):
-    """An object that keeps choices for calls in memory."""
-
-    def forget(self, device: str, key: str) -> None:
-        """Forgets at least the choice for a key on a kind of device; both are empty where calls are to ask anew."""
+_Forget: TypeAlias = Callable[[str, str], None]
+_forgetting: dict[int, weakref.WeakMethod[_Forget]] = {}
 
 
-_keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
+def on_forgetting(forget: _Forget) -> None:
+    """Registers a method, for as long as its object exists, that forgets choices for calls which it keeps in memory.
 
-
-def register_keeper(keeper: Keeper) -> None:
-    """Registers an object for as long as it exists."""
-    _keepers[id(keeper)] = keeper
+    Args:
+        forget: takes a kind of device and a key, and forgets at least the choice for these; both are empty where calls
+            are to ask anew.
+    """
+    reference = weakref.WeakMethod(forget, lambda dead: _forgetting.pop(id(dead), None))
+    _forgetting[id(reference)] = reference
 
 
 def forget_choices(device: str = "", key: str = "") -> None:
-    """Has every keeper forget the choice for a key, or, without one, the short ways to all choices."""
-    for reference in _keepers.valuerefs():
-        if (keeper := reference()) is not None:
-            keeper.forget(device, key)
+    """Has the choice for a key forgotten, or, without one, the short ways to all choices."""
+    for reference in list(_forgetting.values()):
+        if (forget := reference()) is not None:
+            forget(device, key)
 
 
 _blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("_blocks", default=())
