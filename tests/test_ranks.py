@@ -23,7 +23,7 @@ from quarantune.cache.journal import read
 from quarantune.resolve import ranks
 from quarantune.resolve.call_key import keyed, space_of
 from quarantune.resolve.call_results import call_result
-from quarantune.resolve.resolver import open_store
+from quarantune.resolve.resolver import Known, open_store
 from quarantune.values import settings as environment
 from quarantune.values.trial import Findings
 
@@ -234,9 +234,8 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
         for n in (1, 2):
             found = call_result(described, {"n": n}, Findings(1.0, None))
             agreed = resolver._compare(described, settings, found=found)
-            assert agreed is not None
-            assert agreed.known is not None
-            assert agreed.known.config == {"n": 1}
+            assert isinstance(agreed, Known)
+            assert agreed.config == {"n": 1}
     assert resolver.lookup(resolver.bind((1,), {})) == {"n": 1}
     assert caplog.messages == [
         "one of two: rank 0 of 2 runs n=1, as all ranks do: it found it by tuning",

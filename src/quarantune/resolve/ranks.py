@@ -39,7 +39,7 @@ import jax
 from quarantune import cache
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.resolver import Known, Resolved
+from quarantune.resolve.resolver import Known
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sweep.limits import Isolation, SearchLimits, SweepLimits, isolation_of
@@ -75,7 +75,7 @@ class Agreement:
     keyed: KeyedCall
     settings: Settings
     coordination: Coordination
-    agreed: dict[tuple[Any, CallKey], Resolved]
+    agreed: dict[tuple[Any, CallKey], Known | str]
 
     def __post_init__(self) -> None:
         self._problem = self.coordination.client, self.keyed.key
@@ -94,8 +94,8 @@ class Agreement:
         own: Callable[[], Known | None],
         near: Callable[[], Known | None],
         tune: Callable[[], TuningResult | None] | None,
-    ) -> Resolved:
-        """Returns the config that all ranks use, for the life of the program.
+    ) -> Known | str:
+        """Returns the config that all ranks use, or why they use the defaults, for the life of the program.
 
         Args:
             own: returns the result that this rank has in its cache.
@@ -120,7 +120,7 @@ class Agreement:
 
     def compare(
         self, *, own: Callable[[], Known | None] = lambda: None, found: TuningResult | None = None
-    ) -> Resolved | None:
+    ) -> Known | str | None:
         """Offers the result that this rank has, if any, and returns the outcome if there is one; never waits.
 
         Args:
@@ -128,8 +128,8 @@ class Agreement:
             found: a result that this rank has just found, which it offers instead.
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
-            if found is not None and (agreed.known is None or agreed.known.config != found.best_config):
-                text = "the defaults" if agreed.known is None else self.keyed.call.function.text_of(agreed.known.config)
+            if found is not None and (isinstance(agreed, str) or agreed.config != found.best_config):
+                text = "the defaults" if isinstance(agreed, str) else self.keyed.call.function.text_of(agreed.config)
                 told = "%s keeps running %s, as all ranks do; its new result is for the next program"
                 _logger.info(told, self._label, text)
             return agreed
@@ -141,14 +141,8 @@ class Agreement:
             answer = drive(member.offer(_answer(self._own, self.coordination.rank, source)))
         return None if answer is None else self._outcome(answer)
 
-    def _outcome(self, answer: Answer) -> Resolved:
+    def _outcome(self, answer: Answer) -> Known | str:
         """Returns what an answer means for this rank, and keeps it."""
-        outcome = self._resolved(answer)
-        kept = dataclasses.replace(outcome, tuned=None)  # a result holds an executable
-        self.agreed.setdefault(self._problem, kept)
-        return outcome
-
-    def _resolved(self, answer: Answer) -> Resolved:
         if answer.config is None:
             reason = (
                 f"rank {answer.rank} had not tuned it within the deadline"
@@ -157,7 +151,8 @@ class Agreement:
             )
             log = _logger.warning if self.settings.on_miss == "tune" else _logger.info
             log("%s runs the defaults, as all ranks do: %s%s", self._label, reason, self._besides())
-            return Resolved(known=None, reason=reason)
+            self.agreed.setdefault(self._problem, reason)
+            return reason
         config = self.keyed.call.function.config_from(answer.config, self.keyed.call)
         if config is None:
             raise RuntimeError(
@@ -168,11 +163,9 @@ class Agreement:
         who = "it" if answer.rank == self.coordination.rank else f"rank {answer.rank}"
         told = f"{who} {_HOW[answer.source]}{'' if is_ours else self._besides()}"
         _logger.info("%s runs %s, as all ranks do: %s", self._label, self.keyed.call.function.text_of(config), told)
-        return Resolved(
-            known=Known(config, answer.to_json()),
-            is_nearest=answer.source is Source.NEAREST,
-            tuned=self._found if is_ours else None,
-        )
+        known = Known(config, answer.to_json(), is_nearest=answer.source is Source.NEAREST)
+        self.agreed.setdefault(self._problem, known)
+        return dataclasses.replace(known, result=self._found) if is_ours else known
 
     def _besides(self) -> str:
         if self._own is None:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from quarantune import cache, jax_internals
 from quarantune.cache import Entry, Store
@@ -26,6 +26,7 @@ from quarantune.values.settings import Settings, on_forgetting, table_directory
 from quarantune.values.trial import ESTIMATED, CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:
+    from quarantune.cache.entries import CacheRecord
     from quarantune.resolve.seeds import CompilationSeeds
     from quarantune.results.result import FromCache, TuningResult
     from quarantune.sweep.limits import SearchLimits
@@ -41,15 +42,19 @@ _DEFAULTS = None, False
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A remembered config.
+    """A config that is known for a call.
 
     Attributes:
         config: the config.
         record: the entry that it is from, or the like: the findings of the sweep as JSON, read when they are needed.
+        is_nearest: whether it is that of a near call.
+        result: the result, where this process has just found it; never remembered, as it holds an executable.
     """
 
     config: Config
     record: JsonObject = dataclasses.field(default_factory=dict)
+    is_nearest: bool = False
+    result: TuningResult | None = None
 
     @classmethod
     def of(cls, result: TuningResult) -> Known:
@@ -72,32 +77,6 @@ class Known:
         return bool(self.search.get("stopped") == ESTIMATED)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """The source that has answered a call.
-
-    Attributes:
-        known: the config, with its findings; None for the function's own defaults.
-        reason: why it is the defaults, where ranks have agreed on them.
-        is_nearest: whether it is the config of a near call.
-        tuned: the result, where this process has tuned and its config is the one.
-    """
-
-    known: Known | None
-    reason: str = ""
-    is_nearest: bool = False
-    tuned: TuningResult | None = None
-
-
-class Found(NamedTuple):
-    """An entry, the store that holds it, the kind of device that it is for, and its key."""
-
-    store: Store
-    device: str
-    key: str
-    entry: Entry
-
-
 class Resolver:
     """Finds the best config for each call of one function: remembered, or by tuning for it."""
 
@@ -118,7 +97,7 @@ class Resolver:
         self.function = function
         self._known = KnownResults(function)
         self._job = job
-        self._agreed: dict[Any, Resolved] = {}
+        self._agreed: dict[Any, Known | str] = {}
         self._locks: dict[tuple[int, CallKey], threading.RLock] = {}
         self._on_phase = on_phase or (lambda index, phase: None)
 
@@ -187,18 +166,15 @@ class Resolver:
         described = keyed_for_engine(call, settings)
         with self._lock_of(described.key):
             found = self._resolve(described, settings)
-        if found.tuned is not None:
-            return found.tuned
-
         from quarantune.resolve.call_results import call_result  # a call that is found does not need it
 
-        if (known := found.known) is not None:
+        if isinstance(found, Known):
             origin: FromCache = "nearest" if found.is_nearest else True
-            return call_result(described, known.config, known.findings, from_cache=origin)
+            return found.result or call_result(described, found.config, found.findings, from_cache=origin)
         if (failure := self._known.failure(described.key)) is not None:
             raise failure
         if settings.on_miss == "tune":
-            raise TuningFailedError(f"{call.name}: {found.reason}", trials=(), key=described.key.text)
+            raise TuningFailedError(f"{call.name}: {found}", trials=(), key=described.key.text)
         self._allow_defaults(described, settings, where=() if call.untuned is None else ("default",))
         return call_result(described, call.defaults, Findings(), from_cache="default")
 
@@ -275,10 +251,10 @@ class Resolver:
         # A sweep within a sweep would measure the two against each other.
         may_tune = not in_sandbox() and not call.is_symbolic
         found = self._resolve(described, settings, may_tune=may_tune)
-        if found.known is not None:
+        if isinstance(found, Known):
             # What a block of code sets does not hold for the calls after it.
             is_settled = not found.is_nearest or not (environment.block_of("on_miss") or settings.record)
-            return found.known.config, is_settled
+            return found.config, is_settled
         if settings.on_miss != "tune" and not in_sandbox():
             self._allow_defaults(described, settings, where=("default", "nearest"))
         elif call.is_symbolic and not in_sandbox():
@@ -289,8 +265,12 @@ class Resolver:
             )
         return _DEFAULTS
 
-    def _resolve(self, described: KeyedCall, settings: Settings, *, may_tune: bool = True) -> Resolved:
+    def _resolve(self, described: KeyedCall, settings: Settings, *, may_tune: bool = True) -> Known | str:
         """Asks one source after another for a call: memory and the cache, other ranks, a near call, a sweep.
+
+        Returns:
+            The config, or why it is the function's own defaults, where ranks have agreed on them; empty where no source
+            has answered.
 
         Raises:
             TuningFailedError: every config failed, now or earlier in this process.
@@ -327,16 +307,16 @@ class Resolver:
             agreement = Agreement(described, settings, coordination, self._agreed)
             return agreement.settle(own=own, near=near, tune=tune if may_tune else None)
         if (found := own()) is not None:
-            return Resolved(known=found)
+            return found
         if not start_over:
             if (failure := known.failure(key)) is not None:
                 raise failure
             if (found := near()) is not None:
-                return Resolved(known=found, is_nearest=True)
+                return found
         if not must_end_in_sweep:
-            return Resolved(known=None)
+            return ""
         result = self._tune(described, settings, start_over=start_over)
-        return Resolved(known=Known.of(result), tuned=result)
+        return dataclasses.replace(Known.of(result), result=result)
 
     def _record(self, described: KeyedCall, settings: Settings) -> None:
         """Has a call without a saved result written down, where the settings want that."""
@@ -351,9 +331,9 @@ class Resolver:
         if _coordination(settings) is None:
             return self._known.find(described, settings)
         agreed = self._compare(described, settings, own=lambda: self._known.find(described, settings))
-        return None if agreed is None else agreed.known
+        return agreed if isinstance(agreed, Known) else None
 
-    def _compare(self, described: KeyedCall, settings: Settings, **offered: Any) -> Resolved | None:
+    def _compare(self, described: KeyedCall, settings: Settings, **offered: Any) -> Known | str | None:
         """Offers a result to the other ranks of this program, if it has any; as `Agreement.compare`."""
         if (coordination := _coordination(settings)) is None:
             return None
@@ -526,17 +506,18 @@ class KnownResults:
         """Yields the stores where results are looked up."""
         return iter(()) if settings.disable_cache else open_layers(settings, self._function.options.tables)
 
-    def entries(self, settings: Settings) -> Iterator[Found]:
-        """Yields the entries of all layers, in their order."""
+    def entries(self, settings: Settings) -> Iterator[tuple[Store, CacheRecord]]:
+        """Yields the entries of all layers, in their order, each with its layer."""
+        from quarantune.cache.entries import entries_of  # a call that is found does not need it
+
         for store in self.layers(settings):
-            for device, entries in store.read(self._function.name).items():
-                for key, entry in entries.items():
-                    yield Found(store, device, key, entry)
+            for record in entries_of(self._function.name, store.read(self._function.name)):
+                yield store, record
 
     def tunables(self, call: BoundCall, settings: Settings) -> frozenset[str]:
         """Returns the names that the configs of a call set, where saved results tell them without the configs."""
-        for found in self.entries(settings) if call.has_unread_configs else ():
-            if found.entry.get("space") == call.space and (config := call.find(found.entry.get("config"))):
+        for _, (_, entry) in self.entries(settings) if call.has_unread_configs else ():
+            if entry.get("space") == call.space and (config := call.find(entry.get("config"))):
                 return frozenset(config)
         return frozenset()
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from quarantune import cache
-from quarantune.cache import Entry
+from quarantune.cache import Entry, Store
+from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.cache.journal import Journal
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.resolver import Found, Known, KnownResults, changed_versions, dict_or_empty
+from quarantune.resolve.resolver import Known, KnownResults, changed_versions, dict_or_empty
 from quarantune.values.codec import decode_json, is_number, text_of
 from quarantune.values.configs import Config, distinct
 from quarantune.values.settings import Settings
@@ -36,26 +38,26 @@ def nearest(known: KnownResults, keyed: KeyedCall, settings: Settings) -> Known 
     config is in the call's config space, and `prune_fn` accepts it. The result is not remembered.
     """
     name, candidates = keyed.call.name, []
-    for found in known.entries(settings):
-        away = distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
+    for store, (key, entry) in known.entries(settings):
+        away = distance(key.problem_size, keyed.key.text) if key.device == keyed.key.device else None
         if away is not None:
-            candidates.append(((Findings.from_json(found.entry).is_estimate, away), found))
-    for _, found in sorted(candidates, key=lambda candidate: candidate[0]):
-        config = _kept(found, keyed)
-        if config is not None and known.versions_serve(found.entry, settings, is_own=not found.store.read_only):
-            wanted, there = map(cache.canonical_json, (keyed.readable, found.entry.get("key_values")))
+            candidates.append(((Findings.from_json(entry).is_estimate, away), store, entry))
+    for _, store, entry in sorted(candidates, key=lambda candidate: candidate[0]):
+        config = _kept(entry, keyed)
+        if config is not None and known.versions_serve(entry, settings, is_own=not store.read_only):
+            wanted, there = map(cache.canonical_json, (keyed.readable, entry.get("key_values")))
             cache.report_once(
                 f"{name}: nothing is cached for {wanted}: using the config of the nearest entry, "
-                f"{there} in {found.store.label} (ON_MISS=nearest; this is said once)",
+                f"{there} in {store.label} (ON_MISS=nearest; this is said once)",
                 topic=f"nearest {name}",
             )
-            return Known(config)
+            return Known(config, is_nearest=True)
     return None
 
 
-def _kept(found: Found, keyed: KeyedCall) -> Config | None:
+def _kept(entry: Entry, keyed: KeyedCall) -> Config | None:
     """Returns the config of an entry if it is one of a call's that `prune_fn` accepts."""
-    config = keyed.call.find(found.entry.get("config"))
+    config = keyed.call.find(entry.get("config"))
     return config if config is not None and keyed.call.keeps(config) else None
 
 
@@ -67,21 +69,21 @@ def explain(known: KnownResults, keyed: KeyedCall, settings: Settings) -> str:
     fix = f"{_FIX}, or give its tunables defaults" if keyed.call.untuned is None else _ALLOW
     if settings.disable_cache:
         return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
-    candidates = [(_differences(keyed, found, settings), found) for found in known.entries(settings)]
+    candidates = [(_differences(keyed, record, settings), store) for store, record in known.entries(settings)]
     if not candidates:
         asked = ", ".join(layers)
         asked = f"{asked} holds no entry" if len(layers) == 1 else f"none of these holds an entry: {asked}"
         return f"{wanted}: {asked}; {fix}"
-    differences, found = min(candidates, key=lambda candidate: len(candidate[0]))
+    differences, store = min(candidates, key=lambda candidate: len(candidate[0]))
     differences = differences or ["its config, which is not in the config space"]
-    place = f" in {found.store.label}" if len(layers) > 1 else ""
+    place = f" in {store.label}" if len(layers) > 1 else ""
     others = f" (asked: {', '.join(layers)})" if len(layers) > 1 else ""
     return f"{wanted}{others}; the nearest entry{place} differs in {'; '.join(differences)}; {fix}"
 
 
-def _differences(keyed: KeyedCall, found: Found, settings: Settings) -> list[str]:
-    entry = found.entry
-    differences = [] if found.device == keyed.key.device else [f"device: {found.device!r}, not {keyed.key.device!r}"]
+def _differences(keyed: KeyedCall, record: CacheRecord, settings: Settings) -> list[str]:
+    (_, _, device), entry = record
+    differences = [] if device == keyed.key.device else [f"device: {device!r}, not {keyed.key.device!r}"]
     ours, theirs = keyed.readable, dict_or_empty(entry.get("key_values"))
     for name in dict.fromkeys([*ours, *theirs]):
         if theirs.get(name) != ours.get(name):
@@ -134,24 +136,21 @@ def distance(found: str, wanted: str) -> tuple[float, bool] | None:
     return (round(math.fsum(map(abs, factors)), _ROUNDING), any(factor > 0 for factor in factors))
 
 
-def earlier_winners(keyed: KeyedCall, entries: Iterable[Found]) -> list[Config]:
+def earlier_winners(keyed: KeyedCall, entries: Iterable[tuple[Store, CacheRecord]]) -> list[Config]:
     """Returns the configs that won for a call with other code or configs, as far as they are still worth trying.
 
     They come in the order of the entries, each once, and only those in the call's config space.
     """
-    of_call = (it for it in entries if it.device == keyed.key.device and _are_same_call(it.key, keyed.key.text))
-    return distinct(config for it in of_call if (config := _kept(it, keyed)) is not None)
+    here = decode_json(keyed.key.text)
 
+    def is_same_call(key: CacheKey) -> bool:
+        with contextlib.suppress(ValueError):
+            there = decode_json(key.problem_size) if key.device == keyed.key.device else None
+            return isinstance(there, dict) and all(here.get(part) == there.get(part) for part in ("call", "jax"))
+        return False
 
-def _are_same_call(found: str, wanted: str) -> bool:
-    """Returns whether two keys describe the same call, made of whichever code."""
-    try:
-        ours, theirs = decode_json(wanted), decode_json(found)
-    except ValueError:
-        return False
-    if not isinstance(theirs, dict):
-        return False
-    return all(ours.get(part) == theirs.get(part) for part in ("call", "jax"))
+    won = (_kept(entry, keyed) for _, (key, entry) in entries if is_same_call(key))
+    return distinct(config for config in won if config is not None)
 
 
 def starts(keyed: KeyedCall, known: KnownResults, settings: Settings) -> list[Config]:
@@ -168,15 +167,15 @@ def starts(keyed: KeyedCall, known: KnownResults, settings: Settings) -> list[Co
     name, device, find = keyed.call.name, keyed.key.device, keyed.call.find
     everything = list(known.entries(settings))
     entries: dict[str, Entry] = {}
-    for it in everything:
-        if it.device == device and it.key != keyed.key.text:
-            entries.setdefault(it.key, it.entry)
+    for _, (key, entry) in everything:
+        if key.device == device and key.problem_size != keyed.key.text:
+            entries.setdefault(key.problem_size, entry)
     ours = keyed.readable
     nearest = sorted(entries, key=lambda key: (difference(ours, dict_or_empty(entries[key].get("key_values"))), key))
     won = [*earlier_winners(keyed, everything), *(entries[key].get("config") for key in nearest)]
     found = distinct(config for config in map(find, won) if config is not None)[:_MOST_NEIGHBOURS]
-    for key in nearest[:1]:
-        journal = Journal(settings.cache_dir, name, device, key)
+    for problem in nearest[:1]:
+        journal = Journal(settings.cache_dir, name, device, problem)
         found += _fastest(journal, find)[:_MOST_FROM_JOURNAL]
     return distinct(found)
 
