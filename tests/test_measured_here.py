@@ -32,7 +32,8 @@ from quarantune.cache import journal
 from quarantune.devices import discovery
 from quarantune.devices.discovery import Device
 from quarantune.measure import finals
-from quarantune.resolve.sweep_records import Suspects
+from quarantune.resolve import sweep_records
+from quarantune.resolve.sweep_records import ended_processes
 from quarantune.sweep import sweep
 from quarantune.sweep.limits import Isolation, SweepLimits, choose
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
@@ -313,19 +314,17 @@ def test_a_config_is_to_blame_once_two_processes_have_ended_while_it_ran() -> No
         return Trial(config={}, outcome=outcome, route=Route.COMPILED_APART)
 
     lost, paused = record(Outcome.LOST), record(Outcome.NOT_RUN)
-    for records, once, fatal in (
-        ([lost], {0}, []),
-        ([lost, paused], set(), []),
-        ([lost, paused, lost, paused], set(), []),
-        ([lost, paused, lost, lost, paused], {0}, []),
-        ([lost, paused, lost, lost, paused, lost], set(), [0]),
-        ([lost, lost], set(), [0]),
-        ([lost, record(Outcome.OK), lost], {0}, []),
+    for records, ended in (
+        ([lost], 1),
+        ([lost, paused], 0),
+        ([lost, paused, lost, paused], 0),
+        ([lost, paused, lost, lost, paused], 1),
+        ([lost, paused, lost, lost, paused, lost], 2),
+        ([lost, lost], 2),
+        ([lost, record(Outcome.OK), lost], 1),
     ):
-        suspects = Suspects()
-        for trial in records:
-            suspects.note(0, trial)
-        assert (suspects.once(), [index for index, _ in suspects.fatal([{}])]) == (once, fatal), records
+        assert functools.reduce(ended_processes, records, 0) == ended, records
+    assert sweep_records._FATAL == 2
 
 
 @pytest.mark.slow

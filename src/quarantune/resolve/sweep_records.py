@@ -82,7 +82,7 @@ class SweepRecords:
         self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
         self._conclusions = journal.conclusions(settings.cache_dir, self._name, self._key.device, self._key.text)
         self._compile_failures = CompileFailures(keyed, settings.cache_dir, limits, also=settings.cache_path)
-        self._suspects = Suspects()
+        self._ended: collections.Counter[int] = collections.Counter()  # by the config's index, as in `ended_processes`
         self._unsaved: CacheWriteError | None = None
         self._claim: Claim | None = None
         self._next_heartbeat = 0.0
@@ -114,7 +114,10 @@ class SweepRecords:
         if self.directory is None:
             return None
         key, next_message_s = self._key, 0.0
-        claim = Claim(self.directory, self._name, key.device, key.text, worst_case_s=self._worst_case_s())
+        # Nothing refreshes the claim while the function is loaded, or while a config runs in this process.
+        is_apart = isolation_of(self._settings, self._keyed.problem()) is Isolation.PROCESS
+        worst_case_s = _WORST_CASE_S + self._limits.compile_timeout_s + (0.0 if is_apart else self._limits.timeout_s)
+        claim = Claim(self.directory, self._name, key.device, key.text, worst_case_s=worst_case_s)
 
         def on_wait(holder: str, waited_s: float) -> None:
             nonlocal next_message_s
@@ -156,14 +159,6 @@ class SweepRecords:
         if self._claim is not None:
             self._claim.leave_failure({**terms, "trials": [trial.to_json() for trial in trials]})
 
-    def _worst_case_s(self) -> float:
-        """Returns the longest time between two refreshes, in seconds.
-
-        There is none while the function is loaded, or while a config runs in this process.
-        """
-        is_apart = isolation_of(self._settings, self._keyed.problem()) is Isolation.PROCESS
-        return _WORST_CASE_S + self._limits.compile_timeout_s + (0.0 if is_apart else self._limits.timeout_s)
-
     def read(self, configs: Space) -> dict[int, Trial]:
         """Returns the trials of an interrupted sweep that settle a config, by the config's index.
 
@@ -181,7 +176,7 @@ class SweepRecords:
                 index = configs.find(trial.config)
                 if index is None:
                     continue
-                self._suspects.note(index, trial)
+                self._ended[index] = ended_processes(self._ended[index], trial)
                 if self._still_counts(trial, record):
                     trials[index] = dataclasses.replace(trial, config=configs[index])
             except (KeyError, DamageError):
@@ -190,7 +185,16 @@ class SweepRecords:
             cache.report_once(
                 f"{refused} records of the journal in {str(self._journal.directory)!r} are no trials: they are not used"
             )
-        return trials | dict(self._suspects.fatal(configs))
+        for index, times in self._ended.items():
+            if times >= _FATAL:
+                trials[index] = Trial(
+                    config=configs[index],
+                    outcome=Outcome.CRASHED,
+                    phase=Phase.CHECK,
+                    message=f"the process that ran it ended {times} times meanwhile",
+                    route=Route.IN_PROCESS,
+                )
+        return trials
 
     def discard(self, *, with_failures: bool = False) -> None:
         """Removes the journal, and the failed compilations too `with_failures`."""
@@ -260,7 +264,8 @@ class SweepRecords:
             return set()
         known = journal.troublesome(self.directory, self._name, self._key.device)
         found = map(configs.find_text, known)
-        return self._suspects.once() | {index for index in found if index is not None}
+        suspects = {index for index, times in self._ended.items() if 0 < times < _FATAL}
+        return suspects | {index for index in found if index is not None}
 
     def known_not_to_compile(
         self, configs: Space, trials: Mapping[int, Trial], *, start_over: bool
@@ -348,42 +353,19 @@ def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) 
     return tuple(dataclasses.replace(trial, config=configs[index]) for trial, index in pairs if index is not None)
 
 
-class Suspects:
-    """Counts, for each config, the processes that have ended while they ran it, since it last had an outcome.
+def ended_processes(before: int, trial: Trial) -> int:
+    """Returns how many processes have ended while they ran a config, since it last had an outcome.
 
     A trial that is `lost` is recorded when a process begins to run a config, and one that is `not_run` when it pauses.
+
+    Args:
+        before: how many they were before.
+        trial: the config's next trial in the journal.
     """
-
-    def __init__(self) -> None:
-        self._ended: collections.Counter[int] = collections.Counter()
-
-    def note(self, index: int, trial: Trial) -> None:
-        """Takes the next trial of a config from the journal."""
-        if trial.outcome is Outcome.NOT_RUN:
-            self._ended[index] = max(0, self._ended[index] - 1)
-        elif trial.outcome is Outcome.LOST and trial.route in (Route.COMPILED_APART, Route.IN_PROCESS):
-            self._ended[index] += 1
-        else:
-            self._ended[index] = 0
-
-    def once(self) -> set[int]:
-        """Returns the configs that may be innocent: they run again, as the last ones."""
-        return {index for index, times in self._ended.items() if 0 < times < _FATAL}
-
-    def fatal(self, configs: Sequence[Config]) -> Iterator[tuple[int, Trial]]:
-        """Yields the trials of the configs that are not run again."""
-        for index, times in self._ended.items():
-            if times >= _FATAL:
-                yield (
-                    index,
-                    Trial(
-                        config=configs[index],
-                        outcome=Outcome.CRASHED,
-                        phase=Phase.CHECK,
-                        message=f"the process that ran it ended {times} times meanwhile",
-                        route=Route.IN_PROCESS,
-                    ),
-                )
+    if trial.outcome is Outcome.NOT_RUN:
+        return max(0, before - 1)
+    began = trial.outcome is Outcome.LOST and trial.route in (Route.COMPILED_APART, Route.IN_PROCESS)
+    return before + 1 if began else 0
 
 
 class CompileFailures:
