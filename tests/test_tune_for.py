@@ -172,3 +172,16 @@ def test_each_call_tries_the_same_configs_and_what_is_measured_counts(search: di
     assert {trial.config["n"] for trial in first.trials if not trial.outcome.is_failure} == tried - {4}
     assert {trial.config["n"] for trial in again.trials} == tried, "a search goes on from its journal"
     assert [share.call for share in again.calls] == ["x f32[4]", "x f32[64]"]
+
+
+@pytest.mark.slow
+def test_a_searched_space_need_not_hold_the_defaults() -> None:
+    @quarantune.autotune({"n": [1, 2, 3]}, key_fn=lambda x: "all", search="random", max_trials=2, rep=2)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(x: Any, n: int = 9) -> Any:
+        return x * 2 + 0 * n
+
+    with isolated("none"):
+        result = scale.tune_for([(jnp.ones(4),), (jnp.ones(64),)])
+    assert len(result.calls) == 2
+    assert {9} < {trial.config["n"] for trial in result.trials} < {1, 2, 3, 9}

@@ -23,8 +23,7 @@ from quarantune.results.result import CallShare, TuningResult
 from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject, text_of
-from quarantune.values.configs import Config
-from quarantune.values.settings import TIME
+from quarantune.values.settings import EXHAUSTIVE, TIME
 from quarantune.values.texts import call_text, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError
 
@@ -203,30 +202,16 @@ def _weights(calls: Sequence[Any], weights: Sequence[float] | None) -> list[floa
     return [float(weight) for weight in weights]
 
 
-class _Listed:
-    """A search that asks given configs, in their order."""
-
-    def __init__(self, configs: Sequence[Config]) -> None:
-        self._left = list(configs)
-
-    def ask(self, n: int) -> list[Config]:
-        taken, self._left = self._left[:n], self._left[n:]
-        return taken
-
-    def tell(self, config: Config, trial: Trial) -> None:
-        return
-
-
 def _sweeps(resolver: Resolver, described: Sequence[KeyedCall]) -> tuple[list[TuningResult], list[dict[str, Trial]]]:
     """Tunes each call under a key of its own; where the first was searched, the others try what worked there.
 
     Returns:
         The results, and the trials of each by the text of the config, those of the defaults where these may win.
     """
-    options = dataclasses.replace(resolver.function.options, key_fn=None)
+    options, configs = dataclasses.replace(resolver.function.options, key_fn=None), None
     results, found, block = list[TuningResult](), list[dict[str, Trial]](), JsonObject()
     for each in described:
-        own = Resolver(resolver.function.with_options(options))
+        own = Resolver(resolver.function.with_options(options, configs))
         with environment.settings(**block):
             resume = not environment.current().always_tune
             result = own.tune(own.bind(each.call.args, each.call.kwargs), resume=resume).with_trials()
@@ -243,8 +228,8 @@ def _sweeps(resolver: Resolver, described: Sequence[KeyedCall]) -> tuple[list[Tu
         found.append(trials)
         if results[0].seen != results[0].space_size:
             options = dataclasses.replace(options, max_trials=None, time_budget=None, patience=None)
-            worked = [trial.config for trial in found[0].values() if trial.time_ms is not None]
-            block = {"search": _Listed(worked), "max_trials": None, "time_budget": None}
+            configs = [trial.config for trial in results[0].trials if trial.merit is not None]
+            block = {"search": EXHAUSTIVE, "max_trials": None, "time_budget": None}
     return results, found
 
 
