@@ -208,17 +208,6 @@ class Reply:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Judged(Reply):
-    """An answer that tells how a config's output was judged.
-
-    Attributes:
-        judgement: the result of comparing the output with others; None where an earlier answer gave it, or none did.
-    """
-
-    judgement: Judgement | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Probed(Reply):
     """The devices that the worker has found, in JAX's order."""
 
@@ -281,18 +270,20 @@ class Compiled(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checked(Judged):
+class Checked(Reply):
     """The config was checked, and its first run was long enough to be informative.
 
     Attributes:
         run_ms: milliseconds that the run took.
         cpu_ms: the same without its waits for a CPU.
         is_disturbed: whether it waited too long for its time to count.
+        judgement: the result of comparing its output with others.
     """
 
     run_ms: Milliseconds
     cpu_ms: _Duration
     is_disturbed: bool
+    judgement: Judgement | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -332,8 +323,14 @@ class Measurement:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured(Measurement, Judged):
-    """The config was timed."""
+class Measured(Measurement, Reply):
+    """The config was timed.
+
+    Attributes:
+        judgement: the result of comparing its output with others; None where `Checked` gave it.
+    """
+
+    judgement: Judgement | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -368,16 +365,18 @@ class Compared(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failed(Judged, ErrorDescription):
+class Failed(Reply, ErrorDescription):
     """The task raised an exception, and the worker ends, unless others have compiled its config, or will measure it.
 
     Attributes:
         outcome: the kind of failure.
+        judgement: the result of comparing a wrong output with others; else None.
         place: its type and where it was raised, as `worker.failures.place_of` returns it.
         goes_on: whether the worker waits for another config.
     """
 
     outcome: Raised
+    judgement: Judgement | None = None
     place: str = ""
     goes_on: bool = False
 
