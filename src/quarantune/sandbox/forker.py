@@ -43,7 +43,7 @@ from quarantune.sandbox.template_messages import (
     WarmUp,
     WorkerOptions,
 )
-from quarantune.sandbox.wire import Connection
+from quarantune.sandbox.wire import Connection, WireClosedError
 from quarantune.values import codec
 
 _WORKER_PROGRAM = "quarantune.worker.main"
@@ -158,7 +158,7 @@ class _Forker:
         try:
             for order, fds in client.connection.receive_messages(*ORDERS):
                 self._obey(client, order, fds)
-        except wire.WireError:
+        except (codec.DamageError, WireClosedError):
             self._drop(client)
 
     def _drop(self, client: _Client) -> None:
@@ -188,7 +188,7 @@ class _Forker:
             return
         try:
             client.connection.send_message(event)
-        except wire.WireError:
+        except WireClosedError:
             self._drop(client)
 
     # Orders

@@ -32,9 +32,9 @@ from quarantune.sandbox.template_messages import (
     describe_status,
     was_killed,
 )
-from quarantune.sandbox.wire import Connection
+from quarantune.sandbox.wire import Connection, WireClosedError
 from quarantune.values import codec
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import DamageError, JsonObject
 from quarantune.values.trial import Outcome, SandboxError
 
 _logger = logging.getLogger("quarantune")
@@ -294,7 +294,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 elif report is None and failure is None:
                     try:
                         report = codec.decode(event.message if isinstance(event, Said) else None, *LOAD_REPORTS)
-                    except codec.DamageError:
+                    except DamageError:
                         text = "the process damaged its own connection while it loaded the function"
                         failure = LoadError(ErrorDescription(text, error=""), Outcome.CRASHED)
             is_late = time.monotonic() >= deadline
@@ -330,7 +330,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             sweep_link.hang_up()  # its template kills its workers and exits
         running = {_SWEEP} if sweep_links else set(self._children)
         deadline = time.monotonic() + _CLOSE_WAIT_S
-        with contextlib.suppress(wire.WireError), selectors.DefaultSelector() as selector:
+        with contextlib.suppress(DamageError, WireClosedError), selectors.DefaultSelector() as selector:
             for number in running - {_SWEEP}:
                 link.send_message(Kill(number))
             selector.register(link, selectors.EVENT_READ)
@@ -396,7 +396,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
 
     def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
         """Sends a worker a further task; where the worker no longer reads, `Ended` follows."""
-        with contextlib.suppress(wire.WireError):
+        with contextlib.suppress(WireClosedError):
             self._children[number].connection.send(message, fds)
 
     def finish(self, number: int) -> None:
@@ -466,7 +466,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     def _send(self, link: Connection, order: Order, fds: Sequence[int] = ()) -> None:
         try:
             link.send_message(order, fds, within_s=_SEND_WAIT_S)
-        except wire.WireError:
+        except WireClosedError:
             self._replace(link)
 
     # Events
@@ -501,9 +501,9 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             return False
         try:
             received = worker.connection.receive()
-        except wire.WireError as error:
+        except (DamageError, WireClosedError) as error:
             self._disconnect(worker)
-            if not isinstance(error, wire.WireClosedError):
+            if isinstance(error, DamageError):
                 self._events.append(Damaged(worker.number, str(error)))
             return False
         wire.close_all([fd for _, fds in received for fd in fds])  # a worker has no reason to send descriptors
@@ -518,7 +518,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             return
         try:
             events = _child_events(link)
-        except wire.WireError:
+        except (DamageError, WireClosedError):
             self._replace(link)
             return
         for event in events:
@@ -577,7 +577,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._drop_link(sweep_link)
         if lost is not link:
             # The process's template starts the workers from now on. It also kills a sweep's template that still runs.
-            with contextlib.suppress(wire.WireError):
+            with contextlib.suppress(WireClosedError):
                 link.send_message(Kill(_SWEEP))
         else:
             self._drop_link(link)

@@ -16,7 +16,7 @@ from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK, new_lock
 from quarantune.sandbox import shortages, spawning, spool, wire
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
-from quarantune.sandbox.wire import Connection
+from quarantune.sandbox.wire import Connection, WireClosedError
 from quarantune.values.codec import JsonObject
 from quarantune.values.trial import SandboxError
 
@@ -90,7 +90,7 @@ class Template:
             with self._sending, theirs:
                 fds = [theirs.fileno(), *(fd for fd in (payload_fd, arrays_fd) if fd >= 0)]
                 self._connection.send_message(sweep, fds)
-        except wire.WireError as error:
+        except WireClosedError as error:
             connection.close()
             self.await_end()
             raise SandboxError(f"the template process is gone: {error}\n{self.log()}") from error
@@ -107,7 +107,7 @@ class Template:
             task: a task for the workers' program; None for none.
             modules: modules to import, of installed packages.
         """
-        with self._sending, contextlib.suppress(wire.WireError):
+        with self._sending, contextlib.suppress(WireClosedError):
             wanted = {*modules, *([] if task is None else [""])} - self._prepared
             if wanted and not _is_spoiled_by_warmth:
                 self._prepared |= wanted

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from quarantune.values import codec
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import DamageError, JsonObject
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"qtf1"
@@ -33,11 +33,7 @@ FRAME_DEADLINE_S = 10.0
 _Expected = TypeVar("_Expected")
 
 
-class WireError(RuntimeError):
-    """The stream is damaged, so nothing more is read from it."""
-
-
-class WireClosedError(WireError):
+class WireClosedError(RuntimeError):
     """The other end is closed, or does not read."""
 
 
@@ -63,7 +59,7 @@ class Connection:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._buffer = bytearray()
-        self._damage: WireError | None = None
+        self._damage: DamageError | None = None
         self._fds: list[int] = []
         self._partial_since: float | None = None
 
@@ -114,7 +110,7 @@ class Connection:
 
         Raises:
             WireClosedError: the other end is closed.
-            WireError: the stream is damaged.
+            DamageError: the stream is damaged.
         """
         self._check_damage()
         while True:
@@ -129,7 +125,7 @@ class Connection:
             if not data:
                 raise WireClosedError("the other end is closed")
             if len(self._fds) > 2 * _MAX_FDS:  # more than an incomplete message and the next one have
-                raise WireError("more descriptors came than messages name")
+                raise DamageError("more descriptors came than messages name")
             paired = [(message, self._take(message.pop("fds", 0))) for message in self._decoded(data)]
             self._note_partial(is_new=bool(paired))
             if paired or self._socket.getblocking():
@@ -147,7 +143,7 @@ class Connection:
 
         Raises:
             WireClosedError: the other end is closed.
-            WireError: the stream is damaged, or a frame holds none of the expected messages. Messages before the
+            DamageError: the stream is damaged, or a frame holds none of the expected messages. Messages before the
                 damage are returned first, and the next call raises.
         """
         frames = self.receive()
@@ -155,11 +151,11 @@ class Connection:
         for position, (frame, fds) in enumerate(frames):
             try:
                 received.append((codec.decode(frame, *expected), fds))
-            except codec.DamageError as error:
+            except DamageError as error:
                 close_all([fd for _, unused in frames[position:] for fd in unused])
-                self._damage = WireError(str(error))
+                self._damage = error
                 if not received:
-                    raise self._damage from error
+                    raise
                 break
         return received
 
@@ -174,7 +170,7 @@ class Connection:
         try:
             while (message := self._next()) is not None:
                 messages.append(message)
-        except WireError as error:
+        except DamageError as error:
             self._damage = error
             if not messages:
                 raise
@@ -185,20 +181,20 @@ class Connection:
             return None
         magic, size, checksum = _HEADER.unpack_from(self._buffer)
         if magic != _MAGIC or size > MAX_FRAME_BYTES:
-            raise WireError("the stream holds bytes that are no frame")
+            raise DamageError("the stream holds bytes that are no frame")
         end = _HEADER.size + size
         if len(self._buffer) < end:
             return None
         body = bytes(self._buffer[_HEADER.size : end])
         del self._buffer[:end]
         if zlib.crc32(body) != checksum:
-            raise WireError("a frame's checksum does not match its bytes")
+            raise DamageError("a frame's checksum does not match its bytes")
         try:
             message = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise WireError("a frame is not JSON") from error
+            raise DamageError("a frame is not JSON") from error
         if not isinstance(message, dict):
-            raise WireError("a frame holds no message")
+            raise DamageError("a frame holds no message")
         return message
 
     def _note_partial(self, *, is_new: bool) -> None:
@@ -209,14 +205,14 @@ class Connection:
             self._partial_since = time.monotonic()
 
     def check(self) -> None:
-        """Raises `WireError` where damage followed the last message, or an incomplete frame is over its deadline."""
+        """Raises `DamageError` where damage followed the last message, or an incomplete frame is over its deadline."""
         self._check_damage()
         if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
-            raise WireError("a frame was begun and never finished")
+            raise DamageError("a frame was begun and never finished")
 
     def _take(self, count: object) -> list[int]:
         if not isinstance(count, int) or not 0 <= count <= len(self._fds):
-            raise WireError("a message names descriptors that did not come with it")
+            raise DamageError("a message names descriptors that did not come with it")
         taken, self._fds = self._fds[:count], self._fds[count:]
         return taken
 

@@ -40,7 +40,7 @@ _PLAIN = frozenset({int, str, float, bool, type(None)})
 
 
 class DamageError(ValueError):
-    """A frame is not a message that was expected; the text says how it differs."""
+    """Data from outside is damaged, or is not what was expected; the text says how."""
 
 
 class Record:
