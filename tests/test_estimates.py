@@ -71,9 +71,8 @@ def matmul(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128) -> Any:
 def test_a_grid_tells_its_steps_and_what_its_pipeline_moves() -> None:
     jaxpr = matmul.trace(struct(1024, 512), struct(512, 1024)).jaxpr
     blocks = 128 * 128 * 2
-    (grid,) = kernels.grids(jaxpr)
     # Both inputs change their block at each of the 8 * 8 * 4 steps, and the output after the last along k.
-    assert (grid.steps, grid.moved_bytes) == (64, (2 * 256 + 64) * blocks)
+    assert (kernels.free_steps(jaxpr), kernels.moved_bytes(jaxpr)) == ([64], (2 * 256 + 64) * blocks)
 
 
 def test_a_smaller_grid_keeps_what_steps_depend_on_each_other_for() -> None:
@@ -82,7 +81,7 @@ def test_a_smaller_grid_keeps_what_steps_depend_on_each_other_for() -> None:
     (kernel,) = [each for each in kernels.equations(smaller) if each.primitive.name == "pallas_call"]
     assert kernel.params["grid_mapping"].grid == (2, 8, 4)
     assert steps == [16]
-    assert kernels.grids(jaxpr)[0].steps == 64  # the program itself is as it was
+    assert kernels.free_steps(jaxpr) == [64]  # the program itself is as it was
 
 
 def test_a_smaller_grid_keeps_all_cores_busy() -> None:
@@ -106,7 +105,7 @@ def test_kernels_inside_other_functions_are_found_in_one_order() -> None:
         return jax.lax.cond(x[0, 0] > 0, lambda: matmul(x, x), lambda: matmul(x, x, bm=256))
 
     jaxpr = program.trace(struct(512, 512)).jaxpr
-    assert [grid.steps for grid in kernels.grids(jaxpr)] == [8, 16]
+    assert kernels.free_steps(jaxpr) == [8, 16]
     assert kernels.with_smaller_grids(jaxpr, 1000)[1] == [8, 16]
 
 
@@ -119,10 +118,10 @@ def test_a_loop_in_a_kernel_whose_end_is_data_is_named(turns: Any) -> None:
     call = pl.pallas_call(body, out_shape=struct(8, 128, dtype=jnp.float32))
     jaxpr = jax.jit(call).trace(struct(8, 128, dtype=jnp.float32)).jaxpr
     if turns == 3:
-        assert [grid.steps for grid in kernels.grids(jaxpr)] == [1]
+        assert kernels.free_steps(jaxpr) == [1]
     else:
         with pytest.raises(ValueError, match="it has a loop whose end depends on data"):
-            kernels.grids(jaxpr)
+            kernels.free_steps(jaxpr)
 
 
 # --- what libtpu writes -----------------------------------------------------------------------------------------

@@ -19,27 +19,31 @@ _IN_VMEM = ("default", "vmem")
 _Params: TypeAlias = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelGrid:
-    """The grid of one Pallas kernel of a program.
+def free_steps(jaxpr: Any) -> list[int]:
+    """Returns how many steps the grid of each Pallas kernel has along the axes that may be made smaller.
 
-    Attributes:
-        steps: how many steps it has along the axes that may be made smaller: those declared `parallel`, and those on
-            which every output depends.
-        moved_bytes: what its pipeline reads and writes in the device's main memory: a block whenever its index changes.
-    """
-
-    steps: int
-    moved_bytes: float
-
-
-def grids(jaxpr: Any) -> list[KernelGrid]:
-    """Returns the grid of each Pallas kernel in a jaxpr, in the order of the numbers of `with_smaller_grids`.
+    These are the axes declared `parallel`, and those on which every output depends. The kernels are in the order of the
+    numbers of `with_smaller_grids`.
 
     Raises:
         ValueError: nobody can say before a kernel runs how many steps, or turns of a loop, it has.
     """
-    return list(map(_grid, _kernels(jaxpr)))
+    found = _kernels(jaxpr)
+    for params in found:
+        if not all(isinstance(size, int) for size in params["grid_mapping"].grid):
+            raise ValueError("its grid depends on data")
+        if any(equation.primitive.name == "while" for equation in equations(params["jaxpr"])):
+            raise ValueError("it has a loop whose end depends on data")
+    return [math.prod(params["grid_mapping"].grid[axis] for axis in _free_axes(params)) for params in found]
+
+
+def moved_bytes(jaxpr: Any) -> float:
+    """Returns what the pipelines of all Pallas kernels read and write in the device's main memory.
+
+    Each moves a block whenever its index changes. The grids do not depend on data.
+    """
+    mappings = [params["grid_mapping"] for params in _kernels(jaxpr)]
+    return sum(_moved_bytes(mapping.grid, block) for mapping in mappings for block in mapping.block_mappings)
 
 
 def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[Any, list[int]]:
@@ -118,16 +122,6 @@ def _replaced(jaxpr: Any, named: Callable[[Any], Any]) -> Any:
             for equation in jaxpr.eqns
         ]
     )
-
-
-def _grid(params: _Params) -> KernelGrid:
-    mapping = params["grid_mapping"]
-    if not all(isinstance(size, int) for size in mapping.grid):
-        raise ValueError("its grid depends on data")
-    if any(equation.primitive.name == "while" for equation in equations(params["jaxpr"])):
-        raise ValueError("it has a loop whose end depends on data")
-    moved = sum(_moved_bytes(mapping.grid, block) for block in mapping.block_mappings)
-    return KernelGrid(math.prod(mapping.grid[axis] for axis in _free_axes(params)), moved)
 
 
 def _free_axes(params: _Params) -> list[int]:

@@ -39,7 +39,7 @@ _WIDTHS = (jnp.floating, jnp.complexfloating)
 _NUMBER_TYPES = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
 
 
-Compare: TypeAlias = "Callable[[Any, Any, Allowance], Mismatches | None]"
+CompareArrays: TypeAlias = "Callable[[Any, Any, Allowance], Mismatches | None]"
 """Compares an array with the expected one; None where it cannot."""
 
 
@@ -129,7 +129,7 @@ def compare(
     expected: Flat,
     allowances: Sequence[Allowance],
     *,
-    shortcut: Compare | None = None,
+    shortcut: CompareArrays | None = None,
     same_dtypes: bool = False,
     truths: Sequence[Any] = (),
 ) -> str | None:
@@ -196,7 +196,9 @@ def _show_structures(*texts: str) -> str:
     return f"got {texts[0]}, expected {texts[1]}"
 
 
-def _compare_leaf(output: Any, expected: Any, allowance: Allowance, where: str, shortcut: Compare | None) -> str | None:
+def _compare_leaf(
+    output: Any, expected: Any, allowance: Allowance, where: str, shortcut: CompareArrays | None
+) -> str | None:
     if not _may_agree(output, expected):
         return f"{where} is {_describe(output)}, expected {_describe(expected)}"
     found = shortcut(output, expected, allowance) if shortcut else None

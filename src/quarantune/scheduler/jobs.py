@@ -9,7 +9,7 @@ from typing import Any
 
 from quarantune.measure.finals import scored
 from quarantune.scheduler.compile_times import CompileTimes
-from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
+from quarantune.scheduler.plan import ConfigSource, Finish, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerVerdict
@@ -41,7 +41,7 @@ class Jobs:
         plan: Plan,
         reference: Reference,
         devices: Sequence[DeviceState],
-        on_trial: Callable[[int, Trial, str], None],
+        on_trial: Finish,
         log_of: Callable[[Worker], str],
         source: ConfigSource,
         ran_as: dict[int, int],

@@ -21,7 +21,7 @@ from quarantune.sandbox.template_messages import Ended
 from quarantune.scheduler.bursts import Bursts
 from quarantune.scheduler.conclusions import Conclusions
 from quarantune.scheduler.jobs import Jobs
-from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Leftovers, Plan
+from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Finish, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.run import Run
@@ -32,7 +32,7 @@ from quarantune.scheduler.verdicts import MemoryWatch, overdue
 from quarantune.scheduler.workers import DeviceState, Workers, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import Outcome
 
 _logger = logging.getLogger("quarantune")
 
@@ -45,7 +45,7 @@ class Scheduler:
         sandbox: Sandbox,
         plan: Plan,
         *,
-        on_trial: Callable[[int, Trial, str], None],
+        on_trial: Finish,
         on_tick: Callable[[], None] = lambda: None,
         on_phase: Callable[[int, str], None] = lambda index, phase: None,
         reference: Reference | None = None,

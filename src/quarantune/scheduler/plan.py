@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
+from typing import TypeAlias
 
 from quarantune.devices.discovery import Device
 from quarantune.host import machine
@@ -13,14 +14,16 @@ from quarantune.values.configs import Config
 from quarantune.values.settings import TIME
 from quarantune.values.trial import CompileTarget, Route, Trial
 
-Compare = Callable[[Config, Mapping[str, int]], None]
+Finish: TypeAlias = Callable[[int, Trial, str], None]
+"""Receives the index of a config, its trial and its output, once the trial is over."""
+CompareProgram: TypeAlias = Callable[[Config, Mapping[str, int]], None]
 """Compares the program of a config, as `Traced` tells it, with the caller's; raises where it is another one."""
 
 
 class Proof:
     """Has one program that a worker of a sweep has traced compared with that of the caller."""
 
-    def __init__(self, compare: Compare | None = None, only: Collection[int | None] = ()) -> None:
+    def __init__(self, compare: CompareProgram | None = None, only: Collection[int | None] = ()) -> None:
         """Sets up the proof.
 
         Args:

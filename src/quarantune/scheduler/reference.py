@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from quarantune.measure import finals
 from quarantune.sandbox import spool
+from quarantune.scheduler.plan import Finish
 from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
 
@@ -22,8 +23,6 @@ _MOST_GROUPS = 8
 _MOST_WRONG_GROUPS = 3
 """The number of wrong outputs that are kept once it is known; only a warning needs them."""
 _SHOWN = 3
-
-Finish = Callable[[int, Trial, str], None]
 
 
 class Reference:

@@ -14,12 +14,12 @@ from quarantune.sandbox.messages import (
     ShapesChecked,
     Task,
 )
-from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish, Leftovers
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
-from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Route
 
 TRIES = 2
 
@@ -167,8 +167,8 @@ def _failed(verdict: WorkerVerdict) -> ReferenceFailedError:
 def settle(
     left: Leftovers,
     confirmed: set[str],
-    finish: Callable[[int, Trial, str], None],
-    run: Callable[[dict[int, Config], Callable[[int, Trial, str], None], ConfigSource], Leftovers],
+    finish: Finish,
+    run: Callable[[dict[int, Config], Finish, ConfigSource], Leftovers],
     source: ConfigSource = NOTHING_MORE,
 ) -> None:
     """Settles the configs that failed where there was no device.

@@ -20,7 +20,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune import jax_internals
 from quarantune.jax_internals.other_processes import questions
-from quarantune.scheduler.plan import Compare
+from quarantune.scheduler.plan import CompareProgram
 from quarantune.transport import assignment, differentiation
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Problem, jitted_with
@@ -37,7 +37,7 @@ _SHARED = 0
 _numbers = itertools.count(_SHARED + 1)
 
 
-def comparison(problem: Problem, call: Call, options: Options, *, is_check: bool) -> Compare | None:
+def comparison(problem: Problem, call: Call, options: Options, *, is_check: bool) -> CompareProgram | None:
     """Returns the comparison for a sweep; None for callables, on several devices, or for one that need not be here.
 
     Args:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeAlias
 
 from quarantune.devices.targets import Target
 from quarantune.measure import finals
-from quarantune.scheduler.plan import NOTHING_MORE, Compare, ConfigSource, Proof
+from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource, Proof
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.problem import Problem
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options, Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import END, UNTUNED, Trial
-
-Finish: TypeAlias = Callable[[int, Trial, str], None]
-"""Receives the index of a config, its trial and its output, once the trial is over."""
 
 
 def _ignore(*_: object) -> None:
@@ -47,7 +43,7 @@ class SweepEvents:
     on_provisional: Callable[[int, Trial], None] = _ignore
     on_phase: Callable[[int, str], None] = _ignore
     on_default: Callable[[float | None], None] = _ignore
-    on_program: Compare | None = None
+    on_program: CompareProgram | None = None
 
     def untuned(self, trial: Trial) -> None:
         """Reports the trial of the function's own defaults, where they are no config."""

@@ -21,12 +21,12 @@ from quarantune.measure import finals
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import LoadError
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Leftovers, Plan
+from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Finish, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import settle
 from quarantune.sweep.limits import Isolation
-from quarantune.sweep.request import Finish, SweepRequest, Swept
+from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
 from quarantune.values.settings import TIME
 from quarantune.values.trial import READY, UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial

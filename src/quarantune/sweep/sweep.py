@@ -25,11 +25,11 @@ from quarantune.devices.discovery import LOGS_PTXAS, Device, cheap_context
 from quarantune.host.process import Stops, warn
 from quarantune.host.shared_files import Directory
 from quarantune.sandbox import shortages, spawning, spool, template, wire
-from quarantune.scheduler.plan import Proof
+from quarantune.scheduler.plan import Finish, Proof
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.limits import Isolation, isolation_of
 from quarantune.sweep.proof import comparison
-from quarantune.sweep.request import Finish, SweepRequest, Swept
+from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.transport import payload
 from quarantune.transport.payload import PackedCall
 from quarantune.transport.problem import Problem

@@ -201,12 +201,8 @@ def _read_layout(item: Any, _: object) -> Any:
     )
 
 
-def _read_index(item: Any, _: object) -> int:
-    return int(item)
-
-
 _LISTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any, dict[int, Any]], Any]]] = {
-    **dict.fromkeys(("kept", "donated"), (int, _read_index)),
+    **dict.fromkeys(("kept", "donated"), (int, lambda item, _: int(item))),
     **dict.fromkeys(("all_in_avals", "in_avals", "out_avals"), (_aval, _read_aval)),
     **dict.fromkeys(("in_shardings", "out_shardings"), (_sharding, _read_sharding)),
     **dict.fromkeys(("in_layouts", "out_layouts"), (_layout, _read_layout)),

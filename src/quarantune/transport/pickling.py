@@ -213,26 +213,25 @@ def _reference_from(modules: Iterable[types.ModuleType], obj: Any) -> Any:
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
+_REDUCERS: Mapping[Any, Callable[[_Pickler, Any], Any]] = {
+    types.FunctionType: _Pickler._reduce_function,
+    types.CodeType: _Pickler._reduce_code,
+    types.ModuleType: _Pickler._reduce_module,
+    TypeVar: _Pickler._reduce_type_variable,
+    jax_internals.pjit_type: _Pickler._reduce_jitted,
+    functools._lru_cache_wrapper: _Pickler._reduce_lru_cache,
+    **dict.fromkeys(_LOCKS, _Pickler._reduce_lock),
+}
+
+
 # One look-up per class, not per object; bounded, so that classes made in a loop can be freed.
 @functools.lru_cache(maxsize=1024)
 def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
     """Returns the method that reduces objects of a class; None for cloudpickle's own way."""
-    if kind is types.FunctionType:
-        return _Pickler._reduce_function
-    if kind is types.CodeType:
-        return _Pickler._reduce_code
-    if kind is types.ModuleType:
-        return _Pickler._reduce_module
-    if kind is TypeVar:
-        return _Pickler._reduce_type_variable
-    if kind in _LOCKS:
-        return _Pickler._reduce_lock
-    if kind is jax_internals.pjit_type:
-        return _Pickler._reduce_jitted
+    if kind in _REDUCERS:
+        return _REDUCERS[kind]
     if issubclass(kind, jax_internals.custom_rule_types()):
         return _Pickler._reduce_custom_rule
-    if kind is functools._lru_cache_wrapper:
-        return _Pickler._reduce_lru_cache
     if any(issubclass(kind, kinds) for kinds, _ in _forbidden()):
         return _Pickler._reduce_forbidden
     if issubclass(kind, jax.Array):

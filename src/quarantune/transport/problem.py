@@ -122,11 +122,12 @@ def describe_call(
                 describe.describe_static(value) if is_static else _describe_dynamic(value, is_jitted=is_jitted)
             )
     leaves = [leaf for name, value in values.items() if name not in static for leaf in jax.tree_util.tree_leaves(value)]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     return CallDescription(
         key_values=key_values,
         tunables_given=given,
         has_tracers=any(isinstance(leaf, jax.core.Tracer) for leaf in leaves),
-        platform=_platform(leaves),
+        platform=min((device.platform for array in arrays for device in array.devices()), default=None),
     )
 
 
@@ -158,11 +159,8 @@ def describe_function(
     try:
         signature = inspect.signature(inspect.unwrap(fn))
     except (TypeError, ValueError):
-        signature = inspect.signature(_anything)  # a built-in without a signature
+        signature = inspect.signature(lambda *args, **kwargs: None)  # a built-in without a signature
     return fn, signature, static_names
-
-
-def _anything(*args: Any, **kwargs: Any) -> None: ...
 
 
 def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
@@ -308,11 +306,6 @@ def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct`."""
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-def _platform(leaves: Iterable[Any]) -> str | None:
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
-    return min((device.platform for array in arrays for device in array.devices()), default=None)
 
 
 # --- a function with a config ---

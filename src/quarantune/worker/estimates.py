@@ -164,11 +164,10 @@ def _confined(work: Callable[[Path], None], directory: Path) -> None:
 def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_steps: int, directory: Path) -> None:
     """Compiles a program with more and more steps of its grids, and notes the cycles of each in a directory."""
     with bench.traced_for(config, target, is_check=True) as (traced, sharding):
-        found = kernels.grids(traced.jaxpr)
+        whole, moved_bytes = tuple(kernels.free_steps(traced.jaxpr)), kernels.moved_bytes(traced.jaxpr)
         outside = {each.primitive.name for each in jax_internals.equations(traced.jaxpr, closed={"pallas_call"})}
         if "while" in outside:
             raise ValueError(_NO_END)
-        whole, moved_bytes = tuple(grid.steps for grid in found), sum(grid.moved_bytes for grid in found)
         # The time is that of all threads, and of no other program.
         cores, began_s = target.num_cores or 1, time.process_time()
         for further in itertools.count():
