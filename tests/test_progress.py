@@ -230,7 +230,7 @@ def test_the_last_line_of_a_job_that_waited_says_for_whom() -> None:
 def test_without_a_terminal_there_is_a_line_now_and_then(
     shown: bool | None, place: str, on_stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(display._Lines, "interval_s", 0.01)
+    monkeypatch.setattr(display.Screen, "interval_s", 0.01)
     monkeypatch.setenv("CI", "true" if place == "CI" else "")
     monkeypatch.setenv("TERM", "dumb")
     line = "matmul f32[512,512]: 0 of 48 done; 0.0 s gone"

@@ -6,7 +6,6 @@ is news at least every second, whatever the thread that tunes is doing.
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import contextvars
@@ -321,10 +320,14 @@ Sweep: TypeAlias = Callable[[], View]
 """A sweep that is under way, by the method that returns its progress."""
 
 
-class Screen(abc.ABC):
-    """Shows all sweeps of this process that are under way, which may be several: in threads, or one inside another."""
+class Screen:
+    """Shows all sweeps of this process that are under way, which may be several: in threads, or one inside another.
 
-    interval_s = 0.25
+    This one is for places without a terminal: a line every 10 s, on the stream where somebody reads along, and else in
+    the log.
+    """
+
+    interval_s = 10.0
 
     def __init__(self, stream: TextIO | None = None, *, in_log: bool = False) -> None:
         """Shows nothing yet.
@@ -381,15 +384,20 @@ class Screen(abc.ABC):
             if stop is None or not stop.is_set():
                 self._show(views)
 
-    def _begin(self) -> None:  # noqa: B027  most places need no preparation
+    def _begin(self) -> None:
         """Prepares for the first sweep."""
 
-    @abc.abstractmethod
     def _show(self, views: Sequence[View]) -> None:
-        """Replaces what was drawn."""
+        """Shows the sweeps, in place of what was drawn before where lines can be replaced."""
+        for view in views:
+            line = "; ".join(view.lines())
+            if self._in_log:
+                _logger.info("%s", line)
+            else:
+                self._write_line(line)
 
-    def end(self) -> None:  # noqa: B027  lines of a log stay
-        """Removes what was drawn."""
+    def end(self) -> None:
+        """Removes what was drawn, where lines can be replaced."""
 
     def _write_line(self, line: str) -> None:
         """Writes a line that stays, above those that are redrawn."""
@@ -399,20 +407,6 @@ class Screen(abc.ABC):
 
     def _target(self) -> TextIO:
         return sys.stderr if self._stream is None else self._stream
-
-
-class _Lines(Screen):
-    """Without a terminal: a line every 10 s, on the stream where somebody reads along, and else in the log."""
-
-    interval_s = 10.0
-
-    def _show(self, views: Sequence[View]) -> None:
-        for view in views:
-            line = "; ".join(view.lines())
-            if self._in_log:
-                _logger.info("%s", line)
-            else:
-                self._write_line(line)
 
 
 class _Notebook(Screen):
@@ -449,6 +443,8 @@ class _Notebook(Screen):
 
 class Terminal(Screen):
     """Draws with rich, which is imported when the first line is drawn."""
+
+    interval_s = 0.25
 
     # The cursor's way up is computed when the lines' number is known and written later: nothing may come between, so
     # that whatever others write to the terminal waits for the lock of the screen, too.
@@ -581,14 +577,11 @@ def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -
     elif may_redraw and target is not None and _is_terminal(target):
         kind, stream = Terminal, target
     else:
-        is_read = may_redraw and (_is_ci() or (target is not None and _is_terminal(target, of_any_kind=True)))
-        kind, in_log = _Lines, not is_read and shown is None
+        is_ci = os.environ.get("CI", "").strip().lower() not in ("", "0", "false")
+        is_read = may_redraw and (is_ci or (target is not None and _is_terminal(target, of_any_kind=True)))
+        kind, in_log = Screen, not is_read and shown is None
     with _making:
         return _shared.setdefault((kind, stream, in_log), kind(stream, in_log=in_log))
-
-
-def _is_ci() -> bool:
-    return os.environ.get("CI", "").strip().lower() not in ("", "0", "false")
 
 
 def _is_terminal(stream: TextIO, *, of_any_kind: bool = False) -> bool:
