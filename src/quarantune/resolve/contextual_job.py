@@ -269,7 +269,8 @@ class ContextualJob(TuningJob):
             configs, search = dict(enumerate(possible)), None
             if share is not None and not share.tries_all:
                 trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
-                search = KernelSearch(share, self._to_search(kernel, shown, share), texts, trial_s)
+                space = Space(self._to_search(kernel, shown, share))
+                search = Searching(share, space, defaults=0, trial_s=trial_s, run_as=possible)
                 progress.expect(search.total, is_bound=True, budget_s=search.time_budget_s)
                 configs = search.take(1)
             request = SweepRequest(
@@ -388,32 +389,6 @@ class ContextualJob(TuningJob):
         fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         fields["fn"] = functools.partial(self._runner, **result.best_config)
         return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=findings.baseline_ms)
-
-
-class KernelSearch(Searching):
-    """The search over one kernel's configs, each of which runs as an assignment of configs to all kernels."""
-
-    def __init__(self, limits: SearchLimits, configs: Sequence[Config], texts: Sequence[str], trial_s: float) -> None:
-        """Begins a search, as `Searching` does.
-
-        Args:
-            limits: the search and its budgets.
-            configs: the kernel's configs.
-            texts: the assignment for each of them.
-            trial_s: seconds that one trial may take.
-        """
-        super().__init__(limits, Space(configs), defaults=0, trial_s=trial_s)
-        self._configs = configs
-        self._texts = texts
-
-    def take(self, count: int) -> dict[int, Config]:
-        """Returns the next configs to try as assignments, at most `count`, by index."""
-        return {index: {KEY: self._texts[index]} for index in super().take(count)}
-
-    def ended(self, index: int, trial: Trial) -> None:
-        """Tells the search of the trial of an assignment, as that of the kernel's config."""
-        if index >= 0:
-            super().ended(index, dataclasses.replace(trial, config=self._configs[index]))
 
 
 def objects_of(slot: Slot) -> Mapping[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quarantune import search
 from quarantune.scheduler.plan import ConfigSource
@@ -35,6 +36,7 @@ class Searching(ConfigSource):
         known: Mapping[int, Trial] | None = None,
         failures: Mapping[int, Trial] | None = None,
         trial_s: float = 0.0,
+        run_as: Sequence[Config] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begins a search, and its time.
@@ -47,12 +49,14 @@ class Searching(ConfigSource):
             known: the trials that are known already, in the order of their ends; they count as tried.
             failures: further configs that need not be tried, because they are known to fail.
             trial_s: seconds that one trial may take.
+            run_as: by index, what runs in place of each config; None for the configs themselves.
             clock: seconds.
         """
         self._limits = limits
         self._space = space
         self._clock = clock
         self._trial_s = trial_s
+        self._run_as = run_as
         budget_s = float("inf") if limits.time_budget_s is None else limits.time_budget_s
         self._ends_at = clock() + budget_s - min(_FINAL_S, _FINAL_SHARE * budget_s)
         first = None if defaults is None else space[defaults]
@@ -121,7 +125,7 @@ class Searching(ConfigSource):
         for config in self._search.ask(count):
             index = self._space.find(config)
             assert index is not None  # a search asks only configs of its space
-            taken[index] = config
+            taken[index] = config if self._run_as is None else self._run_as[index]
         self._pending |= taken.keys()
         self._has_begun = True
         if not taken and not self._pending:
@@ -136,6 +140,8 @@ class Searching(ConfigSource):
         if trial.outcome is Outcome.PRUNED:
             return
         self._ended.add(index)
+        if self._run_as is not None:
+            trial = dataclasses.replace(trial, config=self._space[index])
         self._search.tell(trial.config, trial)
         if trial.outcome is Outcome.NOT_RUN:
             if self._stopped == MAX_TRIALS:
