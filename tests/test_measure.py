@@ -198,6 +198,15 @@ def test_a_config_far_behind_by_an_exact_clock_takes_few_samples_unless_it_was_t
     assert not measure(tiny, best_median_ms=0.01).is_ruled_out
 
 
+def test_long_runs_by_an_exact_clock_are_few_and_all_of_them_count() -> None:
+    for run_ms, runs in ((100.0, model.FEW), (6.0, model.ENOUGH), (1.0, 1 + model.ENOUGH)):
+        take = Sampler(itertools.repeat(run_ms), time := Time(), run_ms / 1e3)
+        samples = sampling.measure(take, rep=20, is_exact=True, clock=time)
+        assert (take.taken, set(samples.samples_ms)) == (runs, {run_ms})
+    alone = sampling.measure(Sampler([100.0]), rep=1, is_exact=True)
+    assert alone.samples_ms == (100.0,)
+
+
 def test_sampling_goes_on_while_every_run_is_disturbed() -> None:
     time = Time()
     spinning = RunTime(92.0, 30.0, 0.0)

@@ -140,8 +140,8 @@ def measure(
     """Takes samples until they are steady, or rule the config out.
 
     The first sample of all is not counted, because caches and clocks are cold. It is counted where runs are so long
-    that a cold start hardly matters, and where a long run came before it: then a config that is far behind needs no
-    other sample.
+    that a cold start hardly matters, and where the clock is exact or a long run came before it: then a config that is
+    far behind needs no other sample.
 
     A config is ruled out only by its own time: the time that its runs waited for a CPU is taken off. One sample alone
     does not rule it out, unless the clock is exact.
@@ -171,7 +171,7 @@ def measure(
     before = [RunTime.exactly(before_ms)] if before_ms is not None and before_ms > LONG_RUN_MS else []
 
     def more(count: int) -> list[RunTime]:
-        return [sample for sample in take(count) if is_plausible_ms(sample.whole)]
+        return [sample for sample in take(count) if is_plausible_ms(sample.whole)] if count else []
 
     def runs_needed(least_ms: float) -> int:
         return 1 if noise is None else noise.runs_needed(least_ms, best_ms, [sample.cpu for sample in samples])
@@ -184,8 +184,9 @@ def measure(
             least_ms = min(least_ms, _least_ms(more(1)) if last_ms is None else last_ms)
         if samples and least_ms > alone_ms and runs_needed(least_ms) <= _FEWEST_RUNS:
             return Samples(tuple(samples), is_ruled_out=True)
-        is_far_behind = least_ms > _COLD * limit_ms
-        samples = more(min(rep, FEW if is_far_behind or not is_exact else ENOUGH))
+        needs_few = not is_exact or least_ms > _COLD * limit_ms or ENOUGH * least_ms > 1e3 * _SOFT_BUDGET_S
+        counted = samples if is_exact and least_ms > LONG_RUN_MS else []
+        samples = counted + more(min(rep, FEW if needs_few else ENOUGH) - len(counted))
     while True:
         runs = before + samples
         least_ms = _least_ms(runs)
