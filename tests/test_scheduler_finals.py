@@ -125,27 +125,27 @@ class Writing(FakeSandbox):
             spool.write_parts(fds[0], [b"executable", b"", b""])
 
 
-def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Race, dict[int, int]], Scheduler], act: Act) -> list[bool]:
+def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Race], Scheduler], act: Act) -> list[bool]:
     """Returns which of four configs' executables are loaded for the final by the last of some schedulers."""
     clock = Clock()
     tasks, noting = noting_comparisons(act)
-    sandbox, race, ran_as = Writing(clock, noting), Race(), dict[int, int]()
+    sandbox, race = Writing(clock, noting), Race()
     configs: dict[int, Config] = {index: {"id": index} for index in range(4)}
     with contextlib.closing(race):
         for number, make in enumerate(schedulers):
-            scheduler = make(clock, sandbox, race, ran_as)
+            scheduler = make(clock, sandbox, race)
             scheduler.run(configs if number == 0 else {4: {"id": 4}})
         scheduler.compare(configs)
     return [entry.saved for entry in tasks[0].entries]
 
 
-def one_of(route: Route) -> Callable[[Clock, FakeSandbox, Race, dict[int, int]], Scheduler]:
-    def make(clock: Clock, sandbox: FakeSandbox, race: Race, ran_as: dict[int, int]) -> Scheduler:
+def one_of(route: Route) -> Callable[[Clock, FakeSandbox, Race], Scheduler]:
+    def make(clock: Clock, sandbox: FakeSandbox, race: Race) -> Scheduler:
         def on_trial(index: int, trial: Trial, log: str) -> None:
             assert trial.outcome in (Outcome.OK, Outcome.SLOW)
 
         plan = plan_for(route, target=TARGET if route is Route.APART else None)
-        return Scheduler(sandbox, plan, on_trial=on_trial, clock=clock, race=race, ran_as=ran_as)
+        return Scheduler(sandbox, plan, on_trial=on_trial, clock=clock, race=race)
 
     return make
 
@@ -162,12 +162,12 @@ def test_executables_are_loaded_for_the_final_after_an_error_was_confirmed() -> 
 def test_the_final_needs_no_new_worker_after_an_error_was_confirmed() -> None:
     clock = Clock()
     tasks, noting = noting_comparisons(lambda worker: None)
-    sandbox, race, ran_as = Writing(clock, noting), Race(), dict[int, int]()
+    sandbox, race = Writing(clock, noting), Race()
     configs: dict[int, Config] = {index: {"id": index} for index in range(3)}
     with contextlib.closing(race):
-        first = one_of(Route.APART)(clock, sandbox, race, ran_as)
+        first = one_of(Route.APART)(clock, sandbox, race)
         first.run(configs)
-        last = one_of(Route.TOGETHER)(clock, sandbox, race, ran_as)
+        last = one_of(Route.TOGETHER)(clock, sandbox, race)
         last.run({4: {"id": 4}})
         assert first.has_idle_worker
         before = set(sandbox.workers)
@@ -178,9 +178,9 @@ def test_the_final_needs_no_new_worker_after_an_error_was_confirmed() -> None:
 
 def test_a_worker_that_died_while_another_scheduler_ran_is_not_idle() -> None:
     clock = Clock()
-    sandbox, race, ran_as = Writing(clock, lambda worker: None), Race(), dict[int, int]()
+    sandbox, race = Writing(clock, lambda worker: None), Race()
     with contextlib.closing(race):
-        first = one_of(Route.APART)(clock, sandbox, race, ran_as)
+        first = one_of(Route.APART)(clock, sandbox, race)
         first.run({index: {"id": index} for index in range(3)})
         assert first.has_idle_worker
         for number in list(sandbox.workers):

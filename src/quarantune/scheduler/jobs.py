@@ -10,6 +10,7 @@ from typing import Any
 from quarantune.measure.finals import scored
 from quarantune.scheduler.compile_times import CompileTimes
 from quarantune.scheduler.plan import ConfigSource, Finish, Leftovers, Plan, Unconfirmed
+from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerVerdict
@@ -28,7 +29,6 @@ class Jobs:
         unfinished: how many have no outcome yet.
         leftovers: those that another route must settle.
         compile_times: how long those took to compile that have been.
-        ran_as: the index of the config that ran instead, by the indices of those that lowered to the same program.
         begun: all jobs so far.
         compiled: how many were compiled for other workers.
         lost_compilers: how many ended the worker that compiled them.
@@ -44,14 +44,13 @@ class Jobs:
         on_trial: Finish,
         log_of: Callable[[Worker], str],
         source: ConfigSource,
-        ran_as: dict[int, int],
+        race: Race,
     ) -> None:
         self.pending: collections.deque[Job] = collections.deque()
         self.ready: collections.deque[Job] = collections.deque()
         self.unfinished = 0
         self.leftovers = Leftovers()
         self.compile_times = CompileTimes()
-        self.ran_as = ran_as
         self.begun: list[Job] = []
         self.compiled = 0
         self.lost_compilers = 0
@@ -67,6 +66,7 @@ class Jobs:
         self._devices = devices
         self._on_trial = on_trial
         self._log_of = log_of
+        self._race = race
 
     def begin(self, configs: Mapping[int, Config]) -> None:
         """Makes a job of each config; the function's defaults come first where others wait for them."""
@@ -265,7 +265,7 @@ class Jobs:
     def _finish_as(self, job: Job, first: Job) -> None:
         assert first.end is not None
         trial, log = first.end
-        self.ran_as[job.index] = first.index
+        self._race.ran_as[job.index] = first.index
         same = f"the same program as {'the defaults' if first.index == UNTUNED else format_config(first.config)}"
         message = f"{same}: {trial.message}" if trial.message else same
         trial = scored(dataclasses.replace(trial, config=job.config, message=message), self._plan.objective)

@@ -50,7 +50,6 @@ class Scheduler:
         on_phase: Callable[[int, str], None] = lambda index, phase: None,
         reference: Reference | None = None,
         source: ConfigSource = NOTHING_MORE,
-        ran_as: dict[int, int] | None = None,
         race: Race | None = None,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = machine.available_memory_bytes,
@@ -67,9 +66,8 @@ class Scheduler:
             on_phase: called with the index of a config and the phase that it enters.
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
             source: gives further configs, in addition to those that `run` is given.
-            ran_as: the index of the config that ran instead, by the indices of those of earlier runs that did not run;
-                those of this run are added.
-            race: the times in earlier runs, and the executables of the fastest; None for none. Closed with this one.
+            race: the times in this run and others of the sweep, and the executables that are kept; None for those of
+                this run. Closed with this one.
             clock: seconds.
             available_memory: bytes of memory that are free now.
             lease_on: makes the lease on a device, or returns the one that the sweep has.
@@ -80,14 +78,15 @@ class Scheduler:
         self._next_tick = 0.0
         self._stops = stops or Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
-        workers, reference = Workers(sandbox, clock, plan.compiler_environ), reference or Reference()
-        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, {} if ran_as is None else ran_as)
+        workers = Workers(sandbox, clock, plan.compiler_environ)
+        reference, race = reference or Reference(), race or Race()
+        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, race)
         self._run = run = Run(
             plan=plan,
             devices=devices,
             workers=workers,
             jobs=jobs,
-            race=race or Race(),
+            race=race,
             reference=reference,
             memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),
             scarcity=Scarcity(workers, jobs, clock),
@@ -154,8 +153,7 @@ class Scheduler:
         Returns:
             The result; empty where they could not be compared.
         """
-        ran_as = self._run.jobs.ran_as
-        kept = [self._run.race.kept_fd(ran_as.get(index, index)) for index in configs]
+        kept = [self._run.race.kept_fd(index) for index in configs]
         entries = tuple(
             Finalist(config=as_json(config), saved=fd is not None, index=index)
             for (index, config), fd in zip(configs.items(), kept, strict=True)
@@ -169,15 +167,6 @@ class Scheduler:
         except ValueError as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()
-
-    def compiled(self) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
-        """Returns the programs that were kept: of the fastest configs, or of all where nothing was measured.
-
-        Returns:
-            Executables as a worker loads them, and entries of JAX's compilation cache by key; both by the configs'
-            indices.
-        """
-        return self._run.race.executables(self._run.jobs.ran_as)
 
     def free_devices(self) -> None:
         """Ends the workers that own a device, and waits until they are gone, so that another process can use it."""

@@ -1,11 +1,10 @@
-"""The race between the configs: the best times so far, the noise, and the executables of the fastest."""
+"""The race between the configs of a sweep: the best times so far, the noise, and the executables of the fastest."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-from collections.abc import Mapping
 
 from quarantune.measure import finals, sampling
 from quarantune.sandbox import spool
@@ -19,6 +18,7 @@ class Race:
     Attributes:
         best_median_ms: the time of the fastest config, in milliseconds; None before there is one.
         noise: how much runs are disturbed here.
+        ran_as: the index of the config that ran instead, by the indices of those that lowered to the same program.
     """
 
     def __init__(self, *, by_time: bool = True) -> None:
@@ -30,6 +30,7 @@ class Race:
         self._by_time = by_time
         self.best_median_ms: float | None = None
         self.noise = sampling.Noise()
+        self.ran_as: dict[int, int] = {}
         self._fastest_first_ms: float | None = None
         self._executables: dict[int, bytes] = {}
         self._kept: dict[int, tuple[float, int]] = {}
@@ -95,13 +96,15 @@ class Race:
 
     def kept_fd(self, index: int) -> int | None:
         """Returns the file of a config's executable; None where it was not kept."""
-        return self._kept[index][1] if index in self._kept else None
+        _, fd = self._kept.get(self.ran_as.get(index, index), (None, None))
+        return fd
 
-    def executables(self, ran_as: Mapping[int, int]) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
-        """Returns executables as a worker loads them, and entries of JAX's compilation cache, both by index.
+    def executables(self) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
+        """Returns the programs that were kept: of the fastest configs, or of all where nothing was measured.
 
-        Args:
-            ran_as: the index of the config that ran instead, by the indices of those that did not run.
+        Returns:
+            Executables as a worker loads them, and entries of JAX's compilation cache by key; both by the configs'
+            indices.
         """
         executables, for_cache = dict(self._executables), dict[int, dict[str, bytes]]()
         for index, (_, fd) in self._kept.items():
@@ -109,8 +112,8 @@ class Race:
                 executables[index], key, value, *_ = spool.read_parts(fd)
                 if key:
                     for_cache[index] = {key.decode("ascii"): value}
-        executables |= {index: executables[first] for index, first in ran_as.items() if first in executables}
-        for_cache |= {index: for_cache[first] for index, first in ran_as.items() if first in for_cache}
+        executables |= {index: executables[first] for index, first in self.ran_as.items() if first in executables}
+        for_cache |= {index: for_cache[first] for index, first in self.ran_as.items() if first in for_cache}
         return executables, for_cache
 
     def close(self) -> None:

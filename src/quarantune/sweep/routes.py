@@ -94,7 +94,6 @@ class Routes:
         self._measures_here = isolation is Isolation.COMPILE
         self._compile_only = request.compile_only and not self._is_alone
         self._finish = finish
-        self._ran_as: dict[int, int] = {}
         self._race = Race(by_time=request.options.objective == TIME)
         self._opened: list[Scheduler] = []
         self._reference = Reference()
@@ -130,7 +129,7 @@ class Routes:
             # The last route may have run nothing but the config that confirms an error.
             comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
             final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
-            executables, for_cache = last.compiled()
+            executables, for_cache = self._race.executables()
             reference = self._reference
             return Swept(final, for_cache, executables, reference.untuned, reference.complaint(), reference.noise)
 
@@ -139,17 +138,14 @@ class Routes:
 
         Where no worker can compile a program, its trial is that of a config that was compiled, without an executable.
         """
-        executables: dict[int, bytes] = {}
         if self._load(configs):
             with contextlib.ExitStack() as self._schedulers:
                 if self._request.target is None:
                     self._run_routes(configs)
                 else:
                     self._run_route(Route.APART, self._ordered(configs), self._finish)
-                for scheduler in self._opened:
-                    executables |= scheduler.compiled()[0]
         # The caller runs a program without the gradient that it was compiled with.
-        return Swept(executables={} if self._request.options.time_grad else executables)
+        return Swept(executables={} if self._request.options.time_grad else self._race.executables()[0])
 
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
@@ -241,8 +237,7 @@ class Routes:
             # Nothing waits where configs are compiled one by one.
             on_phase=lambda index, phase: None if here and phase == READY else events.on_phase(index, phase),
             reference=self._reference,
-            ran_as=self._ran_as,
-            race=None if self._compile_only else self._race,
+            race=self._race,
             source=source,
             lease_on=self._lease_on,
             stops=self._stops,
