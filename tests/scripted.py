@@ -272,7 +272,7 @@ class FakeSandbox:
         if isinstance(event, Ended):
             worker.ended = True
             self._over(worker)
-        elif isinstance(event, Said):
+        elif isinstance(event.message, dict):
             if event.message.get("message") == "Compiled":
                 self._compiling.discard(worker.number)
             elif event.message.get("message") == "Measured":

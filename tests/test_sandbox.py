@@ -33,8 +33,8 @@ from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK, in_sandbox
 from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import Compile, Measure
-from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
-from quarantune.sandbox.template_messages import describe_status
+from quarantune.sandbox.pool import Event, LoadError, Sandbox
+from quarantune.sandbox.template_messages import Ended, describe_status
 from quarantune.sweep import routes
 from quarantune.transport import payload
 from quarantune.values import codec
@@ -273,12 +273,12 @@ class History:
 
     def add(self, event: Event) -> None:
         assert not self.ended, "no event of a worker follows its end"
-        if isinstance(event, Said):
-            self.messages.append(event.message)
-        elif isinstance(event, Damaged):
-            self.damage = event.reason
-        else:
+        if isinstance(event, Ended):
             self.ended, self.status = True, event.status
+        elif isinstance(event.message, dict):
+            self.messages.append(event.message)
+        else:
+            self.damage = str(event.message)
 
 
 def listen(sandbox: Sandbox, histories: dict[int, History], until: Callable[[], object]) -> None:

@@ -30,8 +30,9 @@ from scripted import (
 )
 
 from quarantune import scheduler as scheduler_package
-from quarantune.sandbox.pool import Damaged, Event, Said
+from quarantune.sandbox.pool import Event, Said
 from quarantune.scheduler.workers import Worker, WorkerState
+from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Phase, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
@@ -156,7 +157,7 @@ def anything(generator: random.Random) -> Act:
         if generator.random() < 0.5:
             end: Event = worker.ends(generator.choice([0, 1, -9, -11, None]))
             if generator.random() < 0.3:
-                end = Damaged(worker.number, "garbage")
+                end = Said(worker.number, DamageError("garbage"))
             steps.append((generator.random() * 3, end))
         return [(delay * generator.choice([0, 1, 1, 1, 8]), event) for delay, event in steps]
 

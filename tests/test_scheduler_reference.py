@@ -28,9 +28,10 @@ from scripted import (
 
 from quarantune.devices.leases import Lease
 from quarantune.sandbox import spool
-from quarantune.sandbox.pool import Damaged
+from quarantune.sandbox.pool import Said
 from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
+from quarantune.values.codec import DamageError
 from quarantune.values.trial import OutputArray, ReferenceFailedError, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no
         (lambda w: [(0.1, w.ends(-int(signal.SIGSEGV)))], "crashed: the process was killed by SIGSEGV", 2),
         (lambda w: [(0.1, w.ends(None))], "lost: ", 2),
         (lambda w: [(0.1, w.says("PhaseEntered", "check"))], "timeout: it took longer than 7 s", 1),
-        (lambda w: [(0.1, Damaged(w.number, "garbage"))], "crashed: .*garbage", 2),
+        (lambda w: [(0.1, Said(w.number, DamageError("garbage")))], "crashed: .*garbage", 2),
     ],
 )
 @pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])

@@ -24,8 +24,9 @@ from scripted import (
 )
 
 from quarantune.sandbox.messages import Raised
-from quarantune.sandbox.pool import Damaged, Said
+from quarantune.sandbox.pool import Said
 from quarantune.sandbox.template_messages import Ended
+from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
@@ -186,7 +187,7 @@ def test_a_forged_compile_result_ends_only_its_sender(route: Route, forged: dict
 @ROUTES
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
 def test_a_damaged_stream_is_a_crash(route: Route, do: str) -> None:
-    act = when(do, lambda worker: [(0.2, Damaged(worker.number, "not a frame"))])
+    act = when(do, lambda worker: [(0.2, Said(worker.number, DamageError("not a frame")))])
     result = run(plan_for(route), 3, for_config(2, act))
     assert result.outcomes == ["ok", "ok", "crashed"]
     assert "not a frame" in result.trials[2].message

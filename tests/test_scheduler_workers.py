@@ -29,8 +29,9 @@ from scripted import (
 )
 
 from quarantune.devices.discovery import Device
-from quarantune.sandbox.pool import Damaged
+from quarantune.sandbox.pool import Said
 from quarantune.scheduler.plan import Plan
+from quarantune.values.codec import DamageError
 from quarantune.values.trial import CompileTarget, Outcome, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
@@ -320,7 +321,7 @@ TROUBLES: dict[str, Callable[[FakeWorker], list[Step]]] = {
     "raises": lambda worker: [(0.1, worker.raises("measure"))],
     "dies": lambda worker: [(0.1, worker.ends(-int(signal.SIGSEGV)))],
     "hangs": lambda worker: [],
-    "garbles": lambda worker: [(0.1, Damaged(worker.number, "garbage"))],
+    "garbles": lambda worker: [(0.1, Said(worker.number, DamageError("garbage")))],
 }
 
 

@@ -54,31 +54,18 @@ _CLOSE_WAIT_S = 0.7
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """A worker sent a message.
+    """A worker sent a message, or something that is none.
 
     Attributes:
         number: the worker.
-        message: the message's frame, not yet decoded.
+        message: the message's frame, not yet decoded; or the damage, after which nothing more is read from the worker.
     """
 
     number: int
-    message: JsonObject
+    message: JsonObject | DamageError
 
 
-@dataclasses.dataclass(frozen=True)
-class Damaged:
-    """The data from a worker is damaged, so nothing more is read from it.
-
-    Attributes:
-        number: the worker.
-        reason: the damage, in words.
-    """
-
-    number: int
-    reason: str
-
-
-Event: TypeAlias = Said | Damaged | Ended
+Event: TypeAlias = Said | Ended
 
 
 class LoadError(Exception):
@@ -293,7 +280,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                         raise failure or _crash(event.status)
                 elif report is None and failure is None:
                     try:
-                        report = codec.decode(event.message if isinstance(event, Said) else None, *LOAD_REPORTS)
+                        report = codec.decode(event.message, *LOAD_REPORTS)
                     except DamageError:
                         text = "the process damaged its own connection while it loaded the function"
                         failure = LoadError(ErrorDescription(text, error=""), Outcome.CRASHED)
@@ -504,7 +491,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         except (DamageError, WireClosedError) as error:
             self._disconnect(worker)
             if isinstance(error, DamageError):
-                self._events.append(Damaged(worker.number, str(error)))
+                self._events.append(Said(worker.number, error))
             return False
         wire.close_all([fd for _, fds in received for fd in fds])  # a worker has no reason to send descriptors
         if received:

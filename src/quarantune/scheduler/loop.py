@@ -16,7 +16,7 @@ from quarantune.host import machine
 from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
-from quarantune.sandbox.pool import Damaged, Event, Said, Sandbox
+from quarantune.sandbox.pool import Event, Said, Sandbox
 from quarantune.sandbox.template_messages import Ended
 from quarantune.scheduler.bursts import Bursts
 from quarantune.scheduler.conclusions import Conclusions
@@ -252,10 +252,10 @@ class Scheduler:
                 self._sandbox.forget(event.number)
             return
         match event:
-            case Said():
-                self._conclusions.on_message(worker, event.message)
-            case Damaged():
-                verdict = WorkerVerdict(Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
+            case Said(message=dict() as message):
+                self._conclusions.on_message(worker, message)
+            case Said(message=damage):
+                verdict = WorkerVerdict(Outcome.CRASHED, f"it damaged its own connection: {damage}")
                 self._run.workers.kill_with_verdict(worker, verdict)
             case Ended():
                 self._conclusions.on_exit(worker, event.status)
@@ -302,4 +302,5 @@ class Scheduler:
 
 def _is_progress(event: Event) -> bool:
     """Returns whether an event only announces a phase, so that nothing can start for it."""
-    return isinstance(event, Said) and event.message.get("message") == PhaseEntered.__name__
+    frame = event.message if isinstance(event, Said) else None
+    return isinstance(frame, dict) and frame.get("message") == PhaseEntered.__name__
