@@ -130,7 +130,7 @@ def computes_reference(worker: FakeWorker, seconds: float = 0.5, differs: str | 
     return [
         (0.1, worker.says("PhaseEntered", "check")),
         (seconds, worker.says("ReferenceComputed", "check")),
-        (0.1, worker.says("ShapesChecked", "check", differs=differs)),
+        (0.1, worker.says("ReferenceComputed", "check", is_compared=True, differs=differs)),
     ]
 
 

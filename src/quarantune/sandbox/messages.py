@@ -142,7 +142,7 @@ class Measure(Task):
 class ComputeReference(Task):
     """Write what `ref_fn` returns to the descriptor, then compare its shapes with those of the function's output.
 
-    Answered by `ReferenceComputed` and `ShapesChecked`.
+    Answered by `ReferenceComputed`, after each of the two.
     """
 
 
@@ -335,18 +335,15 @@ class Measured(Measurement, Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReferenceComputed(Reply):
-    """The reference is in its file."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShapesChecked(Reply):
-    """The shapes were compared.
+    """The reference is in its file.
 
     Attributes:
+        is_compared: whether its shapes were compared, too.
         differs: one sentence on how they differ; None where they agree or cannot be known.
     """
 
-    differs: str | None
+    is_compared: bool = False
+    differs: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -382,5 +379,5 @@ class Failed(Reply, ErrorDescription):
 
 
 _OF_TRIALS = (PhaseEntered, Lowered, Compiled, Checked, Stopped, Measured, Ready, Failed)
-REPLIES = (*_OF_TRIALS, Traced, ReferenceComputed, ShapesChecked, Compared, Probed)
+REPLIES = (*_OF_TRIALS, Traced, ReferenceComputed, Compared, Probed)
 """Every reply, for `codec.decode`; the most frequent first."""

@@ -21,7 +21,6 @@ from quarantune.sandbox.messages import (
     Ready,
     ReferenceComputed,
     Reply,
-    ShapesChecked,
     Stopped,
     Traced,
 )
@@ -97,9 +96,9 @@ class Conclusions:
                 self._route.on_stopped(worker, reply)
             case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
                 self._on_measured(worker, job, device, reply)
-            case ReferenceComputed() if state is WorkerState.SIDE_TASK:
+            case ReferenceComputed(is_compared=False) if state is WorkerState.SIDE_TASK:
                 worker.reply = reply  # comparing shapes comes next
-            case ShapesChecked() | Compared() if state is WorkerState.SIDE_TASK:
+            case ReferenceComputed() | Compared() if state is WorkerState.SIDE_TASK:
                 worker.reply = reply
                 self._run.workers.retire(worker)
             case Failed():

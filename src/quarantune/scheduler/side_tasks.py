@@ -11,7 +11,6 @@ from quarantune.sandbox.messages import (
     Compile,
     ComputeReference,
     ReferenceComputed,
-    ShapesChecked,
     Task,
 )
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish, Leftovers
@@ -77,7 +76,7 @@ class SideTasks:
             return
         if worker is None:
             self._compute()
-        elif isinstance(worker.reply, ShapesChecked):
+        elif isinstance(worker.reply, ReferenceComputed) and worker.reply.is_compared:
             self._give(worker, worker.reply.differs)
         elif run.workers.get(worker.number) is None:
             self._on_end(worker)

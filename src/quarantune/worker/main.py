@@ -154,7 +154,8 @@ class TaskRunner:
                 yield self.entered(Phase.CHECK)
                 bench.judge.compute_reference(fds[0])
                 yield messages.ReferenceComputed(**self._heading())
-                yield messages.ShapesChecked(**self._heading(), differs=bench.judge.shapes_differ(fds[0]))
+                differs = bench.judge.shapes_differ(fds[0])
+                yield messages.ReferenceComputed(**self._heading(), is_compared=True, differs=differs)
             case messages.Compare():
                 yield from self._compare(bench, task, fds)
 
