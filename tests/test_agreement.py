@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import itertools
 import random
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import pytest
 
 from quarantune.resolve import ranks
-from quarantune.resolve.ranks import Answer, Member, Source, drive
+from quarantune.resolve.ranks import Answer, Member, Source
 
 TOPIC = "topic"
 DEADLINE_S = 20.0
@@ -42,39 +42,58 @@ class State(NamedTuple):
 
 
 class Rerun(NamedTuple):
-    """A rank after its past: the step that it wants to take, or its end."""
+    """A rank after its past: the step that it wants to take with its arguments, or its end."""
 
-    step: Any
+    step: str
+    args: tuple[Any, ...]
     end: Answer | BaseException | None
     state: tuple[Any, ...] = ()
-    store: Any = None
-
-    @property
-    def does(self) -> str:
-        """The operation of the step: that of the store, or `tune` or `wait`."""
-        return "" if self.step is None else str(self.step.func.__name__)
 
 
-@dataclasses.dataclass
+class Pending(BaseException):
+    """Ends a rank that has come to the end of its past."""
+
+
+class Steps:
+    """All that a rank does: it gets the results that it had in its past, and then `Pending` is raised."""
+
+    def __init__(self, rank: int, ranks: int, past: tuple[tuple[float, Any], ...]) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.now_s = 0.0
+        self.next: tuple[str, tuple[Any, ...], Pending] | None = None
+        self._past = iter(past)
+
+    def __getattr__(self, step: str) -> Callable[..., Any]:
+        def take(*args: Any) -> Any:
+            self.now_s, result = next(self._past, (self.now_s, self))
+            if result is ERROR:
+                raise LookupError("not about the configs")
+            if result is self:
+                pending = Pending()
+                self.next = self.next or (step, args, pending)
+                raise pending
+            return result
+
+        return take
+
+
 class Store:
     """The key-value store as one rank sees it."""
 
-    rank: int
-    ranks: int
-    texts: dict[str, str]
+    def __init__(self, rank: int, texts: dict[str, str]) -> None:
+        self.rank = rank
+        self.ranks = 2
+        self._texts = texts
 
     def read(self, key: str) -> str | None:
-        return self.texts.get(key)
+        return self._texts.get(key)
 
     def write(self, key: str, text: str) -> bool:
-        return self.texts.setdefault(key, text) is text
+        return self._texts.setdefault(key, text) is text
 
     def count(self, directory: str) -> int:
-        return sum(key.startswith(f"{directory}/") for key in self.texts)
-
-
-def wait(*_: Any) -> None:
-    """Does not wait."""
+        return sum(key.startswith(f"{directory}/") for key in self._texts)
 
 
 def own_answer(rank: int, source: Source) -> Answer:
@@ -87,33 +106,37 @@ def nobody(rank: int) -> Answer:
 
 def rerun(kinds: tuple[Rank, ...], rank: int, state: State) -> Rerun:
     """Runs a rank again through its past."""
-    now_s, store = [0.0], Store(rank, len(kinds), dict(state.store))
-
-    def tune() -> Any:
-        if kinds[rank] is Rank.RAISES:
-            return ERROR
-        return None if kinds[rank] is Rank.FAILS else own_answer(rank, Source.TUNED)
-
-    member = Member(TOPIC, store, tune=tune, wait=wait, deadline_s=DEADLINE_S, clock=lambda: now_s[0])  # type: ignore[arg-type]
+    steps: Any = Steps(rank, len(kinds), state.pasts[rank])
+    member = Member(
+        TOPIC, steps, tune=steps.tune, wait=steps.wait, deadline_s=DEADLINE_S, clock=lambda: float(steps.now_s)
+    )
     own = own_answer(rank, Source.CACHE) if kinds[rank] is Rank.WARM else None
-    steps = member.settle(own, last=nobody(rank), may_tune=kinds[rank] is not Rank.STRICT)
     try:
-        step = next(steps)
-        for now_s[0], result in state.pasts[rank]:
-            step = steps.throw(LookupError("not about the configs")) if result is ERROR else steps.send(result)
-    except StopIteration as done:
-        return Rerun(None, done.value)
+        return Rerun("", (), member.settle(own, last=nobody(rank), may_tune=kinds[rank] is not Rank.STRICT))
     except LookupError as error:
-        return Rerun(None, error)
-    return Rerun(step, None, (member._claimed, *variables(steps)), store)
+        return Rerun("", (), error)
+    except Pending:
+        step, args, pending = steps.next
+        return Rerun(step, args, None, (member._claimed, *variables(pending.__traceback__)))
 
 
-def variables(steps: Any) -> tuple[Any, ...]:
-    """Returns where a generator, and those that it delegates to, have come to: ranks alike in it go on alike."""
-    if steps is None:
-        return ()
-    here = {name: value for name, value in steps.gi_frame.f_locals.items() if name not in ("self", "own")}
-    return (steps.gi_frame.f_lasti, repr(here), *variables(steps.gi_yieldfrom))
+def variables(trace: TracebackType | None) -> tuple[Any, ...]:
+    """Returns where the functions of a member have come to: ranks alike in it go on alike."""
+    found = []
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == ranks.__file__:
+            here = {name: value for name, value in trace.tb_frame.f_locals.items() if name not in ("self", "own")}
+            found.append((trace.tb_lasti, repr(here)))
+        trace = trace.tb_next
+    return tuple(found)
+
+
+def perform(run: Rerun, kind: Rank, rank: int, texts: dict[str, str]) -> Any:
+    if run.step == "tune":
+        if kind is Rank.RAISES:
+            return ERROR
+        return None if kind is Rank.FAILS else own_answer(rank, Source.TUNED)
+    return None if run.step == "wait" else getattr(Store(rank, texts), run.step)(*run.args)
 
 
 def moves(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> list[State]:
@@ -123,19 +146,20 @@ def moves(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> li
     nexts = []
     for rank in left:
         run = reruns[rank]
-        if run.does == "wait":
+        if run.step == "wait":
             claims = [key for key, holder in store.items() if "/claim/" in key and holder == str(rank)]
             assert not claims or f"{TOPIC}/out/{rank}" in store  # a rank with a claim waits for nobody
             if state.looked[rank] == (len(store), state.now_s):
                 continue
-        if run.does == "tune" and kinds[rank] is Rank.SLOW and left != [rank]:
+        if run.step == "tune" and kinds[rank] is Rank.SLOW and left != [rank]:
             continue
-        result = run.step()
-        looks = run.does == "read" and run.step.args[0].endswith("/answer")
+        after = dict(store)
+        result = perform(run, kinds[rank], rank, after)
+        looks = run.step == "read" and run.args[0].endswith("/answer")
         nexts.append(
             State(
                 state.now_s,
-                tuple(sorted(run.store.texts.items())),
+                tuple(sorted(after.items())),
                 replaced(state.pasts, rank, (*state.pasts[rank], (state.now_s, result))),
                 replaced(state.looked, rank, (len(store), state.now_s)) if looks else state.looked,
             )
@@ -173,7 +197,7 @@ def now(kinds: tuple[Rank, ...], state: State) -> dict[int, Rerun]:
 
 def check(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> list[State]:
     """Checks a moment of a program, and returns those that may follow; none where all ranks have ended."""
-    tuning = sum(run.does == "tune" for run in reruns.values())
+    tuning = sum(run.step == "tune" for run in reruns.values())
     assert tuning <= 1, (kinds, state)
     if any(run.end is None for run in reruns.values()):
         return moves(kinds, state, reruns)
@@ -210,10 +234,10 @@ def test_four_ranks_agree_in_many_orders_of_their_steps() -> None:
             check_an_order(kinds, random.Random(2 * number + trial))
 
 
-def drive_alone(rank: int, tune: Callable[[], Answer | None], texts: dict[str, str]) -> Answer:
-    store: Any = Store(rank, 2, texts)
-    member = Member(TOPIC, store, tune=tune, wait=wait, deadline_s=DEADLINE_S, clock=lambda: 0.0)
-    return drive(member.settle(None, last=nobody(0), may_tune=True))
+def settle_alone(rank: int, tune: Callable[[], Answer | None], texts: dict[str, str]) -> Answer:
+    store: Any = Store(rank, texts)
+    member = Member(TOPIC, store, tune=tune, wait=lambda *_: None, deadline_s=DEADLINE_S, clock=lambda: 0.0)
+    return member.settle(None, last=nobody(0), may_tune=True)
 
 
 def test_control_c_while_tuning_gives_up_the_claim() -> None:
@@ -223,9 +247,9 @@ def test_control_c_while_tuning_gives_up_the_claim() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        drive_alone(0, interrupted, store)
+        settle_alone(0, interrupted, store)
     assert store == {f"{TOPIC}/claim/0": "0", f"{TOPIC}/out/0": "ended by an exception"}
-    assert drive_alone(1, lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
+    assert settle_alone(1, lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
 
 
 def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
@@ -236,7 +260,7 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
         store[f"{TOPIC}/answer"] = defaults.encode()
         return own_answer(0, Source.TUNED)
 
-    assert drive_alone(0, tune, store) == defaults
+    assert settle_alone(0, tune, store) == defaults
 
 
 def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:

@@ -16,8 +16,8 @@ Each rank goes through these states, and every one of them ends when there is an
      └─────> OFFER the defaults            all ranks are out, or the deadline has passed
                                            (with ON_MISS=nearest, a near config if all are out)
 
-A rank never waits while it has a claim, so ranks cannot wait for each other in a circle. `Member` only decides: its
-`settle` yields one operation at a time, which `drive` performs.
+A rank never waits while it has a claim, so ranks cannot wait for each other in a circle. `Member` only decides; the
+store, tuning, waiting and the clock are given to it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import inspect
 import json
 import logging
 import math
 import time
-from collections.abc import Callable, Generator
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -47,7 +45,6 @@ from quarantune.values.codec import JsonObject, Record, as_json, decode_json
 from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings
 
 _logger = logging.getLogger("quarantune")
-_T = TypeVar("_T")
 
 GRACE_S = 10.0
 """How long ranks that cannot tune wait for others, which may have a config or be able to tune, but never call."""
@@ -112,9 +109,9 @@ class Agreement:
         last = Answer(config=None, rank=rank, source=Source.NOBODY)
         if self._own is None and (nearest := near()) is not None:
             last = _answer(nearest, rank, Source.NEAREST)
-        steps = self._member(_deadline_s(self.keyed, self.settings)).settle(offer, last=last, may_tune=tune is not None)
+        member = self._member(_deadline_s(self.keyed, self.settings))
         try:
-            return self._outcome(drive(steps))
+            return self._outcome(member.settle(offer, last=last, may_tune=tune is not None))
         finally:
             self._progress.close()
 
@@ -136,9 +133,9 @@ class Agreement:
         member, self._found = self._member(0.0), found
         self._own, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
         if self._own is None:
-            answer = drive(member.read())
+            answer = member.read()
         else:
-            answer = drive(member.offer(_answer(self._own, self.coordination.rank, source)))
+            answer = member.offer(_answer(self._own, self.coordination.rank, source))
         return None if answer is None else self._outcome(answer)
 
     def _outcome(self, answer: Answer) -> Known | str:
@@ -286,10 +283,6 @@ class Answer(Record):
         return cls.from_json(decode_json(text))
 
 
-Steps: TypeAlias = Generator[partial[Any], Any, _T]
-"""Operations to perform, which receive their results, and at last return a value."""
-
-
 class Member:
     """One rank's part in the agreement on one call."""
 
@@ -322,19 +315,19 @@ class Member:
         self._clock = clock
         self._claimed = False
 
-    def read(self) -> Steps[Answer | None]:
+    def read(self) -> Answer | None:
         """Returns the answer, if there is one."""
-        text = yield self._read("answer")
+        text = self._read("answer")
         return None if text is None else Answer.decode(text)
 
-    def offer(self, answer: Answer) -> Steps[Answer]:
+    def offer(self, answer: Answer) -> Answer:
         """Offers an answer, and returns the one that was offered first."""
-        while not (yield self._write("answer", answer.encode())):
-            if (first := (yield from self.read())) is not None:
+        while not self._write("answer", answer.encode()):
+            if (first := self.read()) is not None:
                 return first
         return answer
 
-    def settle(self, own: Answer | None, *, last: Answer, may_tune: bool) -> Steps[Answer]:
+    def settle(self, own: Answer | None, *, last: Answer, may_tune: bool) -> Answer:
         """Returns the answer, by whichever way it comes about.
 
         Args:
@@ -343,83 +336,57 @@ class Member:
             may_tune: whether this rank tunes if it has to.
         """
         if own is not None:
-            return (yield from self.offer(own))
+            return self.offer(own)
         out = f"out/{self._store.rank}"
         try:
             if not may_tune:
-                yield self._write(out, "does not tune")
-            elif (yield self._read(out)) is not None:
+                self._write(out, "does not tune")
+            elif self._read(out) is not None:
                 may_tune = False
-            return (yield from self._settle(last, may_tune=may_tune))
-        except GeneratorExit:
-            raise
+            return self._settle(last, may_tune=may_tune)
         except BaseException:
             if self._claimed:  # an error that is not about the configs, or Ctrl-C: others need not wait for this rank
-                yield self._write(out, "ended by an exception")
+                self._write(out, "ended by an exception")
             raise
 
-    def _settle(self, last: Answer, *, may_tune: bool) -> Steps[Answer]:
+    def _settle(self, last: Answer, *, may_tune: bool) -> Answer:
         attempt, since, before = 0, self._clock(), ""
         claim: str | None = None
-        while (answer := (yield from self.read())) is None:
-            claim = claim or (yield self._read(f"claim/{attempt}"))
+        while (answer := self.read()) is None:
+            claim = claim or self._read(f"claim/{attempt}")
             if (state := f"{attempt} {claim}") != before:
                 since, before = self._clock(), state
             waited_s = self._clock() - since
             if claim is None and may_tune:
                 self._claimed = True  # an exception may hide that it has
-                self._claimed = yield self._write(f"claim/{attempt}", str(self._store.rank))
+                self._claimed = self._write(f"claim/{attempt}", str(self._store.rank))
                 if self._claimed:
-                    if (found := (yield from self._tune())) is not None:
+                    if (found := self._tune()) is not None:
                         return found
                     may_tune = False
             elif claim is None:
-                if waited_s > GRACE_S or (yield partial(self._store.count, f"{self._topic}/out")) >= self._store.ranks:
-                    return (yield from self.offer(last))
-                yield partial(self._wait, None, waited_s, GRACE_S)
-            elif (yield self._read(f"out/{claim}")) is not None:
+                if waited_s > GRACE_S or self._store.count(f"{self._topic}/out") >= self._store.ranks:
+                    return self.offer(last)
+                self._wait(None, waited_s, GRACE_S)
+            elif self._read(f"out/{claim}") is not None:
                 attempt, claim = attempt + 1, None
             elif waited_s > self._deadline_s:
-                return (yield from self.offer(Answer(config=None, rank=int(claim), source=Source.LATE)))
+                return self.offer(Answer(config=None, rank=int(claim), source=Source.LATE))
             else:
-                yield partial(self._wait, int(claim), waited_s, self._deadline_s)
+                self._wait(int(claim), waited_s, self._deadline_s)
         return answer
 
-    def _tune(self) -> Steps[Answer | None]:
+    def _tune(self) -> Answer | None:
         """Tunes with the claim held, and returns the answer; None where this rank failed and is out."""
-        if (answer := (yield from self.read())) is not None:  # offered since the last look
+        if (answer := self.read()) is not None:  # offered since the last look
             return answer
-        found = yield partial(self._tune_for_all)
-        if found is not None:
-            return (yield from self.offer(found))
-        yield self._write(f"out/{self._store.rank}", "every config failed")
+        if (found := self._tune_for_all()) is not None:
+            return self.offer(found)
+        self._write(f"out/{self._store.rank}", "every config failed")
         return None
 
-    def _read(self, key: str) -> partial[str | None]:
-        return partial(self._store.read, f"{self._topic}/{key}")
+    def _read(self, key: str) -> str | None:
+        return self._store.read(f"{self._topic}/{key}")
 
-    def _write(self, key: str, text: str) -> partial[bool]:
-        return partial(self._store.write, f"{self._topic}/{key}", text)
-
-
-def drive(steps: Steps[_T]) -> _T:
-    """Performs steps until they return, and returns their value.
-
-    Whatever is raised meanwhile, by an operation or by Ctrl-C between two of them, is raised inside the steps, which
-    may have more to do.
-    """
-    result: Any = None
-    raised: BaseException | None = None
-    while True:
-        try:
-            step = steps.send(result) if raised is None else steps.throw(raised)
-            raised = None
-            result = step()
-        except BaseException as error:
-            if inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED:
-                raised = error
-            elif isinstance(error, StopIteration):
-                value: _T = error.value
-                return value
-            else:
-                raise
+    def _write(self, key: str, text: str) -> bool:
+        return self._store.write(f"{self._topic}/{key}", text)
