@@ -208,7 +208,7 @@ def test_a_sort_takes_as_long_in_a_sweep_as_in_the_program_of_a_call(held):
     flush = clocks.Flush(jax.jit(lambda: jnp.zeros(64 << 20, jnp.int32)).lower().compile())
     for trial in result.trials:
         compiled = sorted_rows.lower(held, **trial.config).compile()
-        own = clocks.DeviceClock(lambda compiled=compiled: compiled(held), flush).take(5)
+        own = clocks.device_clock(lambda compiled=compiled: compiled(held), flush).take(5)
         assert trial.time_ms < 1.5 * min(sample.whole for sample in own), result.table()
 
 
@@ -356,7 +356,7 @@ def test_other_work_while_the_clock_is_made_ready_takes_nothing_from_the_times(h
         return [step(held) for step in steps]
 
     def sample_ms(flush):
-        return min(sample.whole for sample in clocks.DeviceClock(of_several_kernels, flush).take(5))
+        return min(sample.whole for sample in clocks.device_clock(of_several_kernels, flush).take(5))
 
     zeros = jax.jit(lambda: jnp.zeros(1 << 20)).lower().compile()
     quiet_ms = sample_ms(clocks.Flush(zeros))

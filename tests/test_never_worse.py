@@ -147,10 +147,10 @@ def test_the_winner_of_a_sweep_on_an_engine_may_be_the_defaults() -> None:
 
 def test_level_with_a_config_the_defaults_win_only_where_they_are_clearly_quicker() -> None:
     level = {UNTUNED: [1.0] * 9, 0: [1.004] * 9, 1: [1.1] * 9}
-    assert finals.decide(level, default=None) == finals.Decision(0, ())
-    assert finals.decide({**level, UNTUNED: [1.004] * 9, 0: [1.0] * 9}, default=None) == finals.Decision(0, ())
-    assert finals.decide({**level, UNTUNED: [1.0] * 9, 0: [1.0] * 9}, default=None) == finals.Decision(0, ())
-    assert finals.decide({**level, UNTUNED: [0.99] * 9}, default=None) == finals.Decision(UNTUNED, ())
+    assert finals.decide(level, default=None) == [0]
+    assert finals.decide({**level, UNTUNED: [1.004] * 9, 0: [1.0] * 9}, default=None) == [0]
+    assert finals.decide({**level, UNTUNED: [1.0] * 9, 0: [1.0] * 9}, default=None) == [0]
+    assert finals.decide({**level, UNTUNED: [0.99] * 9}, default=None) == [UNTUNED]
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial]
     takes = [machine.runs(times_ms[index]) for index in finalists]
     rounds = finals.take_turns(takes, is_exact=False, clock=machine)
     final = finals.Final.of(finalists, rounds, [[] for _ in finalists])
-    return trials, finals.conclude(trials, final, default=None)[1].winner
+    return trials, finals.conclude(trials, final, default=None)[1][0]
 
 
 SHORT_AMONG_LONG = (0.6, 0.8, 1.0, 0.14, 1.2, 1.5)
@@ -143,17 +143,17 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
 
 @pytest.mark.parametrize("machine", ["half of all, half told", "most of all, half told", "half of all, none told"])
 def test_a_busy_machine_ends_a_final_as_soon_as_disturbances_do_not_explain_the_lead(machine: str) -> None:
-    def run_final(times_ms: Sequence[float], seed: int) -> tuple[float, finals.Decision]:
+    def run_final(times_ms: Sequence[float], seed: int) -> tuple[float, list[int]]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
         rounds = finals.take_turns([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
         return simulated.now, finals.decide(dict(enumerate(rounds)), default=0)
 
     far = [run_final((48.0, 30.0, 45.0), seed) for seed in range(100)]
-    assert sum(verdict.winner != 1 for _, verdict in far) <= 1
-    assert sum(verdict == finals.Decision(1, ()) for _, verdict in far) >= 95
+    assert sum(verdict[0] != 1 for _, verdict in far) <= 1
+    assert sum(verdict == [1] for _, verdict in far) >= 95
     near = [run_final((30.2, 30.0, 30.3), seed) for seed in range(20)]
     assert statistics.mean(seconds for seconds, _ in far) < 0.6 * statistics.mean(seconds for seconds, _ in near)
-    assert sum(verdict.winner == 0 for _, verdict in near) >= 15, "they tie, and the default is preferred"
+    assert sum(verdict[0] == 0 for _, verdict in near) >= 15, "they tie, and the default is preferred"
 
 
 # --- the second look ----------------------------------------------------------------------------------------
@@ -188,17 +188,17 @@ def test_a_second_measurement_decides_between_winner_and_slow() -> None:
     trials = {0: trial(1.0, 1.0, 90.0), 1: trial(80.0, 80.0, outcome=Outcome.SLOW)}
     final = finals.Final({0: [1.0] * 5, 1: [0.79] * 5})
     settled, verdict = finals.conclude(trials, final, default=0)
-    assert verdict == finals.Decision(1, ())
+    assert verdict == [1]
     assert (settled[1].outcome, settled[1].time_ms, settled[1].message) == (Outcome.OK, 0.79, "")
     settled, verdict = finals.conclude(trials, finals.Final({0: [1.0] * 5, 1: [60.0] * 5}), default=0)
-    assert verdict == finals.Decision(0, ())
+    assert verdict == [0]
     assert (settled[1].outcome, settled[1].time_ms, settled[1].samples_ms) == (Outcome.OK, 60.0, (60.0,) * 5)
 
 
 def test_the_default_is_not_preferred_to_what_may_well_be_much_faster() -> None:
     rounds = {0: [1.3, 0.9, 1.2, 1.0, 1.1], 1: [1.0] * 5}
     assert finals.level(rounds) == [0, 1]
-    assert finals.decide(rounds, default=0) == finals.Decision(1, (0,))
+    assert finals.decide(rounds, default=0) == [1, 0]
 
 
 def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> None:

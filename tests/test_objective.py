@@ -105,7 +105,7 @@ def test_finalists_and_ties_are_those_of_the_scores(sign: float) -> None:
     assert finals.finalists(trials) == [0, 1, 2]
     rounds = finals.Final({n: [5.0 - n] * 3 for n in range(3)}, objective=lambda trial: trial.score or 0.0)
     settled, verdict = finals.conclude(trials, rounds, default=None)
-    assert verdict == finals.Decision(0, (1,))
+    assert verdict == [0, 1]
     assert [settled[n].time_ms for n in range(3)] == [5.0, 4.0, 3.0]
 
 
@@ -118,7 +118,7 @@ def test_a_final_is_decided_by_the_medians_of_the_rounds_scores() -> None:
         objective=lambda trial: (trial.energy_mj or 0.0) * (trial.time_ms or 0.0),
     )
     settled, verdict = finals.conclude(trials, final, default=None)
-    assert verdict.winner == 0
+    assert verdict[0] == 0
     assert [(settled[n].score, settled[n].energy_mj) for n in (0, 1)] == [(51.0, 51.0), (80.0, 40.0)]
 
 

@@ -147,7 +147,7 @@ def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], compl
         if len(compared) == 1:
             end = ends[0][1]
             ran = trials if end.untuned is None else {**trials, UNTUNED: end.untuned}
-            fastest = finals.conclude(ran, Final(), default=None)[1].winner
+            fastest = finals.conclude(ran, Final(), default=None)[1][0]
             final = end.swept.final if end.rounds_ms else _alone(fastest, ran)
             return dataclasses.replace(end.swept, final=final, complaint=end.complaint or complaint, retimed=trials)
         groups = [[winner] for winner in winners]
@@ -158,7 +158,7 @@ def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:
     group = {index: trials[index] for index in shard.given if index in trials}
     if not any(map(is_usable, group.values())):
         return None
-    return finals.conclude(group, end.swept.final, default=None)[1].winner
+    return finals.conclude(group, end.swept.final, default=None)[1][0]
 
 
 def _alone(index: int, trials: Mapping[int, Trial]) -> Final:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 
@@ -22,119 +23,111 @@ _MAX_INNER = 1000
 """Runs: the most within one sample."""
 
 
-class WallClock:
-    """The wall-clock time from a call to the end of its work; short runs are repeated within a sample.
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """Takes samples of the runs of one program.
 
     Attributes:
         name: the name in `Trial.clock` and in `model.MARGINS`.
-        is_exact: whether samples are free of the effects of other processes.
+        take: returns so many samples, in milliseconds.
     """
 
-    name = "wall"
-    is_exact = False
+    name: str
+    take: Callable[[int], Sequence[RunTime]]
 
-    def __init__(self, run: Callable[[], object], prepare: Callable[[], None] | None, *, spins: bool = False) -> None:
-        """Sets up the clock.
+    @property
+    def is_exact(self) -> bool:
+        """Whether samples are free of the effects of other processes."""
+        return self.name == "device"
 
-        Args:
-            run: runs once, to the end.
-            prepare: called, untimed, before every run, which is then a sample by itself; None where runs can follow
-                one another.
-            spins: whether threads may spin while others wait for a CPU.
-        """
-        self._run = run
-        self._prepare = prepare
-        self._spins = spins
-        self._inner = 0
 
-    def take(self, count: int) -> Sequence[RunTime]:
-        """Returns `count` samples, in milliseconds."""
-        with Watch(spins=self._spins) as watch:
-            if self._prepare is None and self._inner:
-                return [self._sample(watch, self._inner) for _ in range(count)]
-            samples = [self._sample(watch, 1) for _ in range(count)]
-        self._inner = max(1, min(_MAX_INNER, round(1e3 * _SAMPLE_TARGET_S / max(samples[0].cpu, 1e-9))))
-        return samples
+def wall_clock(run: Callable[[], object], prepare: Callable[[], None] | None, *, spins: bool = False) -> Clock:
+    """Returns a clock for the time from a call to the end of its work; short runs are repeated within a sample.
 
-    def _sample(self, watch: Watch, runs: int) -> RunTime:
-        if self._prepare is not None:
-            self._prepare()
+    Args:
+        run: runs once, to the end.
+        prepare: called, untimed, before every run, which is then a sample by itself; None where runs can follow one
+            another.
+        spins: whether threads may spin while others wait for a CPU.
+    """
+    inner = 0
+
+    def sample(watch: Watch, runs: int) -> RunTime:
+        if prepare is not None:
+            prepare()
 
         def work() -> None:
             for _ in range(runs):
-                self._run()
+                run()
 
         return watch.time(work)[0].scaled(1e3 / runs)
 
+    def take(count: int) -> Sequence[RunTime]:
+        nonlocal inner
+        with Watch(spins=spins) as watch:
+            if prepare is None and inner:
+                return [sample(watch, inner) for _ in range(count)]
+            samples = [sample(watch, 1) for _ in range(count)]
+        inner = max(1, min(_MAX_INNER, round(1e3 * _SAMPLE_TARGET_S / max(samples[0].cpu, 1e-9))))
+        return samples
 
-class QueuedClock:
-    """The wall-clock time of many runs queued on a device between two synchronisations, divided by their number."""
+    return Clock("wall", take)
 
-    name = "queued"
-    is_exact = False
 
-    def __init__(self, dispatch: Callable[[], object]) -> None:
-        """Sets up the clock.
+def queued_clock(dispatch: Callable[[], object]) -> Clock:
+    """Returns a clock for the wall-clock time of many runs queued on a device between two synchronisations, by number.
 
-        Args:
-            dispatch: queues one run and returns its outputs without waiting.
-        """
-        self._dispatch = dispatch
-        self._inner = 1
+    Args:
+        dispatch: queues one run and returns its outputs without waiting.
+    """
+    inner = 1
 
-    def take(self, count: int) -> Sequence[RunTime]:
-        """Returns `count` samples, in milliseconds."""
+    def take(count: int) -> Sequence[RunTime]:
+        nonlocal inner
         samples = []
         for _ in range(count):
             start = time.perf_counter()
-            for _ in range(self._inner):
-                outputs = self._dispatch()
+            for _ in range(inner):
+                outputs = dispatch()
             jax.block_until_ready(outputs)
             elapsed = time.perf_counter() - start
-            samples.append(RunTime.exactly(1e3 * elapsed / self._inner))
-            self._inner = max(self._inner, min(_MAX_INNER, round(_QUEUE_TARGET_S * self._inner / elapsed)))
+            samples.append(RunTime.exactly(1e3 * elapsed / inner))
+            inner = max(inner, min(_MAX_INNER, round(_QUEUE_TARGET_S * inner / elapsed)))
         return samples
+
+    return Clock("queued", take)
 
 
 class NoDeviceClockError(RuntimeError):
     """The device's own clock cannot be read here."""
 
 
-class DeviceClock:
-    """The GPU's time in the kernels of a run, with the L2 cache flushed before each or not.
+def device_clock(dispatch: Callable[[], object], flush: Flush | None) -> Clock:
+    """Returns a clock for the GPU's time in the kernels of a run, with the L2 cache flushed before each or not.
 
     Launching a kernel often takes longer than the kernel, so that wall-clock time hardly distinguishes fast ones.
+
+    Args:
+        dispatch: queues one run and returns its outputs without waiting.
+        flush: flushes the cache before each run; None leaves the cache as the last run left it.
+
+    Raises:
+        NoDeviceClockError: the profiler sees no kernel.
     """
+    run = _ProfiledRun(dispatch, None if flush is None else flush.dispatch)
+    own = 0 if flush is None else flush.kernels
+    # The run that shows that there are kernels is a sample, too: profiling takes longer than most runs.
+    first = _kernels(run, 1)
+    if len(first[0]) <= own:
+        raise NoDeviceClockError("the profiler saw no kernel")
 
-    name = "device"
-    is_exact = True
+    def take(count: int) -> Sequence[RunTime]:
+        runs = first[:count]
+        first.clear()
+        runs += _kernels(run, count - len(runs)) if count > len(runs) else []
+        return [RunTime.exactly(sum(ms for _, ms in kernels[own:])) for kernels in runs]
 
-    def __init__(self, dispatch: Callable[[], object], flush: Flush | None) -> None:
-        """Sets up the clock.
-
-        Args:
-            dispatch: queues one run and returns its outputs without waiting.
-            flush: flushes the cache before each run; None leaves the cache as the last run left it.
-
-        Raises:
-            NoDeviceClockError: the profiler sees no kernel.
-        """
-        self._run = _ProfiledRun(dispatch, None if flush is None else flush.dispatch)
-        self._own = 0 if flush is None else flush.kernels
-        self._first = _kernels(self._run, 1)
-        if len(self._first[0]) <= self._own:
-            raise NoDeviceClockError("the profiler saw no kernel")
-
-    def take(self, count: int) -> Sequence[RunTime]:
-        """Returns `count` samples, in milliseconds."""
-        # The run that showed that there are kernels is a sample, too: profiling takes longer than most runs.
-        runs, self._first = self._first[:count], []
-        runs += _kernels(self._run, count - len(runs)) if count > len(runs) else []
-        return [RunTime.exactly(sum(ms for _, ms in kernels[self._own :])) for kernels in runs]
-
-
-Clock: TypeAlias = WallClock | QueuedClock | DeviceClock
-"""Takes samples of one run."""
+    return Clock("device", take)
 
 
 class Flush:

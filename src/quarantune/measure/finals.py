@@ -173,30 +173,18 @@ class Final:
                 raise ValueError("not all have the same number of rounds")
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The decision of a final.
-
-    Attributes:
-        winner: the index of the config to use.
-        tie: the indices of the configs that the noise cannot tell from the winner, without the winner.
-    """
-
-    winner: int
-    tie: tuple[int, ...]
-
-
 def decide(
     rounds: Mapping[int, Sequence[float]],
     *,
     default: int | None,
     warm: Mapping[int, Sequence[float]] | None = None,
-) -> Decision:
-    """Names the winner of a final.
+) -> list[int]:
+    """Returns the indices of the configs that a final cannot tell from each other, the winner first.
 
     Configs near each other are told apart by their warm rounds, if there are any. Of those that tie, the function's own
     default is preferred, then the first in the list of configs, unless it is slower by more than `_PREFERENCE`.
-    Defaults that are not in the list, under `UNTUNED`, win only if no other one is as near to the fastest.
+    Defaults that are not in the list, under `UNTUNED`, win only if no other one is as near to the fastest, and are left
+    out where they do not win.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.
@@ -211,7 +199,7 @@ def decide(
     preferred = [index for index in tied if index == leader or _behind(rounds[leader], rounds[index]) <= _PREFERENCE]
     winner = default if default in preferred else next((index for index in preferred if index != UNTUNED), UNTUNED)
     assert winner is not None
-    return Decision(winner, tuple(index for index in tied if index not in (winner, UNTUNED)))
+    return [winner, *(index for index in tied if index not in (winner, UNTUNED))]
 
 
 def speedup_interval(best_ms: Sequence[float], default_ms: Sequence[float]) -> tuple[float, float] | None:
@@ -244,7 +232,7 @@ def level(rounds: Mapping[int, Sequence[float]], *, floor: float = NOISE_FLOOR) 
 
 def conclude(
     trials: Mapping[int, Trial], final: Final, *, default: int | None, untuned_wins: bool = True
-) -> tuple[dict[int, Trial], Decision]:
+) -> tuple[dict[int, Trial], list[int]]:
     """Settles a sweep.
 
     Args:
@@ -254,7 +242,7 @@ def conclude(
         untuned_wins: whether the defaults may win where they are no config.
 
     Returns:
-        The trials, finalists with their times in the final, and the decision.
+        The trials, finalists with their times in the final, and what `decide` returns.
     """
     usable = {
         index: trial

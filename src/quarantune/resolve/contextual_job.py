@@ -288,13 +288,13 @@ class ContextualJob(TuningJob):
         if not any(trial.outcome is Outcome.OK for trial in trials.values()):
             ordered = [trials[index] for index in sorted(trials)]
             raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
-        settled, verdict = finals.conclude(trials, swept.final, default=0)
-        slots = self._slots(problem, swept, verdict.winner, texts[verdict.winner], runner)
+        settled, (winner, *tie) = finals.conclude(trials, swept.final, default=0)
+        slots = self._slots(problem, swept, winner, texts[winner], runner)
         return _Step(
             tuple(settled[index] for index in sorted(settled)),
-            verdict.winner,
-            settled[verdict.winner],
-            tuple(settled[index].config for index in verdict.tie),
+            winner,
+            settled[winner],
+            tuple(settled[index].config for index in tie),
             slots,
             Searched(
                 EXHAUSTED if search is None else search.stopped,

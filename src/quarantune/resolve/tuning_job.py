@@ -356,11 +356,11 @@ class TuningJob:
             self._trials[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
         judges = self._options.judges_outputs  # where nothing does, the defaults may compute something else
         known = self._trials | swept.retimed
-        settled, verdict = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
+        settled, (winner, *level) = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
         self._trials = {index: trial for index, trial in settled.items() if index != UNTUNED}
         trials = self._all_trials()
-        best, tie = settled[verdict.winner], tuple(settled[index].config for index in verdict.tie)
-        self._log_winner(best, tie, usable, tried=len(trials), is_untuned=verdict.winner == UNTUNED)
+        best, tie = settled[winner], tuple(settled[index].config for index in level)
+        self._log_winner(best, tie, usable, tried=len(trials), is_untuned=winner == UNTUNED)
         finalists = tuple(settled[index] for index in swept.final.rounds_ms)
         defaults = settled.get(finals.default_among(settled, default))
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
@@ -377,8 +377,8 @@ class TuningJob:
         progress.conclude(best.config, told, saved=self._records.saved)
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
-            self._seeds.add(swept.compiled.get(verdict.winner, {}))
-            executable = swept.executables.get(verdict.winner)
+            self._seeds.add(swept.compiled.get(winner, {}))
+            executable = swept.executables.get(winner)
         return call_result(
             self._keyed,
             best.config,
@@ -430,8 +430,8 @@ class TuningJob:
         """Has the calls of this process use the best config so far, if its user interrupted the sweep."""
         is_usable = any(trial.outcome is Outcome.OK for trial in self._trials.values())
         if kind is not None and issubclass(kind, KeyboardInterrupt) and is_usable:
-            settled, verdict = finals.conclude(self._trials, finals.Final(), default=self._call.default_index)
-            best = settled[verdict.winner]
+            settled, level = finals.conclude(self._trials, finals.Final(), default=self._call.default_index)
+            best = settled[level[0]]
             trials = tuple(settled.values())
             findings = Findings(best.time_ms or 0.0, trials=count_outcomes(trials), score=best.score)
             result = call_result(self._keyed, best.config, findings, trials)

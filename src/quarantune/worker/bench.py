@@ -328,7 +328,7 @@ class Bench:
             def refill() -> None:
                 fresh[:] = [jax.block_until_ready(self._arguments.dynamic(self._arguments.fresh()))]
 
-            return clocks.WallClock(run_fresh, refill, spins=self.is_plain)
+            return clocks.wall_clock(run_fresh, refill, spins=self.is_plain)
         args, kwargs = self._arguments.dynamic(self._arguments.shared())
 
         def dispatch() -> object:
@@ -336,10 +336,10 @@ class Bench:
 
         if self._has_own_clock():
             with contextlib.suppress(clocks.NoDeviceClockError):
-                return clocks.DeviceClock(dispatch, self._flusher() if is_flushed else None)
+                return clocks.device_clock(dispatch, self._flusher() if is_flushed else None)
         if self._options.platform in ("cuda", "rocm", "tpu"):
-            return clocks.QueuedClock(dispatch)
-        return clocks.WallClock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
+            return clocks.queued_clock(dispatch)
+        return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
     def measure(
         self, program: Program, *, best_median_ms: float | None, noise: sampling.Noise | None = None
