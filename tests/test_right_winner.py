@@ -168,7 +168,6 @@ def test_if_the_fastest_third_is_wrong_the_winner_is_still_right(isolation: str,
         wrong = trials[1, slip]
         assert (wrong.outcome, wrong.phase, wrong.time_ms) == (Outcome.WRONG, "check", None)
         assert re.match(told, wrong.message) or re.search(told, wrong.message), wrong.message
-        assert "WrongResultError" not in wrong.message
     assert ends(tuple(trials[config] for config in right)) == ["ok"] * 4
     assert result.best_config["do"] in right[-2:]
     assert notes.lines() == ["reference"]
@@ -839,7 +838,7 @@ def test_a_plain_function_never_sees_its_earlier_writes_to_an_argument() -> None
     bench, fd = bench_of(scribble, X.copy(), check_fn=check)
     try:
         programs = [bench.compile({"do": do}, target=None) for do in (5, 6)]
-        bench.check(programs[0])
+        assert bench.check(programs[0]).wrong is None
         assert len(bench.measure(programs[0], best_median_ms=None).samples_ms) >= 3
         assert all(1 <= len(rounds_ms) <= 5 for rounds_ms in bench.compare(programs)[:2])
     finally:

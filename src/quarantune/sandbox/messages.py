@@ -182,16 +182,18 @@ says that it must be compiled on its device."""
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """The result of comparing a config's output with those of others.
+    """The judgement of a config's output.
 
     Attributes:
         group: the position of the output that it agrees with; the number of outputs where its own was kept; or None
             where it differs from all and was not kept, or was not compared.
         noise: the RMS by which the kept output moves when its inputs do, relative to its own; None if not measured.
+        wrong: one sentence on how the output, or a gradient, is wrong; None where it is not.
     """
 
-    group: int | None
+    group: int | None = None
     noise: float | None = None
+    wrong: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -275,11 +275,12 @@ class ThisProcess(Sandbox):
                     worker.step()
             except (Exception, SystemExit) as error:
                 worker.said.append(worker.failure(readable(error)))
-                self._drop_tasks(worker)
-                self._drop_bench()  # its arguments may be damaged
             except BaseException:  # KeyboardInterrupt is for the caller
                 self.note(index, config, Outcome.NOT_RUN, "the sweep was interrupted")
                 raise
+            if worker.said and isinstance(worker.said[-1], messages.Failed):
+                self._drop_tasks(worker)
+                self._drop_bench()  # its arguments may be damaged
         self._stops.worked(watched.taken_s)
         said, worker.said = worker.said, []
         if watched.is_overdue:

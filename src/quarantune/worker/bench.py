@@ -287,11 +287,7 @@ class Bench:
         output_fd: int | None = None,
         limit: contextlib.AbstractContextManager[object] | None = None,
     ) -> Judgement:
-        """Runs a program once, inside `limit`, and judges its output, as `Judge.check` does.
-
-        Raises:
-            WrongResultError: the output, or a gradient, is wrong.
-        """
+        """Runs a program once, inside `limit`, and judges its output, as `Judge.check` does."""
         self._stale.overwrite()
         with limit or contextlib.nullcontext():
             output = self.run(program)

@@ -34,24 +34,10 @@ class UncheckableError(RuntimeError):
     """Nothing can be said here about a config for a device that is elsewhere; on that device it may well compile."""
 
 
-class WrongResultError(Exception):
-    """A config ran and returned a wrong result; the message says how it differs.
-
-    Attributes:
-        group: the position of the other config's output that it agrees with, as `Judge.check` returns it.
-    """
-
-    def __init__(self, reason: str, group: int | None = None) -> None:
-        super().__init__(reason)
-        self.group = group
-
-
 def outcome_of(error: BaseException, phase: str) -> Raised:
     """Returns the outcome that an exception in `phase` stands for, or `unfit` for a program in the wrong worker."""
     if isinstance(error, NeedsDeviceError):
         return "unfit"
-    if isinstance(error, WrongResultError):
-        return "wrong"
     # While compiling, the same status also means that a kernel wants more shared memory than there is.
     exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     if exhausted and (

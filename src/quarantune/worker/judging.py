@@ -33,7 +33,6 @@ from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import OutputArray
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
-from quarantune.worker.failures import WrongResultError
 
 _WIDER_S = 5.0
 """The longest wait for a wider reference, which counts as part of a config's check."""
@@ -186,21 +185,15 @@ class Judge:
             references: descriptors of the files to compare with: the reference's, or those of other configs' outputs.
             standard: the position of the one that is right; None where that is not known.
             output_fd: where to keep the output for other configs if it agrees with no reference; None to keep nothing.
-
-        Raises:
-            WrongResultError: the output, or a gradient, is wrong.
         """
         judges = self._call.judges
         if "check_fn" in judges:
             wanted = self._expected_in(references[0]) if references else None
             args, kwargs = self._arguments.fresh()
-            reason = compare.judge_by(judges["check_fn"], output, wanted, args, kwargs)
-            if reason is not None:
-                raise WrongResultError(reason)
-            return Judgement(None)
+            return Judgement(wrong=compare.judge_by(judges["check_fn"], output, wanted, args, kwargs))
         has_reference = "ref_fn" in judges
         if not has_reference and not references and output_fd is None:
-            return Judgement(None)
+            return Judgement()
         own = self._compared(output, self._call.fn, program.config)
         group: int | None = None
         noise: float | None = None
@@ -214,9 +207,7 @@ class Judge:
         if has_reference:
             defaults = references[-1] if output_fd is None else output_fd
             reason = self._differs_from_reference(own, references[0], defaults)
-        if reason is not None:
-            raise WrongResultError(reason, group)
-        return Judgement(group, noise)
+        return Judgement(group, noise if reason is None else None, reason)
 
     def _differs_from_reference(self, own: ComparedOutput, reference: int, defaults: int) -> str | None:
         """Returns how an output differs from that of `ref_fn`, by more than the noise of the defaults' if they work."""

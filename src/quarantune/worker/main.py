@@ -36,7 +36,6 @@ from quarantune.worker.bench import Bench
 from quarantune.worker.compiler_figures import read_figures
 from quarantune.worker.failures import (
     NeedsDeviceError,
-    WrongResultError,
     describe_error,
     outcome_of,
     place_of,
@@ -109,10 +108,11 @@ class TaskRunner:
         try:
             for reply in self.do(task, fds):
                 self.send(reply)
+                if isinstance(reply, messages.Failed):
+                    return False
         except BaseException as raised:  # a config may raise anything, SystemExit and KeyboardInterrupt too
             error = readable(raised)
-            is_error = isinstance(error, Exception) and not isinstance(error, WrongResultError)
-            goes_on = is_error and not task.last and self._may_go_on_after(task)
+            goes_on = isinstance(error, Exception) and not task.last and self._may_go_on_after(task)
             self.send(self.failure(error, goes_on=goes_on))
             return goes_on
         finally:
@@ -226,6 +226,11 @@ class TaskRunner:
         if not task.checked:
             yield self.entered(Phase.CHECK)
             judgement = self._check(bench, program, task, fds)
+            if judgement.wrong is not None:
+                text = shortened(judgement.wrong)
+                judgement = dataclasses.replace(judgement, wrong=None)
+                yield messages.Failed(**self._heading(), outcome="wrong", text=text, error="", judgement=judgement)
+                return
             if task.pause and (run := bench.informative_first_run(program)) is not None:
                 # The config may be out of the race already, which only the scheduler knows.
                 yield messages.Checked(
@@ -306,15 +311,10 @@ class TaskRunner:
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""
         about = describe_error(error)
-        judgement = None
-        if isinstance(error, WrongResultError):
-            about = dataclasses.replace(about, traceback="")  # the place where it is raised here tells nothing
-            judgement = messages.Judgement(error.group)
         return messages.Failed(
             **self._heading(),
             **vars(about),
             outcome=outcome_of(error, self.phase),
-            judgement=judgement,
             place=shortened(place_of(error, about.text, self.phase)),
             goes_on=goes_on,
         )
