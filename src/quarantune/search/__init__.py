@@ -28,7 +28,7 @@ from quarantune.values.space import Space
 from quarantune.values.texts import shown
 from quarantune.values.trial import Outcome, Trial
 
-__all__ = ["Reading", "Space", "Strategy", "UsersSearch", "chosen", "log_time", "make", "shuffled"]
+__all__ = ["Space", "Strategy", "UsersSearch", "chosen", "log_time", "make", "shuffled"]
 
 _READ_FIRST_S = 0.2
 """So much CPU time a generator gets before the first config is tried; it yields some 50,000 configs in that time."""
@@ -139,19 +139,38 @@ def shuffled(space: Space, rng: np.random.Generator) -> Iterator[int]:
 class UsersSearch(Strategy):
     """Passes on what another search asks, mostly an object of the user's, without configs that were asked before."""
 
-    def __init__(self, search: Search, space: Space, starts: Iterable[Config] = ()) -> None:
+    def __init__(
+        self,
+        search: Search,
+        space: Space,
+        starts: Iterable[Config] = (),
+        *,
+        make_next: Callable[[], Search] | None = None,
+    ) -> None:
         """Wraps the object.
 
         Args:
             search: the object.
             space: the configs.
             starts: as for `Strategy`; the object is told their trials like all others.
+            make_next: makes the search that takes the object's place once there is a trial, and that may read the space
+                to its end; until then, one config is tried at a time. None where the object stays.
         """
         super().__init__(space, starts)
-        self._search = search
+        self._search, self._make_next = search, make_next
 
     def pick(self, n: int) -> Iterable[int]:
         """Yields configs that the object asks; a repeated one is answered with the trial that is known."""
+        if self._make_next is not None:
+            if self.pending:
+                return
+            if self.trials:
+                self.space.whole()
+                self._search, self._make_next = self._make_next(), None
+                for position, trial in self.trials.items():
+                    self._search.tell(self.space[position], trial)
+            else:
+                n = 1
         repeats = 0
         while n and repeats < _MOST_REPEATS:
             asked = self._search.ask(n)
@@ -188,34 +207,6 @@ class UsersSearch(Strategy):
         if position is None:
             raise ValueError(f"{name}.ask returned {shown(config)}, which is none of the configs; return one of them.")
         return position
-
-
-class Reading(UsersSearch):
-    """Asks for one config that is known already, then reads the others for the search itself."""
-
-    def __init__(self, space: Space, starts: Iterable[Config], make: Callable[[], Search]) -> None:
-        """Reads nothing yet.
-
-        Args:
-            space: the configs.
-            starts: as for `Strategy`.
-            make: makes the search, which may read the space to its end.
-        """
-        super().__init__(Strategy(space, (), space.positions()), space, starts)
-        self._make: Callable[[], Search] | None = make
-
-    def pick(self, n: int) -> Iterable[int]:
-        """Returns one config at first, none while it is tried, and then those of the search."""
-        if self._make is not None:
-            if self.pending:
-                return ()
-            if not self.trials:
-                return super().pick(1)
-            self.space.whole()
-            self._search, self._make = self._make(), None
-            for position, trial in self.trials.items():
-                self._search.tell(self.space[position], trial)
-        return super().pick(n)
 
 
 def chosen(search: str | Search, space: Space) -> str | Search:
@@ -255,7 +246,8 @@ def make(
     if search == EXHAUSTIVE:
         return Strategy(space, first, space.positions())
     if reads_on(space):
-        return Reading(space, first, lambda: make(search, space, seed=seed, starts=first))
+        in_order = Strategy(space, (), space.positions())
+        return UsersSearch(in_order, space, first, make_next=lambda: make(search, space, seed=seed, starts=first))
     if search == RANDOM:
         return Strategy(space, first, shuffled(space, np.random.default_rng(seed)))
     # Imported where they are used: scipy and optuna take time.
