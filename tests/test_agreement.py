@@ -107,12 +107,12 @@ def nobody(rank: int) -> Answer:
 def rerun(kinds: tuple[Rank, ...], rank: int, state: State) -> Rerun:
     """Runs a rank again through its past."""
     steps: Any = Steps(rank, len(kinds), state.pasts[rank])
-    member = Member(
-        TOPIC, steps, tune=steps.tune, wait=steps.wait, deadline_s=DEADLINE_S, clock=lambda: float(steps.now_s)
-    )
+    member = Member(TOPIC, steps, clock=lambda: float(steps.now_s))
     own = own_answer(rank, Source.CACHE) if kinds[rank] is Rank.WARM else None
+    tune = None if kinds[rank] is Rank.STRICT else steps.tune
     try:
-        return Rerun("", (), member.settle(own, last=nobody(rank), may_tune=kinds[rank] is not Rank.STRICT))
+        answer = member.settle(own, last=nobody(rank), tune=tune, wait=steps.wait, deadline_s=DEADLINE_S)
+        return Rerun("", (), answer)
     except LookupError as error:
         return Rerun("", (), error)
     except Pending:
@@ -125,8 +125,8 @@ def variables(trace: TracebackType | None) -> tuple[Any, ...]:
     found = []
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == ranks.__file__:
-            here = {name: value for name, value in trace.tb_frame.f_locals.items() if name not in ("self", "own")}
-            found.append((trace.tb_lasti, repr(here)))
+            local = {name: value for name, value in trace.tb_frame.f_locals.items() if name not in ("self", "own")}
+            found.append((trace.tb_lasti, repr({name: callable(value) or value for name, value in local.items()})))
         trace = trace.tb_next
     return tuple(found)
 
@@ -236,8 +236,8 @@ def test_four_ranks_agree_in_many_orders_of_their_steps() -> None:
 
 def settle_alone(rank: int, tune: Callable[[], Answer | None], texts: dict[str, str]) -> Answer:
     store: Any = Store(rank, texts)
-    member = Member(TOPIC, store, tune=tune, wait=lambda *_: None, deadline_s=DEADLINE_S, clock=lambda: 0.0)
-    return member.settle(None, last=nobody(0), may_tune=True)
+    member = Member(TOPIC, store, clock=lambda: 0.0)
+    return member.settle(None, last=nobody(0), tune=tune, wait=lambda *_: None, deadline_s=DEADLINE_S)
 
 
 def test_control_c_while_tuning_gives_up_the_claim() -> None:

@@ -24,6 +24,7 @@ from quarantune.resolve import ranks
 from quarantune.resolve.call_key import keyed, space_of
 from quarantune.resolve.call_results import call_result
 from quarantune.resolve.resolver import Known, open_store
+from quarantune.results import progress
 from quarantune.values import settings as environment
 from quarantune.values.trial import Findings
 
@@ -241,6 +242,16 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
         "one of two: rank 0 of 2 runs n=1, as all ranks do: it found it by tuning",
         "one of two: rank 0 of 2 keeps running n=1, as all ranks do; its new result is for the next program",
     ]
+
+
+def test_a_look_up_leaves_no_progress_on_the_screen(one_of_two: Client, no_process: None) -> None:
+    def shown() -> list[Any]:
+        return [sweep for screen in progress._shared.values() for sweep in screen.sweeps]
+
+    resolver, before = tuner()._resolver, shown()
+    with quarantune.settings(progress=True):
+        assert resolver.lookup(resolver.bind((1,), {})) is None
+    assert shown() == before
 
 
 def test_agree_0_and_programs_of_one_process_ask_no_other_rank(

@@ -324,9 +324,10 @@ class _Walk:
             for item in value.values() if isinstance(value, dict) else value:
                 if not isinstance(item, LITERALS):
                     self._follow(item, depth + 1)
-        elif not (isinstance(value, types.ModuleType) or _is_jaxs(type(value)) or is_users_class(type(value))):
+        elif not (isinstance(value, types.ModuleType) or is_users_class(type(value))):
             # What JAX's own objects hold are the rules above; one of the user's may keep what it has compiled.
-            fields = getattr(value, "__dict__", None)
+            is_jaxs = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
+            fields = None if is_jaxs else getattr(value, "__dict__", None)
             if isinstance(fields, dict):
                 self._visit_held(type_name(type(value)), {str(name): item for name, item in fields.items()})
 
@@ -346,10 +347,6 @@ class _Walk:
             for item in (*value.args, *value.keywords.values()):
                 self._follow(item)
             value = value.func
-
-
-def _is_jaxs(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _owner(fn: Any) -> type | None:

@@ -385,7 +385,9 @@ class BoundCall:
         if COMPILER_OPTIONS in names:
             defaults.setdefault(COMPILER_OPTIONS, NO_OPTIONS)
         index = self.configs.find(defaults)
-        return index if index is not None and _same(self.configs[index], defaults) else None
+        found = {} if index is None else self.configs[index]  # 1 and True differ
+        is_same = found == defaults and all(type(value) is type(defaults[name]) for name, value in found.items())
+        return index if is_same else None
 
     @property
     def untuned(self) -> Config | None:
@@ -400,11 +402,6 @@ class BoundCall:
     def fitted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Returns the call as one of the author's functions takes it, which may leave static parameters out."""
         return fitted(function, self.function.signature, self.statics, args, kwargs)
-
-
-def _same(config: Config, other: Mapping[str, Any]) -> bool:
-    """Returns whether two configs are equal; 1 and True differ."""
-    return config == other and [*map(type, config.values())] == [type(other[name]) for name in config]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,10 @@ store, tuning, waiting and the clock are given to it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import logging
@@ -35,6 +37,7 @@ from typing import Any
 import jax
 
 from quarantune import cache
+from quarantune.host.process import lazy
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.resolver import Known
@@ -76,12 +79,10 @@ class Agreement:
 
     def __post_init__(self) -> None:
         self._problem = self.coordination.client, self.keyed.key
-        self._progress = Progress(self.keyed.label, name=self.keyed.call.name, shown=self.settings.progress)
         self._poll_s = _FIRST_POLL_S
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self._own: Known | None = None
         self._found: TuningResult | None = None
-        self._tune: Callable[[], TuningResult | None] | None = None
         self._who = f"rank {self.coordination.rank} of {self.coordination.ranks}"
         self._label = f"{self.keyed.call.name}: {self._who}"
 
@@ -101,7 +102,7 @@ class Agreement:
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
             return agreed
-        self._own, self._tune, rank = own(), tune, self.coordination.rank
+        self._own, rank = own(), self.coordination.rank
         if self._own is None and isolation_of(self.settings, self.keyed.problem()) is not Isolation.PROCESS:
             # The rank that tunes uses JAX itself, whose first use waits in each rank for that of all others.
             jax.local_devices()
@@ -109,11 +110,26 @@ class Agreement:
         last = Answer(config=None, rank=rank, source=Source.NOBODY)
         if self._own is None and (nearest := near()) is not None:
             last = _answer(nearest, rank, Source.NEAREST)
-        member = self._member(_deadline_s(self.keyed, self.settings))
-        try:
-            return self._outcome(member.settle(offer, last=last, may_tune=tune is not None))
-        finally:
-            self._progress.close()
+        with contextlib.closing(
+            Progress(self.keyed.label, name=self.keyed.call.name, shown=self.settings.progress)
+        ) as progress:
+
+            def tune_for_all() -> Answer | None:
+                assert tune is not None
+                progress.say(f"{self._who} tunes it for all")
+                if (found := tune()) is None:
+                    return None
+                self._found, self._own = found, Known.of(found)
+                return _answer(self._own, rank, Source.TUNED)
+
+            answer = self._member.settle(
+                offer,
+                last=last,
+                tune=None if tune is None else tune_for_all,
+                wait=functools.partial(self._wait, progress),
+                deadline_s=_deadline_s(self.keyed, self.settings),
+            )
+        return self._outcome(answer)
 
     def compare(
         self, *, own: Callable[[], Known | None] = lambda: None, found: TuningResult | None = None
@@ -130,12 +146,12 @@ class Agreement:
                 told = "%s keeps running %s, as all ranks do; its new result is for the next program"
                 _logger.info(told, self._label, text)
             return agreed
-        member, self._found = self._member(0.0), found
+        self._found = found
         self._own, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
         if self._own is None:
-            answer = member.read()
+            answer = self._member.read()
         else:
-            answer = member.offer(_answer(self._own, self.coordination.rank, source))
+            answer = self._member.offer(_answer(self._own, self.coordination.rank, source))
         return None if answer is None else self._outcome(answer)
 
     def _outcome(self, answer: Answer) -> Known | str:
@@ -172,36 +188,21 @@ class Agreement:
             return f"; its own cache has {text}"
         return f"; its own sweep saved {text} for the next program"
 
-    # The steps
-
-    def _member(self, deadline_s: float) -> Member:
-        """Returns this rank's part in the agreement."""
+    @lazy
+    def _member(self) -> Member:
+        """This rank's part in the agreement."""
         call = self.keyed.call
         parts = [call.name, self.keyed.key.device, self.keyed.key.text, call.space]  # the same for all ranks
-        return Member(
-            f"{_PREFIX}/{hashlib.sha256(cache.canonical_json(parts).encode()).hexdigest()}",
-            self.coordination,
-            tune=self._tuned,
-            wait=self._wait,
-            deadline_s=deadline_s,
-            clock=time.monotonic,
-        )
+        topic = f"{_PREFIX}/{hashlib.sha256(cache.canonical_json(parts).encode()).hexdigest()}"
+        return Member(topic, self.coordination)
 
-    def _tuned(self) -> Answer | None:
-        assert self._tune is not None
-        self._progress.say(f"{self._who} tunes it for all")
-        if (found := self._tune()) is None:
-            return None
-        self._found, self._own = found, Known.of(found)
-        return _answer(self._own, self.coordination.rank, Source.TUNED)
-
-    def _wait(self, tuner: int | None, waited_s: float, most_s: float) -> None:
+    def _wait(self, progress: Progress, tuner: int | None, waited_s: float, most_s: float) -> None:
         before, due_s = self._next_message
         if tuner != before or waited_s >= due_s:
             self._next_message = tuner, waited_s + _MESSAGE_S
             whom = "another rank" if tuner is None else f"rank {tuner}"
             for_what = "have a config for it" if tuner is None else "tune it"
-            self._progress.say(f"{self._who} waits for {whom} to {for_what} ({waited_s:.0f} s, at most {most_s:.0f} s)")
+            progress.say(f"{self._who} waits for {whom} to {for_what} ({waited_s:.0f} s, at most {most_s:.0f} s)")
         time.sleep(self._poll_s)
         self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, self.coordination.ranks * _POLL_S_PER_RANK))
 
@@ -286,32 +287,16 @@ class Answer(Record):
 class Member:
     """One rank's part in the agreement on one call."""
 
-    def __init__(
-        self,
-        topic: str,
-        store: Coordination,
-        *,
-        tune: Callable[[], Answer | None],
-        wait: Callable[[int | None, float, float], None],
-        deadline_s: float,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, topic: str, store: Coordination, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Sets up a member; nothing is read.
 
         Args:
             topic: the directory of the call in the store, the same for all ranks with this call, code and config space.
             store: the key-value store of the program.
-            tune: tunes for the call, and returns the answer; None where every config failed.
-            wait: waits for a moment; takes the rank that tunes, or None where none does, and the seconds that this rank
-                has waited for that, and will wait at most.
-            deadline_s: the longest that this rank waits for one rank to tune.
             clock: seconds.
         """
         self._topic = topic
         self._store = store
-        self._tune_for_all = tune
-        self._wait = wait
-        self._deadline_s = deadline_s
         self._clock = clock
         self._claimed = False
 
@@ -327,29 +312,47 @@ class Member:
                 return first
         return answer
 
-    def settle(self, own: Answer | None, *, last: Answer, may_tune: bool) -> Answer:
+    def settle(
+        self,
+        own: Answer | None,
+        *,
+        last: Answer,
+        tune: Callable[[], Answer | None] | None,
+        wait: Callable[[int | None, float, float], None],
+        deadline_s: float,
+    ) -> Answer:
         """Returns the answer, by whichever way it comes about.
 
         Args:
             own: the answer that this rank has already, from its cache.
             last: the answer that it offers where no rank has one or can tune.
-            may_tune: whether this rank tunes if it has to.
+            tune: tunes for the call, and returns the answer, or None where every config failed; None if this rank must
+                not tune.
+            wait: waits for a moment; takes the rank that tunes, or None where none does, and the seconds that this rank
+                has waited for that, and will wait at most.
+            deadline_s: the longest that this rank waits for one rank to tune.
         """
         if own is not None:
             return self.offer(own)
         out = f"out/{self._store.rank}"
         try:
-            if not may_tune:
+            if tune is None:
                 self._write(out, "does not tune")
             elif self._read(out) is not None:
-                may_tune = False
-            return self._settle(last, may_tune=may_tune)
+                tune = None
+            return self._settle(last, tune, wait, deadline_s)
         except BaseException:
             if self._claimed:  # an error that is not about the configs, or Ctrl-C: others need not wait for this rank
                 self._write(out, "ended by an exception")
             raise
 
-    def _settle(self, last: Answer, *, may_tune: bool) -> Answer:
+    def _settle(
+        self,
+        last: Answer,
+        tune: Callable[[], Answer | None] | None,
+        wait: Callable[[int | None, float, float], None],
+        deadline_s: float,
+    ) -> Answer:
         attempt, since, before = 0, self._clock(), ""
         claim: str | None = None
         while (answer := self.read()) is None:
@@ -357,33 +360,27 @@ class Member:
             if (state := f"{attempt} {claim}") != before:
                 since, before = self._clock(), state
             waited_s = self._clock() - since
-            if claim is None and may_tune:
+            if claim is None and tune is not None:
                 self._claimed = True  # an exception may hide that it has
                 self._claimed = self._write(f"claim/{attempt}", str(self._store.rank))
                 if self._claimed:
-                    if (found := self._tune()) is not None:
-                        return found
-                    may_tune = False
+                    if (answer := self.read()) is not None:  # offered since the last look
+                        return answer
+                    if (found := tune()) is not None:
+                        return self.offer(found)
+                    self._write(f"out/{self._store.rank}", "every config failed")
+                    tune = None
             elif claim is None:
                 if waited_s > GRACE_S or self._store.count(f"{self._topic}/out") >= self._store.ranks:
                     return self.offer(last)
-                self._wait(None, waited_s, GRACE_S)
+                wait(None, waited_s, GRACE_S)
             elif self._read(f"out/{claim}") is not None:
                 attempt, claim = attempt + 1, None
-            elif waited_s > self._deadline_s:
+            elif waited_s > deadline_s:
                 return self.offer(Answer(config=None, rank=int(claim), source=Source.LATE))
             else:
-                self._wait(int(claim), waited_s, self._deadline_s)
+                wait(int(claim), waited_s, deadline_s)
         return answer
-
-    def _tune(self) -> Answer | None:
-        """Tunes with the claim held, and returns the answer; None where this rank failed and is out."""
-        if (answer := self.read()) is not None:  # offered since the last look
-            return answer
-        if (found := self._tune_for_all()) is not None:
-            return self.offer(found)
-        self._write(f"out/{self._store.rank}", "every config failed")
-        return None
 
     def _read(self, key: str) -> str | None:
         return self._store.read(f"{self._topic}/{key}")

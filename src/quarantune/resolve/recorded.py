@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 _SEED = 0
 _NUMBERS: Mapping[str, Any] = {"bool": True, "int": 1, "float": 1.0, "complex": 1j}
+_KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
+"""The implementations of PRNG keys by the names of their dtypes."""
 _PLAIN_TREE = re.compile(r"PyTreeDef\((.*)\)", re.DOTALL)
 _LEAF = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\*""")
 """A quoted key of a dict, or the star that stands for a leaf."""
@@ -387,7 +389,7 @@ class _Maker:
         self._arrays += 1
         try:
             sharding = _sharding(about["sharding"]) if "sharding" in about else None
-            if (implementation := _key_implementation(dtype)) is not None:
+            if (implementation := _KEY_IMPLEMENTATIONS.get(dtype)) is not None:
                 return jax.ShapeDtypeStruct(shape, jax_internals.key_dtype(implementation), sharding=sharding)
             if function.is_jitted or callable(function.options.supply):
                 is_weak = bool(about.get("weak_type"))
@@ -406,12 +408,6 @@ def _sharding(described: Any) -> jax.sharding.NamedSharding:
     spec = MeshSpec(shape=tuple(mesh.values()), axis_names=tuple(mesh), axis_types=kinds)
     partitions = tuple(tuple(axis) if isinstance(axis, list) else axis for axis in described["spec"])
     return abstract_sharding(ShardingSpec(mesh=spec, partitions=partitions))
-
-
-def _key_implementation(dtype: str) -> str | None:
-    """Returns the implementation of PRNG keys that a dtype names, as in `key<fry>`; None for numbers."""
-    tags = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
-    return tags.get(dtype[4:-1]) if dtype.startswith("key<") else None
 
 
 def _static(name: str, described: Any) -> Any:

@@ -381,7 +381,8 @@ def why_best(trials: Sequence[Trial], standing: Standing) -> str:
             return f"{level}; among equals the function's own defaults win"
         return f"{level}, and has the lowest time" if is_fastest else f"{level}; among equals the first config wins"
     if is_fastest:
-        return f"is the fastest; the next, {other}, takes {_percent(following / best.time_ms - 1)} longer"
+        longer = following / best.time_ms - 1
+        return f"is the fastest; the next, {other}, takes {longer:.{1 if longer < 0.1 else 0}%} longer"
     before = "before it, or with cold caches" if best.clock == "device" else "before it"
     return f"won the final, in which the fastest are timed in turn; the lower time of {other} was taken {before}"
 
@@ -391,10 +392,6 @@ def _named(configs: Sequence[Config]) -> str:
     if (more := len(configs) - len(names)) > 0:
         names.append(f"{more} more")
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%" if share < 0.1 else f"{100 * share:.0f}%"
 
 
 Row: TypeAlias = dict[str, Any]
