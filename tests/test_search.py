@@ -267,8 +267,8 @@ def test_both_models_choose_however_many_configs_are_under_way(others: int, monk
 
         monkeypatch.setattr(owner, name, counted)
 
-    counting(models.Forecast, "_densest", "densities")
-    counting(models.Forecast, "_most_improving", "process")
+    counting(models.Models, "_densest", "densities")
+    counting(models.Models, "_most_improving", "process")
     made = search.make("surrogate", Space({"a": list(range(20)), "b": list(range(20))}))
     pending = made.ask(others)
     for number in range(16 + 30):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import itertools
 import math
@@ -53,7 +52,10 @@ _DRAWN = 24
 
 
 class Models:
-    """Learns from all trials so far."""
+    """Learns from all trials so far, and chooses among candidates.
+
+    A forecast is what is expected of some candidates. It learns from their trials, too, until it is made anew.
+    """
 
     def __init__(self, fields: Fields, features: Features, rng: np.random.Generator) -> None:
         """Looks at the values of all configs."""
@@ -62,9 +64,16 @@ class Models:
         self._process = GaussianProcess(features.groups, features.ordered)
         self._adapted = -_ADAPT_AFTER
         self._rng = rng
+        # Of the forecast: the process at the candidates, and at other points after them; the logarithms of the known
+        # times in order, and the process's values for them; how much less than the others each candidate promises,
+        # because it may fail; and the densities, as from `log_densities`.
+        self._prediction: Prediction
+        self._scale: tuple[Floats, Floats]
+        self._rank: Floats
+        self._densities: tuple[Floats, Floats]
 
-    def forecast(self, known: Codes, logs: Floats, candidates: Codes, pending: Codes) -> Forecast:
-        """Returns what is expected of some candidates.
+    def forecast(self, known: Codes, logs: Floats, candidates: Codes, pending: Codes) -> None:
+        """Makes a forecast of some candidates.
 
         Args:
             known: the configs that were tried; at least two of them work.
@@ -75,18 +84,17 @@ class Models:
         with _one_thread():
             works = np.isfinite(logs)
             points = self._features.points(known)
-            scale = self._learn(points[works], logs[works], known=len(known))
+            self._scale = self._learn(points[works], logs[works], known=len(known))
             there = self._features.points(np.concatenate([candidates, pending]))
-            prediction = self._process.predict(there)
+            self._prediction = self._process.predict(there)
             for index in range(len(candidates), len(there)):
-                prediction.observe(index)
+                self._prediction.observe(index)
             ordered = slice(self._features.ordered)
-            rank = np.zeros(len(candidates))
+            self._rank = np.zeros(len(candidates))
             if not works.all():
                 succeeds = _success(points[:, ordered], works, there[: len(candidates), ordered])
-                rank = 2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0)
-            densities = log_densities(self._levels, known, _best(logs), candidates)
-            return Forecast(prediction, scale, math.sqrt(self._process.variance), rank, densities, self._rng)
+                self._rank = 2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0)
+            self._densities = log_densities(self._levels, known, _best(logs), candidates)
 
     def _learn(self, points: Floats, logs: Floats, *, known: int) -> tuple[Floats, Floats]:
         """Teaches the Gaussian process the times of configs that work, and returns them in order with its values.
@@ -110,33 +118,12 @@ class Models:
         half = _MOST_POINTS // 2
         return np.concatenate([order[:half], self._rng.choice(order[half:], half, replace=False)])
 
-
-@dataclasses.dataclass(eq=False)
-class Forecast:
-    """What is expected of candidates: it chooses among them, and learns from their trials, until it is made anew.
-
-    Attributes:
-        prediction: the Gaussian process at the candidates, and at other points after them.
-        scale: the logarithms of the known times in order, and the process's values for them.
-        deviation: the standard deviation of its values.
-        rank: how much less than the others each candidate promises, because it may fail.
-        densities: as `log_densities` returns them.
-        rng: the source of randomness.
-    """
-
-    prediction: Prediction
-    scale: tuple[Floats, Floats]
-    deviation: float
-    rank: Floats
-    densities: tuple[Floats, Floats]
-    rng: np.random.Generator
-
     def tell(self, index: int, log: float) -> None:
-        """Takes the logarithm of a point's time, NaN for a failure; the point is not chosen any more."""
-        if index < len(self.rank):
-            self.rank[index] = -np.inf
+        """Takes the logarithm of the time of a point of the forecast, NaN for a failure; it is not chosen any more."""
+        if index < len(self._rank):
+            self._rank[index] = -np.inf
         if np.isfinite(log):
-            self.prediction.tell(index, float(np.interp(log, *self.scale)))
+            self._prediction.tell(index, float(np.interp(log, *self._scale)))
 
     def choose(self, turn: int) -> int | None:
         """Returns the index of the candidate that promises most, as if those chosen before were measured.
@@ -147,30 +134,31 @@ class Forecast:
         Returns:
             The index; None where every candidate was chosen.
         """
-        if not np.isfinite(self.rank).any():
+        if not np.isfinite(self._rank).any():
             return None
         with _one_thread():
             index = self._densest() if turn % _BY_DENSITIES == 0 else self._most_improving(_CAUTION[turn % 2])
-            self.prediction.observe(index)
-        self.rank[index] = -np.inf
+            self._prediction.observe(index)
+        self._rank[index] = -np.inf
         return index
 
     def _most_improving(self, caution: float) -> int:
         """Returns the index of the candidate with the greatest expected improvement."""
-        mean, variance = (each[: len(self.rank)] for each in (self.prediction.mean, self.prediction.variance))
-        deviation = caution * self.deviation * np.sqrt(variance)
-        gain = (self.scale[1][:_IMPROVABLE][-1] - mean) / deviation
+        there = self._prediction
+        mean, variance = (each[: len(self._rank)] for each in (there.mean, there.variance))
+        deviation = caution * math.sqrt(self._process.variance) * np.sqrt(variance)
+        gain = (self._scale[1][:_IMPROVABLE][-1] - mean) / deviation
         improvement = deviation * (gain * special.ndtr(gain) + np.exp(-0.5 * gain**2) / np.sqrt(2 * np.pi))
         # Where there is no improvement to be expected anywhere, the process's times decide.
-        return int(np.argmax(self.rank + np.log(np.maximum(improvement, 1e-30)) - 1e-3 * mean))
+        return int(np.argmax(self._rank + np.log(np.maximum(improvement, 1e-30)) - 1e-3 * mean))
 
     def _densest(self) -> int:
         """Returns the index of the drawn candidate whose values the best configs have most more often than others."""
-        among_good, among_others = self.densities
-        weights = np.where(np.isfinite(self.rank), np.exp(among_good - among_good.max()), 0)
+        among_good, among_others = self._densities
+        weights = np.where(np.isfinite(self._rank), np.exp(among_good - among_good.max()), 0)
         count = min(_DRAWN, int((weights > 0).sum()))
-        drawn = self.rng.choice(len(weights), count, replace=False, p=weights / weights.sum())
-        return int(drawn[np.argmax((among_good - among_others + self.rank)[drawn])])
+        drawn = self._rng.choice(len(weights), count, replace=False, p=weights / weights.sum())
+        return int(drawn[np.argmax((among_good - among_others + self._rank)[drawn])])
 
 
 def _best(logs: Floats) -> NDArray[np.bool_]:

@@ -20,7 +20,7 @@ from quarantune.values.space import Space
 from quarantune.values.trial import Trial
 
 if TYPE_CHECKING:
-    from quarantune.search.models import Forecast, Models
+    from quarantune.search.models import Models
 
 _STARTS = 16
 """So many configs are spread over the space before the models choose."""
@@ -66,8 +66,7 @@ class Surrogate(Strategy):
         self._features = Features(self._fields)
         self._sizes = np.array([len(values) for values in self._fields.values], np.int64)
         self._models: Models | None = None
-        self._forecast: Forecast | None = None
-        self._positions: list[int] = []
+        self._positions: list[int] = []  # of the configs in the forecast; none where it must be made
         self._renewal = 0
         self._best = math.inf
         self._logs: dict[int, float] = {}
@@ -82,9 +81,9 @@ class Surrogate(Strategy):
             return
         self._logs[position] = log
         if log < self._best:
-            self._forecast = None
-        elif self._forecast is not None and position in self._positions:
-            self._forecast.tell(self._positions.index(position), log)
+            self._positions = []
+        elif self._models is not None and position in self._positions:
+            self._models.tell(self._positions.index(position), log)
 
     def pick(self, n: int) -> Iterable[int]:
         """Yields the configs that promise most, given all trials so far."""
@@ -95,13 +94,13 @@ class Surrogate(Strategy):
                 return
             yield start
         while True:
-            if self._forecast is None or len(self.trials) >= self._renewal:
-                self._forecast = self._renewed()
-            if self._forecast is None:
+            if self._models is None or not self._positions or len(self.trials) >= self._renewal:
+                self._models = self._forecasting()
+            if not self._positions:
                 return
-            chosen = self._forecast.choose(turn=len(self.trials) + len(self.pending))
+            chosen = self._models.choose(turn=len(self.trials) + len(self.pending))
             if chosen is None:
-                self._forecast = None
+                self._positions = []
             elif self.is_free(self._positions[chosen]):
                 yield self._positions[chosen]
 
@@ -118,23 +117,22 @@ class Surrogate(Strategy):
         works_there = (near @ works + 0.5) / (near.sum(1) + 1)
         return int(drawn[int(np.argmax(np.sqrt(squares.min(1)) * works_there**2))])
 
-    def _renewed(self) -> Forecast | None:
-        """Has the models look at new candidates, if any are left."""
-        if self._models is None:
-            from quarantune.search.models import Models
+    def _forecasting(self) -> Models:
+        """Returns the models, which have made a forecast of new candidates, if any are left."""
+        from quarantune.search.models import Models
 
-            self._models = Models(self._fields, self._features, self._rng)
+        models = self._models or Models(self._fields, self._features, self._rng)
         told, logs = list(self._logs), np.array(list(self._logs.values()), np.float64)
         best_first = np.argsort(logs, kind="stable")  # failures are the last
         parents = [told[index] for index in best_first[: min(_PARENTS, int(np.isfinite(logs).sum()))]]
         candidates, pending = self._candidates(parents), sorted(self.pending)
-        self._positions = [*candidates, *pending]
+        self._positions = [*candidates, *pending] if candidates else []
         self._best = float(np.nanmin(logs))
         self._renewal = len(self.trials) + _SERVES
-        if not candidates:
-            return None
-        codes = self._fields.codes
-        return self._models.forecast(codes(told), logs, codes(candidates), codes(pending))
+        if candidates:
+            codes = self._fields.codes
+            models.forecast(codes(told), logs, codes(candidates), codes(pending))
+        return models
 
     def _candidates(self, parents: Sequence[int]) -> list[int]:
         """Returns free configs: neighbours and crossovers of the parents, and random ones."""
