@@ -278,7 +278,7 @@ class FakeSandbox:
             elif event.message.get("message") == "Measured":
                 worker.measured += 1
                 self._measuring.discard(worker.number)
-            elif event.message.get("message") == "Checked":
+            elif event.message.get("message") == "FirstRun":
                 self._measuring.discard(worker.number)
 
     def _over(self, worker: FakeWorker) -> None:

@@ -30,6 +30,7 @@ from helpers import SOURCE
 import quarantune
 from quarantune.cache.journal import Journal
 from quarantune.engine import contact, distributed, remote, shards
+from quarantune.sandbox.pool import Said
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import EngineError, Outcome, Trial
 
@@ -515,7 +516,7 @@ def test_whatever_a_stranger_says_shards_are_heard() -> None:
             strangers.append(stranger)
         line = reached(contacts, 1)
         assert line.say({"phase": [0, "end"]})
-        assert contacts.poll(5.0) == [contact.Heard(1, {"phase": [0, "end"]})]
+        assert contacts.poll(5.0) == [Said(1, {"phase": [0, "end"]})]
         for stranger in strangers:
             stranger.settimeout(5.0)
             with contextlib.suppress(ConnectionResetError):
@@ -578,7 +579,7 @@ def test_idle_strangers_leave_room_for_shards_and_are_dropped(monkeypatch: pytes
                 )
             assert not any(line.is_over for line in lines)
             assert lines[-1].say({"phase": [0, "end"]})
-            assert contacts.poll(5.0) == [contact.Heard(49, {"phase": [0, "end"]})]
+            assert contacts.poll(5.0) == [Said(49, {"phase": [0, "end"]})]
             for line in lines:
                 line.close()
         finally:
@@ -654,7 +655,7 @@ def test_a_shard_that_was_given_up_does_not_go() -> None:
         assert greeted == [1, 2]
         assert line.say({"phase": [0, "end"]})
         assert not line.is_over
-        assert contacts.poll(5.0) == [contact.Heard(1, {"phase": [0, "end"]})]
+        assert contacts.poll(5.0) == [Said(1, {"phase": [0, "end"]})]
         address = contacts.address
         contacts.stop(1)
         assert line.is_over

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 from scripted import ROUTES, FakeWorker, Step, for_config, measured, plan_for, run, when
 
+from quarantune.sandbox.pool import Said
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.scheduler.reference import Reference
 from quarantune.values.trial import Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+
+
+def first_run(worker: FakeWorker, run_ms: float, cpu_ms: float, *, is_disturbed: bool = False, **more: bool) -> Said:
+    return worker.says("FirstRun", "check", run_ms=run_ms, cpu_ms=cpu_ms, is_disturbed=is_disturbed, **more)
 
 
 @pytest.mark.parametrize("is_disturbed", [False, True])
@@ -18,8 +23,8 @@ def test_configs_in_the_callers_process_all_run_once_and_the_fastest_goes_on_fir
         run_ms = 40.0 * (8 - int(worker.trial or 0))
         if worker.task.checked:
             return [(0.2, measured(worker, run_ms, run_ms))]
-        about = {"run_ms": run_ms, "cpu_ms": run_ms, "is_disturbed": is_disturbed}
-        return [(0.1, worker.says("PhaseEntered", "check")), (0.2, worker.says("Checked", "check", **about))]
+        told = first_run(worker, run_ms, run_ms, is_disturbed=is_disturbed)
+        return [(0.1, worker.says("PhaseEntered", "check")), (0.2, told)]
 
     plan = plan_for(Route.APART, exclusive=True, measures_here=True, configs_per_worker=1, parked=8)
     result = run(plan, 8, when("Measure", act))
@@ -79,8 +84,7 @@ def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(dist
         if not worker.task.checked:
             is_disturbed = 0 < (worker.trial or 0) <= disturbed
             cpu_ms = 0.5 * run_ms if is_disturbed else run_ms
-            about = {"run_ms": run_ms, "cpu_ms": cpu_ms, "is_disturbed": is_disturbed}
-            return [(0.2, worker.says("Checked", "check", **about))]
+            return [(0.2, first_run(worker, run_ms, cpu_ms, is_disturbed=is_disturbed))]
         return [(0.2, measured(worker, run_ms, run_ms))]
 
     result = run(plan_for(Route.TOGETHER, parked=8), 8, act)
@@ -101,8 +105,8 @@ def test_a_first_run_that_cannot_win_is_stopped_and_its_config_is_slow() -> None
             return [(0.2, measured(worker, 60.0, 60.0))]
         limits[worker.trial] = worker.task.stop_ms
         if worker.trial == 2:
-            return [(0.5, worker.says("Stopped", "check", run_ms=520.0, cpu_ms=480.0)), (0.0, worker.ends(0))]
-        return [(0.2, worker.says("Checked", "check", run_ms=60.0, cpu_ms=60.0, is_disturbed=False))]
+            return [(0.5, first_run(worker, 520.0, 480.0, was_ended=True)), (0.0, worker.ends(0))]
+        return [(0.2, first_run(worker, 60.0, 60.0))]
 
     result = run(plan_for(Route.TOGETHER, parked=8), 4, act, reference=Reference(default=3))
     assert result.outcomes == ["ok", "ok", "slow", "ok"]
@@ -116,7 +120,7 @@ def test_a_first_run_that_cannot_win_is_stopped_and_its_config_is_slow() -> None
 
 @pytest.mark.parametrize(("run_ms", "cpu_ms"), [(float("nan"), 1.0), (-1.0, 1.0), (1.0, float("inf"))])
 def test_a_stop_that_makes_no_sense_ends_its_worker(run_ms: float, cpu_ms: float) -> None:
-    act = when("Measure", lambda worker: [(0.2, worker.says("Stopped", "check", run_ms=run_ms, cpu_ms=cpu_ms))])
+    act = when("Measure", lambda worker: [(0.2, first_run(worker, run_ms, cpu_ms, was_ended=True))])
     result = run(plan_for(Route.TOGETHER, parked=8), 3, for_config(1, act))
     assert result.outcomes == ["ok", "crashed", "ok"]
 

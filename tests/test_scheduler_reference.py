@@ -196,7 +196,7 @@ def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference
         if worker.task.checked:
             return [(0.2, measured(worker))]
         first_run = {"run_ms": 1.0, "cpu_ms": 1.0, "is_disturbed": False, "judgement": {"group": 0}}
-        return [(0.2, worker.says("Checked", "check", **first_run))]
+        return [(0.2, worker.says("FirstRun", "check", **first_run))]
 
     clock = Clock()
     sandbox = FakeSandbox(clock, act, kill_s=100.0)

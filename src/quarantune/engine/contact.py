@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from quarantune.host import machine
-from quarantune.values.codec import JsonObject, Record, decode_json
+from quarantune.sandbox.pool import Said
+from quarantune.values.codec import DamageError, JsonObject, Record, decode_json
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 2.0
@@ -66,19 +67,6 @@ class Address(Record):
     token: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Heard:
-    """A shard has said something, or its connection has ended.
-
-    Attributes:
-        shard: its number.
-        message: the message; None at the end.
-    """
-
-    shard: int
-    message: JsonObject | None
-
-
 class Contacts:
     """The submitter's side: the connections of all shards of one sweep."""
 
@@ -107,13 +95,15 @@ class Contacts:
         hosts = () if self._is_local else _own_addresses()
         return Address(machine_id(), hosts, port, self._token)
 
-    def poll(self, timeout_s: float) -> list[Heard]:
-        """Returns what shards have said, in order; waits for the first of it.
+    def poll(self, timeout_s: float) -> list[Said]:
+        """Returns what shards have said, in order; of one whose connection ends, that is damage.
+
+        It waits for the first of it.
 
         Args:
             timeout_s: the longest wait.
         """
-        events: list[Heard] = []
+        events: list[Said] = []
         must_accept = False
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
@@ -159,16 +149,16 @@ class Contacts:
             if place >= MOST_UNKNOWN // 2 or time.monotonic() > peer.since + _GREETS_S:
                 self._drop(peer)
 
-    def _read(self, peer: _Peer) -> Iterator[Heard]:
+    def _read(self, peer: _Peer) -> Iterator[Said]:
         for message in peer.receive():
             if peer.shard is not None:
-                yield Heard(peer.shard, message)
+                yield Said(peer.shard, message)
             elif not self._greet(peer, message):
                 break
         if peer.is_over:
             self._drop(peer)
             if peer.shard is not None:
-                yield Heard(peer.shard, None)
+                yield Said(peer.shard, DamageError("its connection has ended"))
 
     def _greet(self, peer: _Peer, message: JsonObject) -> bool:
         """Answers the first message of a shard; returns whether it may go."""

@@ -103,10 +103,10 @@ class Shards:
             if not self._shards and not self._pending:
                 return self._ends
             for event in self._contacts.poll(_TICK_S):
-                shard = self._shards.get(event.shard)
+                shard = self._shards.get(event.number)
                 if shard is None:
                     continue
-                if event.message is None:
+                if isinstance(event.message, DamageError):
                     self._die(shard)
                 else:
                     self._hear(shard, event.message)

@@ -108,7 +108,7 @@ class Compile(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measure(Task):
-    """Check one config and time it; answered by `Checked`, `Stopped` or `Measured`.
+    """Check one config and time it; answered by `FirstRun` or `Measured`.
 
     Its descriptors are the file of the executable, the outputs to compare with, and a file for the config's own output
     where `keeps` is true.
@@ -117,8 +117,8 @@ class Measure(Task):
         config: the config.
         load: whether the executable is loaded from its file; else the worker has compiled it and saves it there.
         checked: whether the config has been checked before.
-        pause: whether the worker stops after an informative first run, with `Checked`.
-        stop_ms: such a run is ended, with `Stopped`, after so many milliseconds without waits; None for no limit.
+        pause: whether the worker stops after an informative first run, with `FirstRun`.
+        stop_ms: such a run is ended after so many milliseconds without waits; None for no limit.
         best_median_ms: the time of the fastest config so far; None where there is none.
         noise: the latest samples of the sweep, each with the fastest of its config, in milliseconds.
         references: the number of outputs to compare with.
@@ -272,33 +272,22 @@ class Compiled(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checked(Reply):
-    """The config was checked, and its first run was long enough to be informative.
+class FirstRun(Reply):
+    """The config's first run was long enough to be informative; or so long that it was ended, and its worker with it.
 
     Attributes:
-        run_ms: milliseconds that the run took.
+        run_ms: milliseconds that the run has taken.
         cpu_ms: the same without its waits for a CPU.
         is_disturbed: whether it waited too long for its time to count.
-        judgement: the result of comparing its output with others.
+        was_ended: whether it was ended.
+        judgement: the result of comparing its output with others; None where it was ended.
     """
 
     run_ms: Milliseconds
     cpu_ms: _Duration
     is_disturbed: bool
+    was_ended: bool = False
     judgement: Judgement | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stopped(Reply):
-    """The config's first run took so long that it was ended, and its worker with it.
-
-    Attributes:
-        run_ms: milliseconds that the run had taken.
-        cpu_ms: the same without its waits for a CPU.
-    """
-
-    run_ms: Milliseconds
-    cpu_ms: _Duration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -329,7 +318,7 @@ class Measured(Measurement, Reply):
     """The config was timed.
 
     Attributes:
-        judgement: the result of comparing its output with others; None where `Checked` gave it.
+        judgement: the result of comparing its output with others; None where `FirstRun` gave it.
     """
 
     judgement: Judgement | None = None
@@ -380,6 +369,6 @@ class Failed(Reply, ErrorDescription):
     goes_on: bool = False
 
 
-_OF_TRIALS = (PhaseEntered, Lowered, Compiled, Checked, Stopped, Measured, Ready, Failed)
+_OF_TRIALS = (PhaseEntered, Lowered, Compiled, FirstRun, Measured, Ready, Failed)
 REPLIES = (*_OF_TRIALS, Traced, ReferenceComputed, Compared, Probed)
 """Every reply, for `codec.decode`; the most frequent first."""

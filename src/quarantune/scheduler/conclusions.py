@@ -11,17 +11,16 @@ from quarantune.measure.sampling import is_unreliable
 from quarantune.sandbox import shortages
 from quarantune.sandbox.messages import (
     REPLIES,
-    Checked,
     Compared,
     Compiled,
     Failed,
+    FirstRun,
     Lowered,
     Measured,
     PhaseEntered,
     Ready,
     ReferenceComputed,
     Reply,
-    Stopped,
     Traced,
 )
 from quarantune.sandbox.template_messages import describe_status, was_killed
@@ -67,7 +66,7 @@ class Conclusions:
     def _apply(self, worker: Worker, reply: Reply) -> None:
         worker.phase = reply.phase
         job, device, state = worker.job, worker.device, worker.state
-        if job is not None and isinstance(reply, (Checked, Measured, Failed)) and reply.judgement is not None:
+        if job is not None and isinstance(reply, (FirstRun, Measured, Failed)) and reply.judgement is not None:
             group, noise = reply.judgement.group, reply.judgement.noise
             self._run.reference.note(job.index, group, offered=worker.offered, fd=worker.output_fd, noise=noise)
             worker.close_output()
@@ -90,10 +89,10 @@ class Conclusions:
                     self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
                     worker.job = None
                     self._run.workers.retire(worker)
-            case Checked() if state is WorkerState.MEASURING and device is not None:
-                self._route.on_checked(worker, device, reply)
-            case Stopped() if state is WorkerState.MEASURING:
-                self._route.on_stopped(worker, reply)
+            case FirstRun(was_ended=True) if state is WorkerState.MEASURING:
+                self._route.on_ended_run(worker, reply)
+            case FirstRun() if state is WorkerState.MEASURING and device is not None:
+                self._route.on_first_run(worker, device, reply)
             case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
                 self._on_measured(worker, job, device, reply)
             case ReferenceComputed(is_compared=False) if state is WorkerState.SIDE_TASK:

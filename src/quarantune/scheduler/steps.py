@@ -9,15 +9,14 @@ from typing import Any
 
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import (
-    Checked,
     Compile,
     Compiled,
     Expect,
     Failed,
+    FirstRun,
     Measure,
     Measured,
     Prepare,
-    Stopped,
 )
 from quarantune.scheduler.plan import MEMORY_SHARE
 from quarantune.scheduler.run import Run
@@ -72,7 +71,7 @@ class RouteSteps:
         """Takes note that a worker has compiled its job, which is to be measured."""
         raise NotImplementedError
 
-    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+    def on_first_run(self, worker: Worker, device: DeviceState, reply: FirstRun) -> None:
         """Has a job wait again after an informative first run."""
         raise NotImplementedError
 
@@ -179,8 +178,8 @@ class RouteSteps:
             job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
             worker.deadline += job.compile_s
 
-    def on_stopped(self, worker: Worker, reply: Stopped) -> None:
-        """Ends a job whose first run was stopped, because it took too long."""
+    def on_ended_run(self, worker: Worker, reply: FirstRun) -> None:
+        """Ends a job whose first run was ended, because it took too long."""
         fastest_ms = self._run.race.fastest_ms or reply.run_ms
         message = f"its first run was stopped after {reply.run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
         self._end_as_slow(worker, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
@@ -226,7 +225,7 @@ class RouteSteps:
         may_stop = self._pauses and not job.is_saved and job.first_run is None
         return run.race.stop_ms if may_stop and not is_needed else None
 
-    def _note_first_run(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+    def _note_first_run(self, worker: Worker, device: DeviceState, reply: FirstRun) -> None:
         """Records the first run of a worker's job, which waits for the device again."""
         if (job := worker.job) is not None:
             job.first_run = (reply.run_ms, reply.cpu_ms)
@@ -277,7 +276,7 @@ class CombinedRoute(RouteSteps):
         worker.transition(WorkerState.PARKED)
         worker.deadline = NEVER
 
-    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+    def on_first_run(self, worker: Worker, device: DeviceState, reply: FirstRun) -> None:
         """Parks a worker again after an informative first run of its job."""
         self._note_first_run(worker, device, reply)
         self._park(worker)
@@ -413,7 +412,7 @@ class SplitRoute(RouteSteps):
             worker.deadline = NEVER
             device.standby.append(worker)
 
-    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+    def on_first_run(self, worker: Worker, device: DeviceState, reply: FirstRun) -> None:
         """Has a job wait again after an informative first run."""
         if worker.job is not None and self._pauses:
             self._note_first_run(worker, device, reply)

@@ -295,7 +295,7 @@ class ThisProcess(Sandbox):
         index = reply.trial
         if isinstance(reply, messages.Compiled):
             self._spent_s[index] = 0.0
-        elif isinstance(reply, messages.Checked):
+        elif isinstance(reply, messages.FirstRun):
             self.begun[index] = worker.program
             self.note(index, config, Outcome.NOT_RUN, "it waits for its further runs")
         elif isinstance(reply, (messages.Measured, messages.Failed)):

@@ -233,7 +233,7 @@ class TaskRunner:
                 return
             if task.pause and (run := bench.informative_first_run(program)) is not None:
                 # The config may be out of the race already, which only the scheduler knows.
-                yield messages.Checked(
+                yield messages.FirstRun(
                     **self._heading(),
                     run_ms=run.whole,
                     cpu_ms=run.least,
@@ -261,8 +261,9 @@ class TaskRunner:
             limit=limit,
         )
 
-    def _report_stop(self, taken: RunTime) -> None:
-        self.send(messages.Stopped(**self._heading(), run_ms=taken.whole, cpu_ms=taken.cpu))
+    def _report_stop(self, run: RunTime) -> None:
+        times: Any = {"run_ms": run.whole, "cpu_ms": run.cpu, "is_disturbed": run.is_disturbed}
+        self.send(messages.FirstRun(**self._heading(), **times, was_ended=True))
 
     def save_finalist(self, bench: Bench, program: Program, fd: int) -> None:
         """Saves a program that may become a finalist; one that cannot be saved is compiled again for the final.
