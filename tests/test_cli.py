@@ -342,13 +342,23 @@ def test_an_empty_cache_is_no_error(run: Run, cache_dir: Path) -> None:
 
 
 @pytest.mark.usefixtures("filled")
-def test_results_are_listed_by_function_device_and_call(run: Run) -> None:
+def test_results_are_listed_by_function_device_and_call(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = run("cache", "list", "kernels.s*", "--device", "H200")
     assert code == 0
     assert out.splitlines() == [
         "kernels.scale on H200",
         "  x bf16[1,8]  block=2  0.5 ms  2.00x  2026-01-02",
         "  x bf16[2,8]  block=4  0.5 ms  2.00x  2026-01-02",
+    ]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert run("cache", "list", "kernels.s*", "--device", "H200")[1].splitlines() == [
+        "kernels.scale on H200",
+        "  x bf16[1,8]",
+        "    block=2  0.5 ms  2.00x  2026-01-02",
+        "  x bf16[2,8]",
+        "    block=4  0.5 ms  2.00x  2026-01-02",
     ]
     _, out, _ = run("cache", "list", "--json")
     listed = json.loads(out)
@@ -711,7 +721,7 @@ def test_calls_are_tuned_on_a_cluster_and_saved_here(run: Run, kernels: str) -> 
 
 
 @pytest.mark.slow
-def test_configs_are_checked_for_a_target(run: Run, kernels: str) -> None:
+def test_configs_are_checked_for_a_target(run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = run("check", f"{kernels}:scale", "--target", "cpu", "--args", "f32[8] f32[8]", "--json")
     [report] = json.loads(out)
     assert (code, report["ok"], report["outcomes"]) == (0, True, {"ok": 2})
@@ -720,6 +730,9 @@ def test_configs_are_checked_for_a_target(run: Run, kernels: str) -> None:
     assert code == 1
     assert "RuntimeError: no 1" in out
     assert not out.endswith("\n\n")
+    monkeypatch.setenv("QUARANTUNE_PROGRESS", "1")
+    _, out, err = run("check", f"{kernels}:scale", "--target", "cpu", "--args", "f32[8] f32[8]")
+    assert ("2 of 2 known from earlier checks" in out, err) == (True, "")
 
 
 @pytest.mark.usefixtures("cpu_only")

@@ -171,6 +171,26 @@ def failures() -> ResultData:
     return changed(result(), trials=trials, tie=(), best_config={"a": 7, "b": 7})
 
 
+def defaults_alone() -> ResultData:
+    """Returns a result of long values, of which only the defaults work."""
+    trials = [
+        Trial(
+            config={"mode": f"a rather long name of number {n}"},
+            outcome=Outcome.ERROR if n else Outcome.OK,
+            phase=Phase.MEASURE,
+            time_ms=None if n else 0.26,
+            samples_ms=() if n else (0.26, 0.25, 0.31),
+            ended_s=1.7e9 + n,
+        )
+        for n in range(12)
+    ]
+    best = trials[0]
+    return changed(
+        result(), trials=trials, tie=(), best_config=best.config, default_config=best.config, finalists=[best],
+        time_ms=0.26, default_time_ms=0.26,
+    )  # fmt: skip
+
+
 def choice_alone() -> ResultData:
     return changed(result(), trials=(), tie=())
 
@@ -416,6 +436,11 @@ for (const svg of document.querySelectorAll("section:not([hidden]) svg")) {
 for (const node of document.querySelectorAll("h1, h2, h3, .finding, .note, dd, .chip, button"))
   if (node.offsetParent && node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).overflow !== "visible")
     found.push(`cut: ${node.textContent.slice(0, 60)}`);
+for (const node of document.querySelectorAll("caption")) {
+  const text = document.createRange(), frame = node.closest(".scroll");
+  text.selectNodeContents(node);
+  if (frame && text.getBoundingClientRect().right > frame.getBoundingClientRect().right + 1) found.push(`cut: ${text}`);
+}
 return found;
 """
 """Texts of charts that lie over each other or reach out of their chart, and other texts that are cut off."""
@@ -425,7 +450,7 @@ return found;
 @pytest.mark.clients
 @pytest.mark.parametrize("width", [390, 800, 1440])
 def test_no_text_is_cut_or_lies_over_another(window: Browser, tmp_path: Path, width: int) -> None:
-    for make in (result, lambda: result(5000), failures, sized):
+    for make in (result, lambda: result(5000), failures, sized, defaults_alone):
         window.size(width, 900)
         html_report.write(tmp_path / "report.html", [make()])
         window.open(tmp_path / "report.html")

@@ -172,7 +172,7 @@ def test_searches_are_compared_side_by_side() -> None:
     for runs in result.runs.values():
         assert [len(run.best_ms) for run in runs] == [48, 48]
         assert all(list(run.best_ms) == sorted(run.best_ms, reverse=True) for run in runs)
-    title, header, *rows = result.table().splitlines()
+    title, _, header, *rows = result.table().splitlines()
     assert title.startswith("648 configs, 63% of them fail; best 1.")
     assert [row.split()[0] for row in (header, *rows)] == ["search", *result.runs]
     assert result.evaluations("surrogate", 0.5) <= 48

@@ -577,7 +577,7 @@ def trials() -> Iterator[Check]:
         except Exception as error:  # any failure is a finding
             found = first_line(error)
         if ended is not None:
-            route = f", {ended.route.value}" if ended.route else ""
+            route = f", {ended.route.value.replace('_', ' ')}" if ended.route else ""
             found = f"worked in {time.monotonic() - began:.1f} s ({ended.clock or 'no'} clock{route})"
         yield _judged(name, found, remedy, is_good=ended is not None, is_needed=is_needed)
         if number == 0 and ended is not None:

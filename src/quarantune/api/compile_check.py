@@ -243,8 +243,10 @@ def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | N
             from quarantune.engine import distributed
 
             run = distributed.run
-        swept = run(request, left) if left else Swept()
-        progress.conclude_compiling()
+        swept = Swept()
+        if left:
+            swept = run(request, left)
+            progress.conclude_compiling()
     ordered = tuple(trials[index] for index in range(len(call.configs)))
     return _AllTrials(ordered, swept.executables, described.key.text, len(known))
 

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
 DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
@@ -92,6 +92,10 @@ class Output:
     def width(self) -> int:
         """The columns of the terminal; 120 where there is none."""
         return max(shutil.get_terminal_size((120, 24)).columns, 40)
+
+    def fits(self, lines: Iterable[str]) -> bool:
+        """Returns whether lines fit the terminal; where there is none, all do."""
+        return not self._stream.isatty() or max(map(len, lines)) <= self.width
 
     def line(self, text: str = "") -> None:
         """Writes text with a line end, unless JSON was asked for."""

@@ -46,7 +46,7 @@ def cache_list(options: argparse.Namespace, out: Output) -> int:
             out,
             store,
             (
-                (f"{printable(name)} on {printable(device)}", columns(map(_row, of_device.values()), indent="  "))
+                (f"{printable(name)} on {printable(device)}", _rows(list(map(_row, of_device.values())), out))
                 for name, contents in _chosen(store, options)
                 for device, of_device in contents.items()
             ),
@@ -302,6 +302,15 @@ def _seconds(text: str) -> float:
 
 
 # --- entries ------------------------------------------------------------------------------------------------
+
+
+def _rows(rows: Sequence[Sequence[str]], out: Output) -> list[str]:
+    """Returns a line for each result, or two where one does not fit the terminal: the call, then the rest."""
+    lines = list(columns(rows, indent="  "))
+    if out.fits(lines):
+        return lines
+    rest = columns((row[1:] for row in rows), indent="    ")
+    return [line for row, below in zip(rows, rest, strict=True) for line in (f"  {row[0]}", below)]
 
 
 def _row(entry: Entry) -> Sequence[str]:

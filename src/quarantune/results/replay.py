@@ -82,8 +82,8 @@ class ReplayResult:
         header = ["search", "50% of runs", "90% of runs", "found", "worst end", "failed", "CPU per trial"]
         rows = [header, *(self._row(name, runs) for name, runs in self.runs.items())]
         about = (
-            f"{self.size:,} configs, {self.invalid:.0%} of them fail; best {self.optimum_ms:.4g} ms; trials until a "
-            f"config within {self.within:.2g} of it was found, of at most {self.max_trials}:"
+            f"{self.size:,} configs, {self.invalid:.0%} of them fail; best {self.optimum_ms:.4g} ms;\n"
+            f"trials until a config within {self.within:.2g} of it was found, of at most {self.max_trials}:"
         )
         return "\n".join([about, *columns(rows)])
 

@@ -71,7 +71,7 @@ function drawMap() {
     $("trials").focus({ preventScroll: true });
   };
   const table = el("table", { class: "map" },
-    el("caption", { text: `${nameX} across${nameY ? `, ${nameY} down` : ""}: the best time in each cell (${p.unit[1]}); choose a cell to see its configs` }),
+    el("caption", {}, el("span", { text: `${nameX} across${nameY ? `, ${nameY} down` : ""}: the best time in each cell (${p.unit[1]}); choose a cell to see its configs` })),
     el("thead", {}, el("tr", {}, el("td", { class: "corner", text: nameY ? `${nameY} ↓  ${nameX} →` : `${nameX} →` }), xs.map((g) => el("th", { scope: "col", text: g.label })))),
     el("tbody", {}, ys.map((gy, y) => el("tr", {}, el("th", { scope: "row", text: gy.label }),
       xs.map((gx, x) => mapCell(p, cells[y][x], `${nameX}=${gx.label}${nameY ? ` ${nameY}=${gy.label}` : ""}`, go(gx, gy)))))));
