@@ -36,17 +36,15 @@ if TYPE_CHECKING:
     from quarantune.cache.journal import troublesome as troublesome
 
 _MODULES = {
-    **dict.fromkeys(("Claim", "Holder", "wait"), "claims"),
-    **dict.fromkeys(("Journal", "conclusions", "remember_trouble", "troublesome"), "journal"),
-    **dict.fromkeys(("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport"), "entries"),
+    **dict.fromkeys(("Claim", "Holder", "wait"), "quarantune.cache.claims"),
+    **dict.fromkeys(("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport"), "quarantune.cache.entries"),
+    **dict.fromkeys(("Journal", "conclusions", "remember_trouble", "troublesome"), "quarantune.cache.journal"),
+    "TuningCache": "quarantune.api.tuning_cache",  # which users find here, too
 }
 """The modules of the names that a cached call does not need, imported with their first use."""
-_ABOVE = {"TuningCache": "quarantune.api.tuning_cache"}
-"""The modules of names that users find here, but that belong to layers above."""
 
 
 def __getattr__(name: str) -> Any:
-    module = f"{__name__}.{_MODULES[name]}" if name in _MODULES else _ABOVE.get(name)
-    if module is None:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

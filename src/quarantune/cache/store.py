@@ -48,6 +48,7 @@ _HASHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}-[0-9a-f]{12}")
 
 Entry: TypeAlias = JsonObject
 Contents: TypeAlias = dict[str, dict[str, Entry]]
+Prefer: TypeAlias = Callable[[str, str, Entry, Entry], Entry]
 _serial = itertools.count()
 
 
@@ -320,10 +321,6 @@ def _reason(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
-def _offered(device: str, key: str, present: Entry, offered: Entry) -> Entry:
-    return offered
-
-
 class Store:
     """The files of entries in one directory.
 
@@ -407,14 +404,15 @@ class Store:
         name: str,
         contents: Mapping[str, Mapping[str, Entry]],
         *,
-        prefer: Callable[[str, str, Entry, Entry], Entry] = _offered,
+        prefer: Prefer | None = None,
     ) -> None:
         """Saves many entries at once.
 
         Args:
             name: the function.
             contents: the entries, by device and key.
-            prefer: takes the device, the key, the present entry and the offered one; returns the entry to keep.
+            prefer: takes the device, the key, the present entry and the offered one; returns the entry to keep. None
+                keeps the offered one.
 
         Raises:
             CacheWriteError: they could not be saved; the message says why.
@@ -544,7 +542,7 @@ class Store:
             present = self._file(main).load_or_set_aside()
         if present and size > 2 * _MAIN_BYTES:  # an earlier version wrote it
             for path, part in _divided(main, present).items():
-                self._file(path).replace(functools.partial(_joined, part, _offered))
+                self._file(path).replace(functools.partial(_joined, part, None))
             moved = functools.partial(_without, lambda device, key, entry: present.get(device, {}).get(key) == entry)
             self._file(main).replace(moved)
             present = {}
@@ -574,11 +572,11 @@ def _each(contents: Contents) -> Iterator[tuple[str, str, Entry]]:
     return ((device, key, entry) for device, entries in contents.items() for key, entry in entries.items())
 
 
-def _joined(offered: Contents, prefer: Callable[[str, str, Entry, Entry], Entry], present: Contents) -> Contents:
+def _joined(offered: Contents, prefer: Prefer | None, present: Contents) -> Contents:
     joined = {device: dict(entries) for device, entries in present.items()}
     for device, key, entry in _each(offered):
         there = joined.setdefault(device, {})
-        there[key] = prefer(device, key, there[key], entry) if key in there else entry
+        there[key] = prefer(device, key, there[key], entry) if prefer and key in there else entry
     return joined
 
 

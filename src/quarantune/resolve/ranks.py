@@ -32,7 +32,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -284,6 +284,13 @@ class Answer(Record):
         return cls.from_json(decode_json(text))
 
 
+_Tune: TypeAlias = Callable[[], Answer | None]
+"""Tunes for the call, and returns the answer; None where every config failed."""
+_Wait: TypeAlias = Callable[[int | None, float, float], None]
+"""Waits for a moment; takes the rank that tunes, or None where none does, and the seconds that this rank has waited for
+that, and will wait at most."""
+
+
 class Member:
     """One rank's part in the agreement on one call."""
 
@@ -317,8 +324,8 @@ class Member:
         own: Answer | None,
         *,
         last: Answer,
-        tune: Callable[[], Answer | None] | None,
-        wait: Callable[[int | None, float, float], None],
+        tune: _Tune | None,
+        wait: _Wait,
         deadline_s: float,
     ) -> Answer:
         """Returns the answer, by whichever way it comes about.
@@ -326,10 +333,8 @@ class Member:
         Args:
             own: the answer that this rank has already, from its cache.
             last: the answer that it offers where no rank has one or can tune.
-            tune: tunes for the call, and returns the answer, or None where every config failed; None if this rank must
-                not tune.
-            wait: waits for a moment; takes the rank that tunes, or None where none does, and the seconds that this rank
-                has waited for that, and will wait at most.
+            tune: tunes; None if this rank must not tune.
+            wait: waits.
             deadline_s: the longest that this rank waits for one rank to tune.
         """
         if own is not None:
@@ -346,13 +351,7 @@ class Member:
                 self._write(out, "ended by an exception")
             raise
 
-    def _settle(
-        self,
-        last: Answer,
-        tune: Callable[[], Answer | None] | None,
-        wait: Callable[[int | None, float, float], None],
-        deadline_s: float,
-    ) -> Answer:
+    def _settle(self, last: Answer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Answer:
         attempt, since, before = 0, self._clock(), ""
         claim: str | None = None
         while (answer := self.read()) is None:
