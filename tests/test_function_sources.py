@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from helpers import child_environ, run_python
 from shared_python import SharedPython
+
+import quarantune
 
 DEFINE = """
 import functools, os, sys, threading, warnings
@@ -60,6 +66,29 @@ def run(directory: Path, script: str, shared: SharedPython | None = None, **modu
     # A busy machine may be mentioned, but nothing else.
     assert [line for line in done.stderr.splitlines() if "the samples scatter" not in line] == []
     return done.stdout
+
+
+class Helper:
+    @staticmethod
+    def doubled(x: Any) -> Any:
+        assert x.ndim == 1
+        return 2 * x
+
+
+def doubled(x: Any) -> Any:
+    assert x.ndim == 1
+    return Helper.doubled(x)
+
+
+@quarantune.autotune({"n": [1, 2]}, rep=1)
+@functools.partial(jax.jit, static_argnames=["n"])
+def with_helpers(x: Any, n: int = 1) -> Any:
+    return doubled(x) * 1
+
+
+def test_a_function_is_tuned_whose_helpers_pytest_has_changed() -> None:
+    assert "@pytest_ar" in doubled.__code__.co_names
+    assert with_helpers.tune(np.ones(3, np.float32)).failures == {}
 
 
 @pytest.mark.slow

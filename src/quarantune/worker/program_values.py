@@ -38,7 +38,7 @@ from quarantune.cache.fingerprint import (
     type_name,
     wrapped_by,
 )
-from quarantune.host.process import is_imported_early, pickled_parts, without_caches
+from quarantune.host.process import content, is_imported_early, pickled_parts, without_caches
 from quarantune.transport import pickling
 from quarantune.transport.importable import can_import
 from quarantune.transport.payload import ProgramValue
@@ -105,16 +105,28 @@ def _may_differ(place: Sequence[str], value: Any) -> bool:
 
 
 def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:
-    module, name = place[0], ".".join(place)
-    file = getattr(sys.modules[module], "__file__", None)
-    code = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-    is_own = isinstance(code, type) or (isinstance(code, types.FunctionType) and code.__code__.co_filename == file)
-    if is_own and f"{code.__module__}.{code.__qualname__}" == name:
+    if _is_own(place, value):
         blob, reason = None, "it is made by running code that is not its module's"
     else:
-        blob, reason = dump_state(value, name)
+        blob, reason = dump_state(value, ".".join(place))
     shown = texts.shown(value) if blob is None else ""
-    return ProgramValue(place, _state_hash(value), same_as, shown, blob, reason)
+    return ProgramValue(place, _state_at(place, value), same_as, shown, blob, reason)
+
+
+def _state_at(place: Sequence[str], value: Any) -> str:
+    """Returns a hash that differs where the value at a place is another in another process.
+
+    A function or class that the module's own file defines there is the same everywhere, even where an import hook, such
+    as that of pytest, has changed its code.
+    """
+    return "its own" if _is_own(place, value) else _state_hash(value)
+
+
+def _is_own(place: Sequence[str], value: Any) -> bool:
+    code = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    file = content(sys.modules[place[0]]).get("__file__")
+    is_code = isinstance(code, type) or (isinstance(code, types.FunctionType) and code.__code__.co_filename == file)
+    return is_code and f"{code.__module__}.{code.__qualname__}" == ".".join(place)
 
 
 def _is_shareable(value: Any) -> bool:
@@ -145,7 +157,7 @@ def adopt(values: Sequence[ProgramValue]) -> None:
         *_, owner, mine = _find(value.place)
         if value.same_as not in (-1, number):
             theirs = adopted[value.same_as]
-        elif mine is not NOTHING and id(mine) not in taken and _state_hash(mine) == value.state:
+        elif mine is not NOTHING and id(mine) not in taken and _state_at(value.place, mine) == value.state:
             theirs = mine
         else:
             if value.blob is None:
