@@ -97,6 +97,38 @@ assert float(layer.calls[...]) == 3
     )
 
 
+def test_a_module_whose_annotations_jaxtyping_checks_is_tuned(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
+    (tmp_path / "checkers.py").write_text(
+        "def check(function):\n    return lambda *args, **kwargs: function(*args, **kwargs)"
+    )
+    (tmp_path / "annotated.py").write_text(
+        """
+import functools
+import jax
+import quarantune
+from jaxtyping import Array, Float
+
+def doubled(x: Float[Array, "n"]) -> Float[Array, "n"]:
+    return x * 2
+
+@quarantune.autotune({"n": [1, 2]}, rep=1, warmup=0)
+@functools.partial(jax.jit, static_argnames=["n"])
+def kernel(x: Float[Array, "n"], n: int = 1) -> Float[Array, "n"]:
+    return doubled(x) * 1
+"""
+    )
+    run(
+        tmp_path,
+        """
+from jaxtyping import install_import_hook
+
+with install_import_hook("annotated", "checkers.check"):
+    import annotated
+assert annotated.kernel.tune(jnp.ones(3)).failures == {}
+""",
+    )
+
+
 def test_an_equinox_module_of_a_script_is_an_argument_and_a_self(
     tmp_path: Path, run: Callable[[Path, str], None]
 ) -> None:

@@ -50,7 +50,7 @@ FACTOR = 3
 @pytest.fixture(scope="module")
 def shared() -> Iterator[SharedPython]:
     """The process of the scripts that need no fresh one."""
-    process = SharedPython("-W", "error", environ=child_environ())
+    process = SharedPython("-W", "error", "-bb", environ=child_environ())
     yield process
     process.close()
 
@@ -61,7 +61,7 @@ def run(directory: Path, script: str, shared: SharedPython | None = None, **modu
         (directory / f"{name}.py").write_text(textwrap.dedent(text))
     file = directory / "script.py"
     file.write_text(script)
-    done = shared.run(file) if shared else run_python("-W", "error", file)
+    done = shared.run(file) if shared else run_python("-W", "error", "-bb", file)
     assert done.returncode == 0, done.stderr
     # A busy machine may be mentioned, but nothing else.
     assert [line for line in done.stderr.splitlines() if "the samples scatter" not in line] == []

@@ -12,6 +12,8 @@ import tempfile
 import textwrap
 import threading
 import types
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from quarantune.transport.payload import Call
 # and records its result, and another process unpacks it and reports the result there.
 SENDER = r"""
 import dataclasses, enum, functools, json, linecache, sys, types, typing
+from collections.abc import Callable
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import pallas as pl
@@ -399,6 +402,7 @@ if True:
 
 RECEIVER = r"""
 import json, sys, traceback
+from collections.abc import Callable
 from pathlib import Path
 import jax, numpy as np
 from quarantune import jax_internals as _jax_internals
@@ -848,6 +852,17 @@ def test_the_message_for_a_generator_in_a_closure_names_the_way_to_it() -> None:
     assert "closure variable 'helper' of" in message
     assert "<generator object" in message
     assert "Create it inside the function" in message
+
+
+def test_a_decorators_weak_reference_to_its_own_function_is_one_where_it_arrives() -> None:
+    def counted(function: Callable[[], int]) -> Callable[[], int]:
+        def wrapper() -> int:
+            return function() + (holder[0]() is wrapper) + (gone() is None)
+
+        holder, gone = [weakref.ref(wrapper)], weakref.ref(set[int]())
+        return wrapper
+
+    assert pickling.loads(pickling.dumps(counted(lambda: 40)))() == 42
 
 
 def test_an_objects_locks_are_new_ones_where_it_arrives_even_if_they_are_held_here() -> None:

@@ -13,6 +13,7 @@ import pickle
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -130,7 +131,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_code(self, code: types.CodeType) -> Any:
         make, arguments = self.dispatch_table[types.CodeType](code)
-        return make, tuple(code.co_filename if argument == _NO_FILE else argument for argument in arguments)
+        return make, tuple(
+            code.co_filename if type(argument) is str and argument == _NO_FILE else argument for argument in arguments
+        )
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         if module.__name__ not in sys.modules or module.__name__ == "__main__" or self._can_import(module.__name__):
@@ -148,6 +151,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_lock(self, lock: Any) -> Any:
         # Nobody holds it in the process that it travels to.
         return _LOCKS[type(lock)], ()
+
+    def _reduce_weak_reference(self, reference: Any) -> Any:
+        held = reference()
+        return (_dead_reference, ()) if held is None else (weakref.ref, (held,))
 
     def _reduce_jitted(self, fn: Any) -> Any:
         options = jax_internals.jit_options(fn)
@@ -218,6 +225,7 @@ _REDUCERS: Mapping[Any, Callable[[_Pickler, Any], Any]] = {
     types.CodeType: _Pickler._reduce_code,
     types.ModuleType: _Pickler._reduce_module,
     TypeVar: _Pickler._reduce_type_variable,
+    weakref.ref: _Pickler._reduce_weak_reference,
     jax_internals.pjit_type: _Pickler._reduce_jitted,
     functools._lru_cache_wrapper: _Pickler._reduce_lru_cache,
     **dict.fromkeys(_LOCKS, _Pickler._reduce_lock),
@@ -452,6 +460,10 @@ def _make_module(name: str, content: Mapping[str, Any]) -> types.ModuleType:
 
 def _array_of(elements: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     return np.frombuffer(elements, np.uint8).view(dtype).reshape(shape)
+
+
+def _dead_reference() -> weakref.ref[Any]:
+    return weakref.ref(set())
 
 
 def _rebuild_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
