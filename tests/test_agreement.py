@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from quarantune.cache import canonical_json
 from quarantune.resolve import ranks
 from quarantune.resolve.ranks import Answer, Member, Source
 
@@ -202,7 +203,7 @@ def check(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> li
     if any(run.end is None for run in reruns.values()):
         return moves(kinds, state, reruns)
     raised = sum(isinstance(run.end, LookupError) for run in reruns.values())
-    answers = {run.end.encode(): run.end for run in reruns.values() if isinstance(run.end, Answer)}
+    answers = {repr(run.end): run.end for run in reruns.values() if isinstance(run.end, Answer)}
     assert raised <= kinds.count(Rank.RAISES), (kinds, state)
     assert len(answers) == (raised < len(reruns)), (kinds, state)
     for answer in answers.values():
@@ -257,7 +258,7 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
     defaults = Answer(config=None, rank=0, source=Source.LATE)
 
     def tune() -> Answer:
-        store[f"{TOPIC}/answer"] = defaults.encode()
+        store[f"{TOPIC}/answer"] = canonical_json(defaults.to_json())
         return own_answer(0, Source.TUNED)
 
     assert settle_alone(0, tune, store) == defaults
@@ -265,7 +266,12 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
 
 def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:
     answer = Answer(config={"n": [1, {"x": True}]}, rank=3, source=Source.TUNED, time_ms=0.5, default_time_ms=None)
-    assert Answer.decode(answer.encode()) == answer
-    for text in ("[]", "{}", '{"config": 1, "rank": 0, "source": "cache"}', "nonsense", "[" * 100_000):
+    store: Any = Store(0, {})
+    member = Member(TOPIC, store)
+    assert member.offer(answer) == member.read() == answer
+    for number, text in enumerate(
+        ("[]", "{}", '{"config": 1, "rank": 0, "source": "cache"}', "nonsense", "[" * 100_000)
+    ):
+        store.write(f"{number}/answer", text)
         with pytest.raises(ValueError, match=r".+"):
-            Answer.decode(text)
+            Member(str(number), store).read()

@@ -86,26 +86,28 @@ class EntryFile:
     is_read_only: bool
     timeout_s: float
 
-    def load(self) -> Contents:
+    def load(self, *, attempts: int = 3) -> Contents:
         """Returns the entries; none if there is no file.
+
+        Args:
+            attempts: how often it is read where it is replaced meanwhile.
 
         Raises:
             DamagedError: it holds something other than valid entries.
             NewerSchemaError: it was written by a later version of this package.
             OSError: it cannot be read; `TooLargeError` if it is too large, as earlier versions could leave it.
         """
-        for attempts_left in (2, 1, 0):
-            try:
-                return _decode_entries(self._read(), self.path)
-            except NotAFileError as error:
-                raise DamagedError(f"the cache file {str(self.path)!r} cannot be used: {error.strerror}") from None
-            except (FileNotFoundError, NotADirectoryError):
-                return {}
-            except OSError as error:
-                # A network filesystem reports ESTALE when the file is replaced while it is read.
-                if error.errno != errno.ESTALE or not attempts_left:
-                    raise
-        raise AssertionError("unreachable")
+        try:
+            return _decode_entries(self._read(), self.path)
+        except NotAFileError as error:
+            raise DamagedError(f"the cache file {str(self.path)!r} cannot be used: {error.strerror}") from None
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            # A network filesystem reports ESTALE when the file is replaced while it is read.
+            if error.errno != errno.ESTALE or attempts == 1:
+                raise
+            return self.load(attempts=attempts - 1)
 
     def find(self, device: str, key: str) -> Entry | None:
         """Returns an entry of a large file as `encode` writes it, without decoding the others; None elsewhere.

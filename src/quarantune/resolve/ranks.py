@@ -27,7 +27,6 @@ import dataclasses
 import enum
 import functools
 import hashlib
-import json
 import logging
 import math
 import time
@@ -270,19 +269,6 @@ class Answer(Record):
     time_ms: float | None = None
     default_time_ms: float | None = None
 
-    def encode(self) -> str:
-        """Returns the answer as the store holds it: JSON, which nothing executes."""
-        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-    @classmethod
-    def decode(cls, text: str) -> Answer:
-        """Returns the answer that the store holds.
-
-        Raises:
-            ValueError: it holds something else.
-        """
-        return cls.from_json(decode_json(text))
-
 
 _Tune: TypeAlias = Callable[[], Answer | None]
 """Tunes for the call, and returns the answer; None where every config failed."""
@@ -310,11 +296,11 @@ class Member:
     def read(self) -> Answer | None:
         """Returns the answer, if there is one."""
         text = self._read("answer")
-        return None if text is None else Answer.decode(text)
+        return None if text is None else Answer.from_json(decode_json(text))
 
     def offer(self, answer: Answer) -> Answer:
         """Offers an answer, and returns the one that was offered first."""
-        while not self._write("answer", answer.encode()):
+        while not self._write("answer", cache.canonical_json(answer.to_json())):
             if (first := self.read()) is not None:
                 return first
         return answer
