@@ -342,8 +342,9 @@ class Layer:
         return x * self.weights
 
 
-@pytest.mark.parametrize("owner", [Scaler(3.0), Layer(jnp.full(4, 3.0))], ids=["static self", "pytree self"])
-def test_methods_are_tuned_through_the_instance_and_the_class(owner: Any, sweeps: list[str]) -> None:
+@pytest.mark.parametrize("cls", [Scaler, Layer], ids=["static self", "pytree self"])
+def test_methods_are_tuned_through_the_instance_and_the_class(cls: Any, sweeps: list[str]) -> None:
+    owner = cls(3.0 if cls is Scaler else jnp.full(4, 3.0))
     np.testing.assert_array_equal(owner.scale(X), X * 3)
     np.testing.assert_array_equal(type(owner).scale(owner, X), X * 3)
     np.testing.assert_array_equal(owner.scale.lower(X).compile()(*(owner, X)[type(owner) is Scaler :]), X * 3)

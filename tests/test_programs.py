@@ -29,7 +29,7 @@ from quarantune.worker.judging import structure_of
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
-X = jnp.ones(8)
+X = np.ones(8, np.float32)
 
 
 def tuner(fn: Callable[..., Any], configs: list[Any], **options: Any) -> quarantune.AutoTuner:

@@ -329,7 +329,7 @@ def _cases() -> Iterator[tuple[str, Any, Any]]:
         mine[:, 7], its[:, 7] = value, other
         yield name, mine, its
     yield "half for single", base.astype(np.float16), base
-    yield "bfloat16", jnp.asarray(off, jnp.bfloat16), np.asarray(jnp.asarray(base, jnp.bfloat16))
+    yield "bfloat16", off.astype(jnp.bfloat16), base.astype(jnp.bfloat16)
     yield "whole", (base * 100).astype(np.int32), (base * 100).astype(np.int32)
     yield "whole off", (off * 100).astype(np.int8), (base * 100).astype(np.int8)
     yield "true and false", off > 0, base > 0
