@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,20 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # Lets each test process, and the processes it starts, measure without waiting for other test processes.
 os.environ["_QUARANTUNE_LEASE_NAMESPACE"] = f"tests-{os.getpid()}-"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has processes that test all files begin with different ones: one finds compiled what another has compiled."""
+    if not hasattr(config, "workerinput") or config.args != config.getini("testpaths"):
+        return
+    names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+    first = len(names) * int(config.workerinput["workerid"].removeprefix("gw")) // config.workerinput["workercount"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in names[first:] + names[:first]:
+            # pytest itself imports a file that fails once more, and tells why.
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(name)
 
 
 @pytest.fixture(autouse=True)
