@@ -208,9 +208,31 @@ class Conclusions:
     # How workers end
 
     def on_exit(self, worker: Worker, status: int | None) -> None:
-        """Concludes from the end of a worker's process, whose status is as for `Ended`."""
+        """Settles the job of a worker that has ended, or blames its device, and forgets the worker.
+
+        Args:
+            worker: the worker.
+            status: the status of its process, as for `Ended`.
+        """
         worker.keep_peak()
-        self._conclude(worker, worker.verdict or self._judge(worker, status))
+        run, device, verdict = self._run, worker.device, worker.verdict or self._judge(worker, status)
+        if verdict.outcome in _EXPLICABLE:
+            text = f"{verdict.message}\n{run.workers.log(worker)}"
+            lacked, message = shortages.lacking(text, has_device=device is not None)
+            verdict = WorkerVerdict(Outcome.LOST, message, lacked) if lacked else verdict
+        worker.verdict = verdict
+        if verdict.lacked and run.devices and not run.scarcity.gives_up(worker, verdict):
+            self._repeat_beside_fewer(worker)
+        elif worker.job is not None:
+            self._settle(worker.job, worker, verdict)
+        elif (
+            device in self._run.devices
+            and worker in device.standby
+            and not worker.used
+            and verdict.outcome is not Outcome.OK
+        ):
+            self._blame_device(device, worker, verdict)
+        self._run.workers.remove(worker)
 
     def _judge(self, worker: Worker, status: int | None) -> WorkerVerdict:
         """Returns the verdict on a worker, and kills another one that took the memory it died for.
@@ -234,27 +256,6 @@ class Conclusions:
             self._run.workers.kill_with_verdict(culprit, shortage(culprit, reason))
             return WorkerVerdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
         return WorkerVerdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
-
-    def _conclude(self, worker: Worker, verdict: WorkerVerdict) -> None:
-        """Settles the job of a worker that has ended, or blames its device, and forgets the worker."""
-        run, device = self._run, worker.device
-        if verdict.outcome in _EXPLICABLE:
-            text = f"{verdict.message}\n{run.workers.log(worker)}"
-            lacked, message = shortages.lacking(text, has_device=device is not None)
-            verdict = WorkerVerdict(Outcome.LOST, message, lacked) if lacked else verdict
-        worker.verdict = verdict
-        if verdict.lacked and run.devices and not run.scarcity.gives_up(worker, verdict):
-            self._repeat_beside_fewer(worker)
-        elif worker.job is not None:
-            self._settle(worker.job, worker, verdict)
-        elif (
-            device in self._run.devices
-            and worker in device.standby
-            and not worker.used
-            and verdict.outcome is not Outcome.OK
-        ):
-            self._blame_device(device, worker, verdict)
-        self._run.workers.remove(worker)
 
     def give_up(self, worker: Worker) -> None:
         """Goes on without a worker that SIGKILL does not end, and without its device."""

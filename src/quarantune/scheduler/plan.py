@@ -20,31 +20,30 @@ CompareProgram: TypeAlias = Callable[[Config, Mapping[str, int]], None]
 """Compares the program of a config, as `Traced` tells it, with the caller's; raises where it is another one."""
 
 
+@dataclasses.dataclass(eq=False)
 class Proof:
-    """Has one program that a worker of a sweep has traced compared with that of the caller."""
+    """Has one program that a worker of a sweep has traced compared with that of the caller.
 
-    def __init__(self, compare: CompareProgram | None = None, only: Collection[int | None] = ()) -> None:
-        """Sets up the proof.
+    Attributes:
+        compare: the comparison; None where a program was compared, or for no proof.
+        only: the indices of the configs that may be compared; empty for all.
+    """
 
-        Args:
-            compare: the comparison; None for no proof.
-            only: the indices of the configs that may be compared; empty for all.
-        """
-        self._compare = compare
-        self._only = only
+    compare: CompareProgram | None = None
+    only: Collection[int | None] = ()
 
     @property
     def is_due(self) -> bool:
         """Whether a program is still to be compared."""
-        return self._compare is not None
+        return self.compare is not None
 
     def wants(self, index: int) -> bool:
         """Returns whether the program of a config is to be compared."""
-        return self.is_due and (not self._only or index in self._only)
+        return self.is_due and (not self.only or index in self.only)
 
     def show(self, config: Config, lines: Mapping[str, int]) -> None:
         """Compares the program of a config, unless one was compared before."""
-        compare, self._compare = self._compare, None
+        compare, self.compare = self.compare, None
         if compare is not None:
             compare(config, lines)
 

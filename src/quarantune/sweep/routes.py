@@ -152,7 +152,11 @@ class Routes:
         try:
             self._sandbox.open(load_timeout_s=self._limits.compile_timeout_s)
         except LoadError as error:
-            self._fail_all(configs, error)
+            log = "\n".join(part for part in (error.description.traceback, error.log) if part)
+            message = error.description.message
+            for index, config in configs.items():
+                trial = Trial(config=config, outcome=error.outcome, phase=Phase.LOAD, message=message, log_tail=log)
+                self._finish(index, trial, log)
             return False
         return True
 
@@ -312,14 +316,6 @@ class Routes:
         if self._on_tpu:
             return _CONFIGS_PER_TPU_WORKER
         return 1 if self._on_cpu else _CONFIGS_PER_ACCELERATOR_WORKER
-
-    def _fail_all(self, configs: dict[int, Config], error: LoadError) -> None:
-        """Ends every config, because the function itself cannot be loaded."""
-        log = "\n".join(part for part in (error.description.traceback, error.log) if part)
-        message = error.description.message
-        for index, config in configs.items():
-            trial = Trial(config=config, outcome=error.outcome, phase=Phase.LOAD, message=message, log_tail=log)
-            self._finish(index, trial, log)
 
     def _reference_for(
         self, configs: dict[int, Config], known: Mapping[int, Trial]

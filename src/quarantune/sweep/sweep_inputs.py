@@ -154,7 +154,9 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     ]
 
     def described(arguments: Arguments) -> JsonObject:
-        return describe_call(signature, static, tunables, *_without_weak_types(arguments)).key_values
+        structs = as_structs(*arguments)
+        strong = with_leaves(*structs, _is_struct, lambda leaf: leaf.update(weak_type=False))
+        return describe_call(signature, static, tunables, *strong).key_values
 
     try:
         mine, its = described(given), described(call)
@@ -191,11 +193,8 @@ def _in_place_of(call: Arguments, values: Mapping[str, Any], signature: inspect.
     return positional.args, {name: values[name] for name in call[1]}
 
 
-def _without_weak_types(call: Arguments) -> Arguments:
-    def is_struct(leaf: Any) -> bool:
-        return isinstance(leaf, jax.ShapeDtypeStruct)
-
-    return with_leaves(*as_structs(*call), is_struct, lambda leaf: leaf.update(weak_type=False))
+def _is_struct(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _as_weak_as(given: Any, wanted: Any) -> Any:
@@ -203,7 +202,7 @@ def _as_weak_as(given: Any, wanted: Any) -> Any:
     is_weak = bool(getattr(wanted, "weak_type", False))
     if not is_array(given) or is_weak == bool(getattr(given, "weak_type", False)):
         return given
-    if isinstance(given, jax.ShapeDtypeStruct):
+    if _is_struct(given):
         return given.update(weak_type=is_weak)
     return jax_internals.as_weak(jnp.asarray(given)) if is_weak else given.astype(given.dtype)
 
