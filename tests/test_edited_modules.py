@@ -152,6 +152,17 @@ def test_a_module_that_an_import_hook_changes_is_not_edited(
     assert python(script) == "2 []\n"
 
 
+def test_a_namespace_can_be_imported(imports: Imports) -> None:
+    module = imports("beside_namespace", SOURCE)
+    assert module.__file__ is not None
+    Path(module.__file__).with_name("namespace").mkdir()
+    importlib.import_module("namespace")
+    try:
+        assert importable.can_import("namespace")
+    finally:
+        del sys.modules["namespace"]
+
+
 def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -> None:
     theirs = imports("their_kernels", SOURCE)
     imports("own_kernels", SOURCE)

@@ -188,6 +188,27 @@ assert os.getcwd() == {str(away)!r}
 
 
 @pytest.mark.slow
+def test_a_module_that_only_an_import_hook_of_the_program_finds_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
+    module = (DEFINE + KERNEL).replace("FACTOR = 3", "from beside import FACTOR")
+    script = f"""{DEFINE}
+import importlib.abc, importlib.util
+
+class Finder(importlib.abc.InspectLoader):
+    def find_spec(self, name, path, target=None):
+        return importlib.util.spec_from_loader(name, self) if name in SOURCES else None
+
+    def get_source(self, name):
+        return SOURCES[name]
+
+SOURCES = {{"in_memory": {module!r}, "beside": "FACTOR = 3"}}
+sys.meta_path.insert(0, Finder())
+import in_memory
+agree(in_memory.kernel, 3)
+"""
+    run(tmp_path, script, shared)
+
+
+@pytest.mark.slow
 def test_a_module_that_initialises_a_backend_or_starts_a_thread_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
     modules = {
         "with_array": DEFINE + KERNEL.replace("FACTOR = 3", "FACTOR = jnp.full((), 3.0)"),

@@ -16,12 +16,23 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from importlib.abc import InspectLoader
+from importlib.machinery import (
+    BuiltinImporter,
+    ExtensionFileLoader,
+    FrozenImporter,
+    NamespaceLoader,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from pathlib import Path
 from typing import Any
+from zipimport import zipimporter
 
 from quarantune.host import machine
 from quarantune.host.process import content, is_imported_early, is_installed
 from quarantune.transport import unpicklable
+
+_LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader, NamespaceLoader, zipimporter)
 
 
 def can_import(name: str) -> bool:
@@ -45,11 +56,16 @@ def can_import(name: str) -> bool:
 
 
 def _find_spec(name: str, path: Any) -> Any:
+    """Returns how a fresh process imports a module: not by a finder that this program has installed."""
     # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.
-    for finder in sys.meta_path:
-        if (spec := _answer(lambda finder: finder.find_spec(name, path), finder)) is not None:
-            return spec
-    return None
+    specs = (_answer(lambda finder: finder.find_spec(name, path), finder) for finder in sys.meta_path)
+    return next((spec for spec in specs if spec is not None and _is_everywhere(spec.loader, name)), None)
+
+
+def _is_everywhere(loader: Any, name: str) -> bool:
+    """Returns whether a loader is Python's own, which a namespace lacks, or that of a parent package, as of six."""
+    is_own = isinstance(loader, _LOADERS) or loader in (None, BuiltinImporter, FrozenImporter)
+    return is_own or type(loader).__module__.partition(".")[0] == name.partition(".")[0]
 
 
 def may_travel_by_name(obj: Any) -> bool:
