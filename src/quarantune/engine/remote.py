@@ -164,11 +164,7 @@ _DEATHS = ("Killed", "Crashed", "Died", "Lost", "Terminated", "Unreachable")
 _ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError, ImportError)}
 
 
-def _cut(text: str) -> str:
-    return text[:_MOST_TEXT]
-
-
-_Text: TypeAlias = Annotated[str, _cut]
+_Text: TypeAlias = Annotated[str, lambda text: text[:_MOST_TEXT]]
 _Rounds: TypeAlias = tuple[tuple[int, Samples], ...]
 
 
