@@ -20,7 +20,7 @@ from quarantune.measure import compare, rounding
 from quarantune.measure.rounding import Motion
 from quarantune.sandbox import spool
 from quarantune.transport import payload
-from quarantune.values.trial import OutputArray, Trial
+from quarantune.values.trial import ArrayKind, Trial
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
 
@@ -164,7 +164,7 @@ def judged_as(
         if on_device:
             bench.judge._shortcut = compare.Comparer()
         defaults = bench.compile({}, target=None)
-        outputs = [OutputArray(info.shape, info.dtype.name) for info in jax.tree.leaves(defaults.call.out_info)]
+        outputs = [ArrayKind(info.shape, info.dtype.name) for info in jax.tree.leaves(defaults.call.out_info)]
         told()
         bench.judge.expect(outputs, programs)
         told()

@@ -26,8 +26,9 @@ from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Store
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import encode
-from quarantune.cli.call_texts import ArrayText, GivenCall, parse_call
+from quarantune.cli.call_texts import GivenCall, parse_call
 from quarantune.cli.parser import make_parser
+from quarantune.values.trial import ArrayKind
 
 KERNELS = """
 import functools
@@ -131,18 +132,18 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
     text = "bf16[4096, 4096], f32[] pred[2] s32[0,1] 3 -0.5 true none bias=u8[7] mode=fast causal=False pad=(1, 2)"
     assert parse_call(text) == GivenCall(
         (
-            ArrayText("bfloat16", (4096, 4096)),
-            ArrayText("float32", ()),
-            ArrayText("bool", (2,)),
-            ArrayText("int32", (0, 1)),
+            ArrayKind((4096, 4096), "bfloat16"),
+            ArrayKind((), "float32"),
+            ArrayKind((2,), "bool"),
+            ArrayKind((0, 1), "int32"),
             3,
             -0.5,
             True,
             None,
         ),
-        {"bias": ArrayText("uint8", (7,)), "mode": "fast", "causal": False, "pad": (1, 2)},
+        {"bias": ArrayKind((7,), "uint8"), "mode": "fast", "causal": False, "pad": (1, 2)},
     )
-    assert parse_call("f8_e4m3fn[8] float16[8]").args == (ArrayText("float8_e4m3fn", (8,)), ArrayText("float16", (8,)))
+    assert parse_call("f8_e4m3fn[8] float16[8]").args == (ArrayKind((8,), "float8_e4m3fn"), ArrayKind((8,), "float16"))
     assert parse_call("") == GivenCall((), {})
 
 

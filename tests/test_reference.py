@@ -27,7 +27,7 @@ from quarantune.measure.rounding import Allowance, RoundingNoise
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import Reference
 from quarantune.values.settings import Options, Tolerance
-from quarantune.values.trial import OutputArray
+from quarantune.values.trial import ArrayKind
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -380,7 +380,7 @@ def test_a_kept_output_is_compared_by_programs_compiled_ahead() -> None:
     comparer, allowance = compare.Comparer(), Allowance.fixed(Tolerance())
     output = [jnp.arange(30, dtype=jnp.float16).reshape(5, 6), jnp.arange(3)]
     on_host = [np.asarray(array) for array in output]
-    comparer.expect([OutputArray(array.shape, array.dtype.name) for array in output])
+    comparer.expect([ArrayKind(array.shape, array.dtype.name) for array in output])
     comparer.keep(output, on_host)
     ahead = set(comparer.programs)
     noise = RoundingNoise(output[0], coarsest=None, run=comparer.run)

@@ -32,7 +32,7 @@ from quarantune.sandbox.pool import Said
 from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
 from quarantune.values.codec import DamageError
-from quarantune.values.trial import OutputArray, ReferenceFailedError, Route
+from quarantune.values.trial import ArrayKind, ReferenceFailedError, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 
@@ -158,7 +158,7 @@ def test_standby_workers_learn_of_the_outputs_that_they_will_compare(reference: 
         orders[worker.number].append(worker.do)
     standby = [order for order in orders.values() if order[0] == "Prepare"]
     assert [order[:3] for order in standby] == [["Prepare", "Expect", "Measure"]] * len(standby)
-    assert {worker.task.outputs for worker in result.given("Expect")} == {(OutputArray((4, 8), "float16"),)}
+    assert {worker.task.outputs for worker in result.given("Expect")} == {(ArrayKind((4, 8), "float16"),)}
 
 
 def test_later_standby_workers_get_the_comparisons_that_an_earlier_one_has_compiled(reference: Reference) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quarantune.values.trial import OutputArray
+from quarantune.values.trial import ArrayKind
 from quarantune.worker.judging import StaleMemory, fill_value
 
 
@@ -45,7 +45,7 @@ def test_memory_is_filled_with_a_value_that_no_output_has(dtype: str) -> None:
 
 def test_outputs_that_are_expected_are_overwritten_by_what_was_compiled_before() -> None:
     memory = StaleMemory(is_shared=True)
-    memory.expect([OutputArray((4, 8), "bfloat16"), OutputArray((3,), "bool")])
+    memory.expect([ArrayKind((4, 8), "bfloat16"), ArrayKind((3,), "bool")])
     compiled = dict(memory._fills)
     memory.note({"out": jnp.ones((4, 8), "bfloat16"), "flags": jnp.zeros(3, bool)})
     memory.overwrite()

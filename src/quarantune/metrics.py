@@ -79,7 +79,8 @@ def from_counts(
     _check_positive("latency_ms", latency_ms)
     peaks = None if device is None else device_peaks(device)
     if peak_tflops is None and peaks is not None and dtype is not None:
-        peak_tflops = peaks.tflops.get(_family(_numpy_dtype(dtype)))
+        name = _numpy_dtype(dtype).name
+        peak_tflops = peaks.tflops.get("float8" if name.startswith("float8") else name)
     if peak_bandwidth_gbps is None and peaks is not None:
         peak_bandwidth_gbps = peaks.gbps
     tflops = _rate("flops", flops, per_s=1e-12, latency_ms=latency_ms)
@@ -221,8 +222,3 @@ def _of_peak(percent: float | None) -> str:
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
     # By name, numpy finds only its own dtypes.
     return np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
-
-
-def _family(dtype: np.dtype[Any]) -> str:
-    """Returns a dtype's name in the table."""
-    return "float8" if dtype.name.startswith("float8") else dtype.name

@@ -95,7 +95,8 @@ def compile_check(
         raise ValueError(f"estimate=True asks the compiler for TPUs, and {found.name} is none: leave it out")
     found = dataclasses.replace(found, estimates=estimate)
     call = BoundCall(TunedFunction.of(fn, configs, options, compiled_by="compile_check"), args, kwargs)
-    return _check_all(call, found, num_workers=num_workers, again=again)
+    compiled = _compile_all(call, found, num_workers=num_workers, again=again)
+    return CompileReport(name=call.name, target=found, trials=compiled.trials, key=compiled.key, known=compiled.known)
 
 
 def compile_configs(
@@ -173,12 +174,6 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
     entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
     open_store(settings).merge(call.name, {described.key.device: {described.key.text: entry}}, prefer=more_thorough)
     return best.config
-
-
-def _check_all(call: BoundCall, target: Target, *, num_workers: int | None, again: bool) -> CompileReport:
-    """Returns the report on compiling the configs of a call for a device; the arguments are those of `_compile_all`."""
-    compiled = _compile_all(call, target, num_workers=num_workers, again=again)
-    return CompileReport(name=call.name, target=target, trials=compiled.trials, key=compiled.key, known=compiled.known)
 
 
 @dataclasses.dataclass(frozen=True)

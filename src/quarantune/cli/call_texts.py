@@ -13,6 +13,7 @@ from typing import Any
 
 from quarantune.cli.output import InputError
 from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.trial import ArrayKind
 
 _FLOAT8 = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
 _NAMES = [
@@ -35,24 +36,11 @@ _HOW = "write arrays as bf16[4096,4096] or f32[], numbers as 3 or 0.5, and keywo
 
 
 @dataclasses.dataclass(frozen=True)
-class ArrayText:
-    """An array without its elements.
-
-    Attributes:
-        dtype: the name of its dtype, as NumPy calls it.
-        shape: its sizes.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class GivenCall:
     """The arguments of one call.
 
     Attributes:
-        args: the positional arguments: `ArrayText`, numbers, booleans and None; or those that the function takes.
+        args: the positional arguments: `ArrayKind`, numbers, booleans and None; or those that the function takes.
         kwargs: the keyword arguments, which may also be strings.
         source: the option that gave it, for messages.
     """
@@ -181,7 +169,7 @@ def read_calls(path: str) -> list[GivenCall]:
     return [dataclasses.replace(call, source=f"--shapes, call {at}") for at, call in enumerate(calls, start=1)]
 
 
-def _array(dtype: str, sizes: str) -> ArrayText:
+def _array(dtype: str, sizes: str) -> ArrayKind:
     name = _DTYPES.get(dtype.lower())
     if name is None:
         hint = did_you_mean(dtype, _DTYPES) or " Known are bf16, f16, f32, i8, i32, u8, bool and others."
@@ -191,7 +179,7 @@ def _array(dtype: str, sizes: str) -> ArrayText:
         if not re.fullmatch(r"\s*\d{1,18}\s*", size, flags=re.ASCII):
             raise ValueError(f"{shown(size.strip())} is no size: write whole numbers, as in {dtype}[4096,128]")
         shape.append(int(size))
-    return ArrayText(name, tuple(shape))
+    return ArrayKind(tuple(shape), name)
 
 
 def _hashable(value: Any) -> Any:

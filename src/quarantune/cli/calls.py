@@ -19,13 +19,14 @@ import jax.numpy as jnp
 
 from quarantune.api.autotune import Tuned
 from quarantune.api.contextual import Contextual
-from quarantune.cli.call_texts import ArrayText, GivenCall, parse_statics
+from quarantune.cli.call_texts import GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
 from quarantune.host.process import SANDBOX_MARK, environment_variables, is_installed
 from quarantune.resolve.call_key import TunedFunction
 from quarantune.transport.problem import as_structs, is_array
 from quarantune.values.describe import canonical_dtype, describe_array
 from quarantune.values.texts import call_text, did_you_mean, shown
+from quarantune.values.trial import ArrayKind
 
 
 def load(text: str, *, option: str = "") -> Any:
@@ -180,7 +181,7 @@ def _with_structs(call: GivenCall) -> GivenCall:
 
 
 def _value(value: Any, source: str) -> Any:
-    if not isinstance(value, ArrayText):
+    if not isinstance(value, ArrayKind):
         return value
     scalar_type = getattr(jnp, "bool_" if value.dtype == "bool" else value.dtype, None)
     if scalar_type is None:

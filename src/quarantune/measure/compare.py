@@ -28,7 +28,7 @@ from quarantune.measure.rounding import (
     deviations,
     wide_type,
 )
-from quarantune.values.trial import OutputArray
+from quarantune.values.trial import ArrayKind
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -511,7 +511,7 @@ class Comparer:
             if isinstance(wanted, np.ndarray) and wanted.size:
                 self(self._carried(wanted), wanted, allowance)
 
-    def expect(self, outputs: Sequence[OutputArray]) -> None:
+    def expect(self, outputs: Sequence[ArrayKind]) -> None:
         """Compiles all that is needed to compare arrays with others like them, which takes a GPU 0.2 s each.
 
         Args:

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, TypeAlias
 from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
 from quarantune.values.trial import (
+    ArrayKind,
     CompilerFigures,
     CompileTarget,
     Millijoules,
     Milliseconds,
-    OutputArray,
     Phase,
     Samples,
     Watts,
@@ -80,7 +80,7 @@ class Expect(Task):
         outputs: the arrays of each config's output.
     """
 
-    outputs: tuple[OutputArray, ...]
+    outputs: tuple[ArrayKind, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ class Lowered(Reply):
     """
 
     program: str
-    outputs: tuple[OutputArray, ...] = ()
+    outputs: tuple[ArrayKind, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

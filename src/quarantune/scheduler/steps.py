@@ -22,7 +22,7 @@ from quarantune.scheduler.plan import MEMORY_SHARE
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
-from quarantune.values.trial import READY, Outcome, OutputArray, Phase, Route
+from quarantune.values.trial import READY, ArrayKind, Outcome, Phase, Route
 
 _MOST_LOST = 10
 """Where more than one in so many configs ends the worker that compiles it, each gets one of its own."""
@@ -82,7 +82,7 @@ class RouteSteps:
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the workers that a device will need, ahead of those that compile."""
 
-    def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
+    def on_lowered(self, outputs: tuple[ArrayKind, ...]) -> None:
         """Takes note of the outputs that configs have."""
 
     def measure_again(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
@@ -324,7 +324,7 @@ class SplitRoute(RouteSteps):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run, saves=True, pauses=run.plan.measures_here)
-        self._outputs: tuple[OutputArray, ...] = ()
+        self._outputs: tuple[ArrayKind, ...] = ()
         self._comparisons_fd = -1
 
     def waiting(self) -> int:
@@ -336,7 +336,7 @@ class SplitRoute(RouteSteps):
         plan = self._run.plan
         return plan.route is Route.HANDED_OVER or not (plan.exclusive or plan.compile_only)
 
-    def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
+    def on_lowered(self, outputs: tuple[ArrayKind, ...]) -> None:
         """Tells the standby workers, while they take their device, which outputs they will compare."""
         run = self._run
         compares = run.reference.compares or run.reference.is_coming

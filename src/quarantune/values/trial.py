@@ -112,12 +112,12 @@ class CompileTarget:
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputArray:
-    """An array of a program's output.
+class ArrayKind:
+    """The kind of an array, as of a program's output, or as the command line names it.
 
     Attributes:
         shape: its shape.
-        dtype: the name of its dtype.
+        dtype: the name of its dtype, as NumPy calls it.
     """
 
     shape: tuple[int, ...]

@@ -26,7 +26,7 @@ from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
-from quarantune.values.trial import CompileTarget, OutputArray
+from quarantune.values.trial import ArrayKind, CompileTarget
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
@@ -35,7 +35,7 @@ from quarantune.worker.judging import Judge, StaleMemory, structure_of
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
-Announce = Callable[[str, tuple[OutputArray, ...]], None]
+Announce = Callable[[str, tuple[ArrayKind, ...]], None]
 """Receives the hash of a lowered program, which is that of other configs with the same program, and its output."""
 
 
@@ -110,7 +110,7 @@ class Bench:
             return int(jnp.negative(jax.device_put(1, jax.local_devices()[0]))) == -1
         return False
 
-    def expect(self, outputs: Sequence[OutputArray], fd: int | None = None) -> None:
+    def expect(self, outputs: Sequence[ArrayKind], fd: int | None = None) -> None:
         """Compiles what comparing such outputs needs, ahead of the first, as `Judge.expect` does."""
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._stale.expect, outputs)
@@ -438,7 +438,7 @@ class Bench:
         identity = programs.identity(lowered, text, compiler_options, structure_of)
         if identity is not None and not self._options.check_grad:
             arrays = jax.tree.leaves(lowered.out_info)
-            announce(identity, tuple(OutputArray(array.shape, array.dtype.name) for array in arrays))
+            announce(identity, tuple(ArrayKind(array.shape, array.dtype.name) for array in arrays))
         return identity
 
     def _has_own_clock(self) -> bool:

@@ -31,7 +31,7 @@ from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
-from quarantune.values.trial import OutputArray
+from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 
 _WIDER_S = 5.0
@@ -101,7 +101,7 @@ class Judge:
                     expected = self._expected_in(fd)
                     self._shortcut.prepare(expected.leaves, expected.allowances)
 
-    def expect(self, outputs: Sequence[OutputArray], fd: int | None = None) -> None:
+    def expect(self, outputs: Sequence[ArrayKind], fd: int | None = None) -> None:
         """Compiles the comparison of such outputs on an accelerator, ahead of the first; errors are left to `check`.
 
         Args:
@@ -425,7 +425,7 @@ class StaleMemory:
             if len(array.devices()) == 1 and fill_value(array.dtype) is not None
         ]
 
-    def expect(self, outputs: Sequence[OutputArray]) -> None:
+    def expect(self, outputs: Sequence[ArrayKind]) -> None:
         """Compiles what overwrites such outputs, which takes a GPU 0.06 s each, ahead of the first; raises nothing."""
         with contextlib.suppress(Exception):
             for output in outputs if self._is_shared else ():
