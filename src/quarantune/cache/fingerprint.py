@@ -167,12 +167,7 @@ class _Walk:
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
-        description = [
-            code_text(function),
-            _describe_defaults(function),
-            _describe_wrapping(value),
-        ]
-        self.parts[part] = _hash(description)
+        self.parts[part] = _hash([code_text(function), _describe_defaults(function), _describe_wrapping(value)])
         self._follow_bound(value)
         self._visit_surroundings(f"{part}:closure", function, owner=_owner(value))
 
@@ -356,17 +351,13 @@ def _owner(fn: Any) -> type | None:
     if isinstance(fn, functools.partial):
         return _owner(fn.func)
     function = plain_function(fn)
-    if function is None:
-        return type(fn)
-    return _defining_class(function)
+    return type(fn) if function is None else _defining_class(function)
 
 
 def _is_users(fn: Any) -> bool:
     """Returns whether a callable is the user's own code."""
     function = plain_function(fn)
-    if function is None:
-        return is_users_class(type(fn))
-    return not is_library_function(function)
+    return is_users_class(type(fn)) if function is None else not is_library_function(function)
 
 
 def _is_written_out(member: Any) -> bool:

@@ -557,16 +557,13 @@ def _date(text: str) -> str:
 
 
 def _is_verdict(trial: Trial) -> bool:
-    is_checked = trial.outcome is Outcome.OK and trial.time_ms is None and trial.figures is not None
-    return is_checked or _failed_to_compile(trial)
-
-
-def _failed_to_compile(trial: Trial) -> bool:
-    """Returns whether a trial shows that its config does not compile, rather than that something went wrong around it.
+    """Returns whether a trial shows that its config does not compile, or does in a check, and not a fault around it.
 
     A compiler without a device, or one that names a memory space, has computed that the device's memory is too small.
     In a worker that holds the device, other programs may have taken the memory.
     """
+    if trial.outcome is Outcome.OK:
+        return trial.time_ms is None and trial.figures is not None
     if trial.phase is not Phase.COMPILE or trial.outcome not in _AT_COMPILE_TIME:
         return False
     if trial.outcome is Outcome.DEVICE_OOM:
@@ -583,9 +580,8 @@ def _is_transient(message: str) -> bool:
 
 
 def _compiled(trial: Trial) -> bool:
-    if trial.outcome is Outcome.OK:
-        return True
-    return trial.outcome not in _UNSETTLED and trial.phase in (Phase.CHECK, Phase.MEASURE)
+    has_run = trial.outcome not in _UNSETTLED and trial.phase in (Phase.CHECK, Phase.MEASURE)
+    return has_run or trial.outcome is Outcome.OK
 
 
 def _is_same(before: _FailedCompile, after: _FailedCompile) -> bool:
