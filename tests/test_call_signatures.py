@@ -129,8 +129,9 @@ class Options:
         (1, 1, True),
         (jnp.float32, np.float32, jnp.bfloat16),
         (jnp.tanh, jnp.tanh, jnp.sin),
+        tuple(jax.ShapeDtypeStruct((size,), np.float32) for size in (2, 2, 3)),
     ],
-    ids=["string", "tuple", "dataclass", "number", "dtype", "function"],
+    ids=["string", "tuple", "dataclass", "number", "dtype", "function", "shape and dtype"],
 )
 def test_static_arguments_reach_workers_and_are_part_of_the_key(
     one: Any, equal: Any, other: Any, sweeps: list[str]

@@ -163,16 +163,21 @@ def pack_call(
         TypeError: a part of the call cannot be pickled.
         ValueError: an argument was deleted, or donated to an earlier call.
     """
-    arrays = [leaf for value in (*args, *kwargs.values()) for leaf in jax.tree.leaves(value) if _is_spooled(leaf)]
-    of_numpy = with_values or not jax_internals.is_jitted(fn)
+    is_jitted = jax_internals.is_jitted(fn)
+    by_position, by_name = (jax_internals.jit_options(fn) if is_jitted else jax_internals.JitOptions()).dynamic(
+        args, kwargs
+    )
+    arrays = list(filter(_is_spooled, jax.tree.leaves(([*by_position.values()], [*by_name.values()]))))
+    of_numpy = with_values or not is_jitted
     found = _specs(arrays, with_values=with_values, of_numpy=of_numpy)
     specs = found if manual_mesh is None else _as_shards(found, arrays, manual_mesh)
     in_order = iter(specs)
-    packed_args, packed_kwargs = with_leaves(args, kwargs, _is_spooled, lambda _: next(in_order))
+    packed, packed_kwargs = with_leaves([*by_position.values()], by_name, _is_spooled, lambda _: next(in_order))
+    packed_args = dict(zip(by_position, packed, strict=True))
     call = Call(
         fn=fn,
-        args=packed_args,
-        kwargs=packed_kwargs,
+        args=tuple(packed_args.get(position, arg) for position, arg in enumerate(args)),
+        kwargs={**kwargs, **packed_kwargs},
         specs=specs,
         judges=dict(judges or {}),
         config_values=dict(config_values or {}),
