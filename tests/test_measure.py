@@ -113,7 +113,7 @@ def test_the_first_run_counts_towards_the_soft_budget() -> None:
 
 
 def test_finalists_are_chosen_by_median_or_fastest_depending_on_the_clock() -> None:
-    samples = sampling.Samples(tuple(map(RunTime.exactly, (1.0, 2.0, 1000.0))))
+    samples = sampling.Sampled(tuple(map(RunTime.exactly, (1.0, 2.0, 1000.0))))
     assert (samples.ranking_ms(is_exact=True), samples.ranking_ms(is_exact=False)) == (2.0, 1.0)
 
 

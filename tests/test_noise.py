@@ -205,7 +205,7 @@ def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> No
     estimated, clean = RunTime(60.0, 0.5, 0.5), RunTime.exactly(1.1)
     assert fastest([estimated, clean, RunTime.exactly(1.2)]) == clean
     assert fastest([estimated, RunTime(60.0, 0.7, 0.7)]) == estimated
-    assert sampling.Samples((estimated, clean)).ranking_ms(is_exact=False) == 1.1
+    assert sampling.Sampled((estimated, clean)).ranking_ms(is_exact=False) == 1.1
     rounds = finals.take_turns(
         [lambda count: [estimated, clean], lambda count: [RunTime.exactly(1.0)] * count], is_exact=False
     )

@@ -22,6 +22,7 @@ from quarantune.measure.rounding import (
     CHUNK_ELEMENTS,
     NEVER,
     Allowance,
+    HostArray,
     RoundingNoise,
     allowed,
     chunks,
@@ -29,8 +30,6 @@ from quarantune.measure.rounding import (
     wide_type,
 )
 from quarantune.values.trial import ArrayKind
-
-_Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _MAX_STRUCTURE_CHARS = 200
 
@@ -243,12 +242,12 @@ def noise_of(leaf: Any, *, coarsest: int | None, run: Callable[..., Any] | None 
     return RoundingNoise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None
 
 
-def _on_host(leaf: Any) -> _Array:
+def _on_host(leaf: Any) -> HostArray:
     """Returns a leaf as a numpy array, and PRNG keys as their data."""
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
-def _without_dtype(array: _Array) -> _Array:
+def _without_dtype(array: HostArray) -> HostArray:
     """Returns an array of a single number in the form of a Python number's, integers of any size included."""
     for number_type, dtype in _NUMBER_TYPES.items():
         if array.shape == () and has_dtype(array, dtype):
@@ -295,7 +294,9 @@ def has_dtype(leaf: Any, *kinds: Any) -> bool:
     return hasattr(leaf, "dtype") and any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
 
 
-def compare_numbers(got: _Array, wanted: _Array, allowance: Allowance, where: str, *, is_exact: bool) -> str | None:
+def compare_numbers(
+    got: HostArray, wanted: HostArray, allowance: Allowance, where: str, *, is_exact: bool
+) -> str | None:
     """Compares two arrays of one shape.
 
     Args:
@@ -316,7 +317,7 @@ def compare_numbers(got: _Array, wanted: _Array, allowance: Allowance, where: st
     return _describe_mismatches(found, got.shape, allowance, where, is_exact=is_exact)
 
 
-def _are_same_bytes(got: _Array, wanted: _Array) -> bool:
+def _are_same_bytes(got: HostArray, wanted: HostArray) -> bool:
     """Returns whether two arrays are equal bit by bit, several times faster than a search for differences."""
     if got.dtype != wanted.dtype or got.dtype.hasobject or not (got.flags.c_contiguous and wanted.flags.c_contiguous):
         return False
@@ -371,7 +372,7 @@ def is_as_near(got: Any, rival: Any, truth: Any, allowance: Allowance) -> bool:
     return not _find_mismatches(mine, wanted, allowance.for_dtype(mine.dtype), its).disagree(mine.size, allowance)
 
 
-def _find_mismatches(got: _Array, wanted: _Array, allowance: Allowance | None, *rival: _Array) -> Mismatches:
+def _find_mismatches(got: HostArray, wanted: HostArray, allowance: Allowance | None, *rival: HostArray) -> Mismatches:
     """Returns how arrays differ.
 
     Args:
@@ -426,7 +427,7 @@ def is_far(xp: Any, excess: Any, limit: Any, far: Any) -> Any:
     return ((excess > (far - 1) * limit) | xp.isinf(excess)) & (far < NEVER)
 
 
-def _excess_of_integers(got: _Array, wanted: _Array, tolerance: Allowance) -> _Array:
+def _excess_of_integers(got: HostArray, wanted: HostArray, tolerance: Allowance) -> HostArray:
     if got.dtype == object:  # Python integers, which may be larger than any float
         atol, rtol, most = (
             Fraction(float(tolerance.atol)),
@@ -435,15 +436,15 @@ def _excess_of_integers(got: _Array, wanted: _Array, tolerance: Allowance) -> _A
         )
         pairs = zip(got, wanted, strict=True)
         return np.array([float(max(-most, min(most, abs(mine - its) - atol - rtol * abs(its)))) for mine, its in pairs])
-    excess: _Array = _distances(got, wanted) - (tolerance.atol + tolerance.rtol * np.abs(wanted.astype(np.float64)))
+    excess: HostArray = _distances(got, wanted) - (tolerance.atol + tolerance.rtol * np.abs(wanted.astype(np.float64)))
     return excess
 
 
-def _distances(got: _Array, wanted: _Array) -> _Array:
+def _distances(got: HostArray, wanted: HostArray) -> HostArray:
     """Returns the absolute differences of integers; they may exceed the range of the integers' own type."""
     wide = np.uint64 if has_dtype(got, np.unsignedinteger) else np.int64
     got, wanted = got.astype(wide), wanted.astype(wide)
-    distances: _Array = np.maximum(got, wanted).astype(np.uint64) - np.minimum(got, wanted).astype(np.uint64)
+    distances: HostArray = np.maximum(got, wanted).astype(np.uint64) - np.minimum(got, wanted).astype(np.uint64)
     return distances.astype(np.float64)
 
 

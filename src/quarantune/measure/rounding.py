@@ -21,7 +21,7 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.values.settings import Tolerance
 
-_Array: TypeAlias = "np.ndarray[Any, Any]"
+HostArray: TypeAlias = "np.ndarray[Any, Any]"
 
 RUNS = 4
 _SLOWEST_S, _BUDGET_S = 5.0, 1.0
@@ -77,8 +77,8 @@ class Allowance:
     rtol: float
     atol: float
     share: float
-    block: _Array = dataclasses.field(default_factory=lambda: np.zeros(1, np.float32))
-    column: _Array = dataclasses.field(default_factory=lambda: np.ones(1, np.float32))
+    block: HostArray = dataclasses.field(default_factory=lambda: np.zeros(1, np.float32))
+    column: HostArray = dataclasses.field(default_factory=lambda: np.ones(1, np.float32))
     far: float = NEVER
     together: tuple[float, float, float] = (math.inf, math.inf, math.inf)
     noise: float | None = None
@@ -138,7 +138,7 @@ def allowed(xp: Any, block: Any, column: Any, limits: Any, wanted: Any, *, start
     return xp.maximum(smooth, limits[1]) + limits[0] * xp.abs(wanted)
 
 
-def chunks(*arrays: _Array, wide: Any = None) -> Iterator[tuple[Any, ...]]:
+def chunks(*arrays: HostArray, wide: Any = None) -> Iterator[tuple[Any, ...]]:
     """Yields the arrays' elements in the order of memory, part by part, each part behind its slice."""
     flat = [array.reshape(-1) if array.flags.c_contiguous else array.flat for array in arrays]
     for start in range(0, arrays[0].size, CHUNK_ELEMENTS):

@@ -47,7 +47,7 @@ _MOST_RUNS = 200
 
 
 @dataclasses.dataclass(frozen=True)
-class Samples:
+class Sampled:
     """Times of one call.
 
     Attributes:
@@ -136,7 +136,7 @@ def measure(
     is_exact: bool = False,
     noise: Noise | None = None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Samples:
+) -> Sampled:
     """Takes samples until they are steady, or rule the config out.
 
     The first sample of all is not counted, because caches and clocks are cold. It is counted where runs are so long
@@ -183,7 +183,7 @@ def measure(
         if samples and least_ms > alone_ms and not is_exact:  # one that may be cold says too little by itself
             least_ms = min(least_ms, _least_ms(more(1)) if last_ms is None else last_ms)
         if samples and least_ms > alone_ms and runs_needed(least_ms) <= _FEWEST_RUNS:
-            return Samples(tuple(samples), is_ruled_out=True)
+            return Sampled(tuple(samples), is_ruled_out=True)
         needs_few = not is_exact or least_ms > _COLD * limit_ms or ENOUGH * least_ms > 1e3 * _SOFT_BUDGET_S
         counted = samples if is_exact and least_ms > LONG_RUN_MS else []
         samples = counted + more(min(rep, FEW if needs_few else ENOUGH) - len(counted))
@@ -192,20 +192,20 @@ def measure(
         least_ms = _least_ms(runs)
         is_slow = bool(samples) and least_ms > limit_ms
         if is_slow and len(runs) >= min(max(rep, _FEWEST_RUNS), runs_needed(least_ms)):
-            return Samples(tuple(samples[:rep]), is_ruled_out=True)
+            return Sampled(tuple(samples[:rep]), is_ruled_out=True)
         # The next run may be the first that shows the config's own time.
         all_disturbed = bool(samples) and all(sample.is_disturbed for sample in samples)
         is_late = clock() - started_s > (_DISTURBED_BUDGET_S if all_disturbed else _SOFT_BUDGET_S)
         is_over = len(samples) >= (2 if before else FEW) and (is_late or least_ms > _BEHIND * best_ms)
         is_enough = is_over or (not all_disturbed and _is_steady(samples))
         if len(samples) >= rep or (is_enough and not is_slow):
-            return Samples(tuple(samples[:rep]))
+            return Sampled(tuple(samples[:rep]))
         further = more(min(rep - len(samples), 1 if before or all_disturbed or is_slow else ENOUGH))
         samples += further
         if not samples:
             raise ValueError("the clock gave no plausible sample")
         if not further:
-            return Samples(tuple(samples))
+            return Sampled(tuple(samples))
 
 
 def _least_ms(runs: Sequence[RunTime]) -> float:
