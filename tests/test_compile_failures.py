@@ -131,7 +131,7 @@ def test_failures_in_other_directories_are_known_until_the_config_compiles(tmp_p
     failures(shared).note(failed(), source="a compile check")
     before = [path.read_bytes() for path in shared.rglob("*.uncompiled")]
     job = failures(own)
-    job._others = [job._journal_in(shared)]
+    job._others = [failures(shared)._journal]
     assert job.known()
     job.note(failed(Outcome.WRONG, phase=Phase.CHECK), source="a sweep")
     later = failures(own)

@@ -213,7 +213,7 @@ def test_the_best_estimate_is_saved_and_marked(
         asked.append(target.estimates)
         return checked(kernel(), target)
 
-    monkeypatch.setattr(compile_check, "_check_all", check_all)
+    monkeypatch.setattr(compile_check, "_compile_all", check_all)
     command = ["tune", "kernels.py:scale", "--args", "f32[8]", "--estimate-for"]
     assert main([*command, "TPU v6e"]) == 0
     assert "\nn=2, estimated, never measured\n" in capsys.readouterr().out
@@ -248,7 +248,7 @@ def test_verify_measures_what_was_estimated_for_this_device_and_a_measured_resul
     here = keyed(kernel()._resolver.bind((X,), {})).key.device
     target = dataclasses.replace(targets.find("TPU v6e"), device_kind=here)
     monkeypatch.setattr(targets, "usable", lambda name: target)
-    monkeypatch.setattr(compile_check, "_check_all", lambda *_, **__: checked(kernel(), target))
+    monkeypatch.setattr(compile_check, "_compile_all", lambda *_, **__: checked(kernel(), target))
 
     def entry() -> dict[str, Any]:
         return next(iter(Store(cache_dir).read("scale")[here].values()))

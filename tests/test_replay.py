@@ -19,7 +19,7 @@ from helpers import refused
 
 import quarantune
 from quarantune import CacheWarning, Outcome, Trial
-from quarantune.cache.journal import Journal, compile_failures
+from quarantune.cache.journal import Journal
 from quarantune.cache.store import Store, _reported
 from quarantune.search import models
 from quarantune.values.configs import Config
@@ -134,7 +134,7 @@ def test_our_journals_and_trials_in_memory_replay(tmp_path: Path) -> None:
         journal.append({"trial": trial.to_json()})
     Journal(tmp_path, "matmul", "cpu", "trouble").append({"config": "{}", "outcome": "crashed"})
     expected(quarantune.replay(tmp_path / "matmul.trials", "exhaustive", seeds=[0]))
-    compile_failures(tmp_path, "matmul", "cpu", "key").append({"trial": trials[0].to_json()})
+    Journal(tmp_path, "matmul", "cpu", "key", suffix=".uncompiled").append({"trial": trials[0].to_json()})
     expected(quarantune.replay(tmp_path / "matmul.trials", "exhaustive", seeds=[0]))
     Journal(tmp_path, "matmul", "cpu", "other").append({"trial": trials[0].to_json()})
     Store(tmp_path).put("matmul", "cpu", "key", {"config": {}, "key_values": {"x": {"shape": [8], "dtype": "int8"}}})

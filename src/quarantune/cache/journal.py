@@ -132,14 +132,6 @@ def trials_folder(name: str) -> str:
     return f"{safe_name(name)}.trials"
 
 
-def compile_failures(directory: Path, name: str, device: str, key: str) -> Journal:
-    """Returns the journal of the configs of one problem that failed to compile for a kind of device.
-
-    It outlives the journal of a sweep, which starts over now and then.
-    """
-    return Journal(directory, name, device, key, suffix=".uncompiled")
-
-
 def conclusions(directory: Path, name: str, device: str, key: str) -> Journal:
     """Returns the journal of how the sweeps of one problem ended: its finalists, as they were timed in turn.
 

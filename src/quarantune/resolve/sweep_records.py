@@ -383,9 +383,12 @@ class CompileFailures:
             limits: the limits of the sweep.
             also: further directories where failures are looked up.
         """
-        self._name, self._key = keyed.call.name, keyed.key
-        self._journal = self._journal_in(directory)
-        self._others = [self._journal_in(other) for other in also]
+        self._device = keyed.key.device
+        # These outlive the journal of a sweep, which starts over now and then.
+        self._journal, *self._others = (
+            Journal(each, keyed.call.name, keyed.key.device, keyed.key.text, suffix=".uncompiled")
+            for each in (directory, *also)
+        )
         self._limits = limits
         self._compilers = describe.compilers(keyed.platform)
 
@@ -444,9 +447,6 @@ class CompileFailures:
         self._journal.discard()
         vars(self).pop("_known", None)
 
-    def _journal_in(self, directory: Path) -> Journal:
-        return journal.compile_failures(directory, self._name, self._key.device, self._key.text)
-
     @functools.cached_property
     def _known(self) -> dict[str, _FailedCompile]:
         """The last verdict on each config under the present versions."""
@@ -471,7 +471,7 @@ class CompileFailures:
     def _with_origin(self, failure: _FailedCompile) -> Trial:
         trial = failure.trial
         ended = "compiled" if trial.outcome is Outcome.OK else "failed to compile"
-        origin = f"known since {failure.found[:10]}: {ended} for {self._key.device} in {failure.source}"
+        origin = f"known since {failure.found[:10]}: {ended} for {self._device} in {failure.source}"
         return dataclasses.replace(trial, message=f"{origin}: {trial.message}" if trial.message else origin)
 
 
