@@ -106,6 +106,7 @@ def test_the_config_has_the_least_total_time_or_the_least_slowdown(
 def test_people_and_files_see_for_which_calls_a_config_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist sets 80
     monkeypatch.setattr("quarantune.resolve.call_results.commit_of", lambda function: f"that of {function.__name__}")
     result = scale().tune_for([(SMALL,), (LARGE,)])
     assert result.commit == "that of scale"
