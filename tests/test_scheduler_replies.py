@@ -127,6 +127,7 @@ IMPLAUSIBLE: list[tuple[object, dict[str, Any]]] = [
     ("Measured", {"ranking_ms": None}),
     ("Measured", {"cpu_ms": [0.0]}),
     ("Measured", {"cpu_ms": None}),
+    ("Measured", {"clock": "sundial"}),
     ("Measured", {"samples_ms": [10**400]}),
     ("Measured", {"samples_ms": [[1.0]]}),
     ("Measured", {"modules": []}),

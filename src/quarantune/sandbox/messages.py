@@ -15,6 +15,7 @@ from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
 from quarantune.values.trial import (
     ArrayKind,
+    ClockName,
     CompilerFigures,
     CompileTarget,
     Millijoules,
@@ -308,7 +309,7 @@ class Measurement:
     cpu_ms: tuple[Milliseconds, ...]
     ranking_ms: Milliseconds
     is_slow: bool
-    clock: str
+    clock: ClockName
     energy_mj: Millijoules | None = None
     watts: Watts | None = None
 

@@ -214,6 +214,7 @@ _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
 _LATER_FIELDS = ("figures", "energy_mj", "watts", "score")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
@@ -257,7 +258,7 @@ class Trial(Record):
     log_tail: str = ""
     route: Route | None = None
     device: str = ""
-    clock: Annotated[str, one_of("", "device", "queued", "wall")] = ""
+    clock: ClockName = ""
     ended_s: _Seconds | None = dataclasses.field(default=None, compare=False)
     figures: CompilerFigures | None = None
     energy_mj: Millijoules | None = None
