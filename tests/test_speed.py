@@ -228,6 +228,15 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(
 
 
 @pytest.mark.slow
+def test_a_call_with_made_configs_whose_result_is_saved_imports_no_more(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FIRST_CALL.replace('[{"n": 1}, {"n": 2}]', 'lambda x: [{"n": 1}, {"n": 2}]'))
+    miss, hit = (FirstCall(program, QUARANTUNE_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2))
+    assert "scheduler.loop" in miss.imported, "the first call tunes"
+    assert not hit.imported & {"scheduler.loop", "cache.entries", "cache.journal"}
+
+
+@pytest.mark.slow
 def test_recording_a_new_call_costs_at_most_a_millisecond(tmp_path: Path) -> None:
     described = [keyed(BoundCall(trivial(1)._resolver.function, (np.zeros(n, np.float32),), {})) for n in range(500)]
 

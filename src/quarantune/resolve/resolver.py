@@ -516,9 +516,11 @@ class KnownResults:
 
     def tunables(self, call: BoundCall, settings: Settings) -> frozenset[str]:
         """Returns the names that the configs of a call set, where saved results tell them without the configs."""
-        for _, (_, entry) in self.entries(settings) if call.has_unread_configs else ():
-            if entry.get("space") == call.space and (config := call.find(entry.get("config"))):
-                return frozenset(config)
+        for store in self.layers(settings) if call.has_unread_configs else ():
+            for entries in store.read(self._function.name).values():
+                for entry in entries.values():
+                    if entry.get("space") == call.space and (config := call.find(entry.get("config"))):
+                        return frozenset(config)
         return frozenset()
 
 
