@@ -279,6 +279,18 @@ def test_a_stream_that_is_gone_does_not_end_the_sweep() -> None:
         stream.close()
 
 
+def test_a_stream_that_can_only_be_written_to_gets_the_last_line() -> None:
+    class Stream:
+        def __init__(self) -> None:
+            self.write = written.append
+
+    written: list[str] = []
+    stream: Any = Stream()
+    with Progress("matmul", shown=None, stream=stream) as progress:
+        progress.end("is done")
+    assert written == ["matmul: is done\n"]
+
+
 @pytest.mark.clients
 def test_a_line_written_while_the_lines_are_redrawn_leaves_none_of_them_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     pyte = pytest.importorskip("pyte")

@@ -364,7 +364,7 @@ class Screen:
             if not self.sweeps and self._stop is not None:
                 self._stop.set()  # the thread draws nothing from now on, and ends by itself
                 self._stop = None
-            with self._writing, contextlib.suppress(OSError, ValueError):
+            with self._writing, contextlib.suppress(AttributeError, OSError, ValueError):
                 if not self.sweeps:
                     self.end()
                 if last_line:
