@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import run_on_devices
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import quarantune
 from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest
-from quarantune.values.describe import MeshSpec
 from quarantune.values.settings import Options, current
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -159,7 +158,7 @@ def test_an_axis_of_vmap_is_refused_with_advice_before_the_sweep(sweeps: list[st
 
 
 def test_on_an_accelerator_a_collective_needs_as_many_devices_per_trial() -> None:
-    mesh = MeshSpec(shape=(2,), axis_names=("i",), axis_types=("Manual",))
+    mesh = AbstractMesh((2,), ("i",), axis_types=(AxisType.Manual,))
     problem = sweep.Problem(
         fn=summed.__wrapped__,
         name="summed",

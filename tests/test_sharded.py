@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import run_on_devices
+from jax.sharding import AbstractMesh, AxisType
 
 from quarantune.devices.discovery import Device, cpu_device, grouped
 from quarantune.devices.leases import Lease
@@ -17,7 +18,6 @@ from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest
 from quarantune.transport import arrays
-from quarantune.values.describe import MeshSpec
 from quarantune.values.settings import Options, current
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -368,7 +368,7 @@ def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(tmp_path
 
 
 def test_the_message_for_a_mesh_that_is_too_large_says_how_many_devices() -> None:
-    spec = MeshSpec(shape=(64, 2), axis_names=("a", "b"), axis_types=("Auto", "Explicit"))
+    spec = AbstractMesh((64, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit))
     with pytest.raises(ValueError, match=r"over 128 devices.*has \d+: set devices_per_trial=128"):
         arrays.mesh_like(spec)
 

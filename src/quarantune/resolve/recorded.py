@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from quarantune import cache, jax_internals
 from quarantune.cache import CacheWriteError, journal
@@ -29,14 +30,7 @@ from quarantune.transport.arrays import dtype_from_name
 from quarantune.transport.problem import Arguments, is_array, with_leaves
 from quarantune.values import settings as environment
 from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, Record, decode_json, within
-from quarantune.values.describe import (
-    MeshSpec,
-    ShardingSpec,
-    abstract_mesh,
-    abstract_sharding,
-    canonical_dtype,
-    sharding_of,
-)
+from quarantune.values.describe import canonical_dtype, sharding_of
 from quarantune.values.texts import call_text
 
 if TYPE_CHECKING:
@@ -195,9 +189,8 @@ def _without_values(described: KeyedCall) -> Arguments:
         return is_array(leaf) and (call.function.is_jitted or not isinstance(leaf, np.ndarray))
 
     def struct(array: Any) -> jax.ShapeDtypeStruct:
-        sharding = None if (spec := sharding_of(array)) is None else abstract_sharding(spec)
-        is_weak = bool(getattr(array, "weak_type", False))
-        return jax.ShapeDtypeStruct(array.shape, canonical_dtype(array.dtype), weak_type=is_weak, sharding=sharding)
+        dtype, is_weak = canonical_dtype(array.dtype), bool(getattr(array, "weak_type", False))
+        return jax.ShapeDtypeStruct(array.shape, dtype, weak_type=is_weak, sharding=sharding_of(array))
 
     return with_leaves(call.args, call.kwargs, has_shape, struct)
 
@@ -336,9 +329,9 @@ def described_settings(described: Mapping[str, Any]) -> Iterator[None]:
             block.callback(jax.config.update, name, jax.config.values[name])
             jax.config.update(name, value)
         if (mesh := described.get("mesh")) is not None:
-            shape, names, kinds = (tuple(mesh[part]) for part in ("shape", "axes", "types"))
-            spec = MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
-            block.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(spec)))
+            kinds = tuple(AxisType[name] for name in mesh["types"])
+            abstract = AbstractMesh(tuple(mesh["shape"]), tuple(mesh["axes"]), axis_types=kinds)
+            block.enter_context(jax.sharding.use_abstract_mesh(abstract))
         yield
 
 
@@ -401,13 +394,12 @@ class _Maker:
             raise CannotRebuildError(f"{name!r} is an array of {dtype} that cannot be made here") from None
 
 
-def _sharding(described: Any) -> jax.sharding.NamedSharding:
+def _sharding(described: Any) -> NamedSharding:
     """Returns the sharding that a description in a key is of, over a mesh without devices."""
     mesh, explicit = described["mesh"], described.get("explicit", ())
-    kinds = tuple("Explicit" if axis in explicit else "Auto" for axis in mesh)
-    spec = MeshSpec(shape=tuple(mesh.values()), axis_names=tuple(mesh), axis_types=kinds)
-    partitions = tuple(tuple(axis) if isinstance(axis, list) else axis for axis in described["spec"])
-    return abstract_sharding(ShardingSpec(mesh=spec, partitions=partitions))
+    kinds = tuple(AxisType.Explicit if axis in explicit else AxisType.Auto for axis in mesh)
+    spec = PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in described["spec"]))
+    return NamedSharding(AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=kinds), spec)
 
 
 def _static(name: str, described: Any) -> Any:

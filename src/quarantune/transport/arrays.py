@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import AxisType, Mesh, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
 from quarantune import jax_internals
-from quarantune.values.describe import MeshSpec, ShardingSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
@@ -138,7 +137,7 @@ class ArraySpec:
         is_numpy: whether the function gets an array of NumPy's.
         offset: where its bytes start in the spool, if it has any there.
         is_generated: whether the worker generates the array, because there is no concrete value.
-        sharding: how it is laid out over several devices; None if it is on one device.
+        sharding: how it is laid out over several devices, over a mesh without them; None if it is on one device.
         is_transposed: whether the spool has the bytes of its transpose. A numpy array in Fortran order keeps its order,
             as the speed of a plain callable may depend on it.
     """
@@ -151,7 +150,7 @@ class ArraySpec:
     is_numpy: bool = False
     offset: int = 0
     is_generated: bool = False
-    sharding: ShardingSpec | None = None
+    sharding: NamedSharding | None = None
     is_transposed: bool = False
 
     @property
@@ -180,21 +179,21 @@ class ArraySpec:
         return 0 if self.is_generated else math.prod(self.data_shape) * self.data_dtype.itemsize
 
 
-def mesh_like(spec: MeshSpec) -> Mesh:
-    """Returns a mesh of this process's first devices; equal specs give equal meshes.
+def mesh_like(mesh: AbstractMesh | Mesh) -> Mesh:
+    """Returns a mesh of this process's first devices, the same for equal meshes.
 
     Raises:
         ValueError: there are fewer devices than it needs.
     """
-    devices = jax.local_devices()[: spec.size]  # the caller's process may be one of several
-    if len(devices) < spec.size:
+    devices = jax.local_devices()[: mesh.size]  # the caller's process may be one of several
+    if len(devices) < mesh.size:
         raise ValueError(
-            f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "
-            f"set devices_per_trial={spec.size} and make as many visible"
+            f"the arguments are laid out over {mesh.size} devices, and this trial has {len(devices)}: "
+            f"set devices_per_trial={mesh.size} and make as many visible"
         )
     # A manual axis becomes manual only in the worker's `shard_map`.
-    axis_types = tuple(AxisType.Auto if spec.is_manual else AxisType[name] for name in spec.axis_types)
-    return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
+    axis_types = tuple(AxisType.Auto if kind is AxisType.Manual else kind for kind in mesh.axis_types)
+    return Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=axis_types)
 
 
 # --- arrays from raw data ---

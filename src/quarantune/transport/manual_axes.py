@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from quarantune import jax_internals
 from quarantune.transport.arrays import ArraySpec, mesh_like
-from quarantune.values.describe import MeshSpec, sharding_of
+from quarantune.values.describe import sharding_of
 
 if TYPE_CHECKING:
     from quarantune.transport.payload import Call  # a call in a trace needs no pickling
@@ -35,7 +35,7 @@ class Axes:
     """
 
     sizes: dict[str, int]
-    mesh: MeshSpec | None = None
+    mesh: AbstractMesh | None = None
     problem: str = ""
 
     def check(self, name: str) -> None:
@@ -82,9 +82,7 @@ def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return Axes(sizes=bound, problem=f"it communicates over {names}, which only jax.vmap or jax.pmap knows")
     if any(sharding_of(leaf) is not None for leaf in jax.tree_util.tree_leaves((args, dict(kwargs)))):
         return Axes(sizes=manual, problem="its arguments are laid out over further axes that are explicit")
-    mesh = MeshSpec(
-        shape=tuple(manual.values()), axis_names=tuple(manual), axis_types=(AxisType.Manual.name,) * len(manual)
-    )
+    mesh = AbstractMesh(tuple(manual.values()), tuple(manual), axis_types=(AxisType.Manual,) * len(manual))
     return Axes(sizes=manual, mesh=mesh)
 
 
@@ -109,7 +107,7 @@ def under_shard_map(call: Call) -> Call:
         call: the call, from `payload.unpack_call`.
     """
     meshes = (spec.sharding.mesh for spec in call.specs if spec.sharding is not None)
-    mesh = next((mesh for mesh in meshes if mesh.is_manual), None)
+    mesh = next((mesh for mesh in meshes if AxisType.Manual in mesh.axis_types), None)
     if mesh is None:
         return call
     jitted: Any = call.fn
@@ -121,7 +119,7 @@ def under_shard_map(call: Call) -> Call:
     return dataclasses.replace(call, fn=options.rebuild(_sharded(jitted.__wrapped__, call, mesh)), judges=judges)
 
 
-def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[..., Any]:
+def _sharded(fn: Callable[..., Any], call: Call, mesh: AbstractMesh | Mesh) -> Callable[..., Any]:
     described = jax.tree_util.tree_leaves((call.args, call.kwargs))
 
     @functools.wraps(fn)
@@ -150,4 +148,4 @@ def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[...
 
 def _partitions(leaf: Any) -> PartitionSpec:
     sharding = leaf.sharding if isinstance(leaf, ArraySpec) else None
-    return PartitionSpec() if sharding is None else PartitionSpec(*sharding.partitions)
+    return PartitionSpec() if sharding is None else sharding.spec

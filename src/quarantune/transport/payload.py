@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
 from quarantune.host.process import adopt_program_name, import_path, program_name
@@ -35,14 +35,7 @@ from quarantune.transport.arrays import (
 )
 from quarantune.transport.pickling import dumps, loads
 from quarantune.transport.problem import Arguments, with_leaves
-from quarantune.values.describe import (
-    MeshSpec,
-    ShardingSpec,
-    canonical_dtype,
-    context_mesh,
-    local_sharding,
-    sharding_of,
-)
+from quarantune.values.describe import canonical_dtype, context_mesh, local_sharding, sharding_of
 from quarantune.values.texts import shown
 
 
@@ -90,7 +83,7 @@ class Call:
     specs: tuple[ArraySpec, ...]
     judges: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     config_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    context_mesh: MeshSpec | None = None
+    context_mesh: AbstractMesh | None = None
     program_values: tuple[ProgramValue, ...] = ()
     own_shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
 
@@ -139,7 +132,7 @@ def pack_call(
     kwargs: Mapping[str, Any],
     judges: Mapping[str, Callable[..., Any]] | None = None,
     config_values: Mapping[str, Any] | None = None,
-    manual_mesh: MeshSpec | None = None,
+    manual_mesh: AbstractMesh | None = None,
     *,
     devices: float = math.inf,
     with_values: bool = True,
@@ -301,7 +294,7 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
 # --- in the caller's process ---
 
 
-def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | None:
+def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> AbstractMesh | None:
     """Returns the mesh of the context that the worker must set; None for none.
 
     Args:
@@ -313,7 +306,7 @@ def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | No
     return mesh if mesh is not None and (is_shared or mesh.size <= devices) else None
 
 
-def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: MeshSpec) -> tuple[ArraySpec, ...]:
+def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: AbstractMesh) -> tuple[ArraySpec, ...]:
     """Returns the arrays that are spread over a mesh so that each device has one of the given shards.
 
     A generated array differs from device to device along the axes along which the caller's array may differ. These are
@@ -328,15 +321,14 @@ def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: MeshSpec
     varying = [
         jax_internals.varying_axes(shard) if isinstance(shard, jax.core.Tracer) else frozenset() for shard in shards
     ]
-    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
     is_known = any(varying)
 
     def spread(spec: ArraySpec, axes: frozenset[str]) -> ArraySpec:
         names = tuple(name for name in mesh.axis_names if name in axes or not is_known)
         if not spec.is_generated or not spec.shape or not names:
-            return dataclasses.replace(spec, sharding=ShardingSpec(mesh=mesh, partitions=()))
-        whole = (math.prod(sizes[name] for name in names) * spec.shape[0], *spec.shape[1:])
-        return dataclasses.replace(spec, shape=whole, sharding=ShardingSpec(mesh=mesh, partitions=(names,)))
+            return dataclasses.replace(spec, sharding=NamedSharding(mesh, PartitionSpec()))
+        whole = (math.prod(mesh.shape[name] for name in names) * spec.shape[0], *spec.shape[1:])
+        return dataclasses.replace(spec, shape=whole, sharding=NamedSharding(mesh, PartitionSpec(names)))
 
     return tuple(map(spread, specs, varying))
 
@@ -451,7 +443,7 @@ def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
         return None
     if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
         return own
-    return NamedSharding(mesh_like(spec.sharding.mesh), PartitionSpec(*spec.sharding.partitions))
+    return NamedSharding(mesh_like(spec.sharding.mesh), spec.sharding.spec)
 
 
 def _with_arrays(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:

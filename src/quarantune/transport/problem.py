@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from quarantune import jax_internals
 from quarantune.host.process import warn
@@ -27,7 +28,6 @@ from quarantune.values import describe
 from quarantune.values.codec import JsonObject, is_tagged, tagged
 from quarantune.values.configs import COMPILER_OPTIONS as OPTIONS
 from quarantune.values.configs import NO_OPTIONS, Config, check_parameters
-from quarantune.values.describe import MeshSpec
 from quarantune.values.texts import shown
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -75,7 +75,7 @@ class Problem:
     kwargs: Mapping[str, Any]
     platform: str
     device_kind: str
-    manual_mesh: MeshSpec | None = None
+    manual_mesh: AbstractMesh | None = None
     untuned: Config | None = None
     default: int | None = None
 

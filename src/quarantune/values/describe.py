@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from quarantune._version import __version__
 from quarantune.host.process import PROGRAMS, module_of, pickled_parts, without_caches
@@ -274,11 +275,10 @@ def describe_array(array: Any, dtype: Any) -> JsonObject:
 def _describe_sharding(array: Any) -> Any:
     """Describes how an array is laid out over several devices; returns None for an array on one device."""
     if (named := sharding_of(array)) is not None:
-        mesh = dict(zip(named.mesh.axis_names, named.mesh.shape, strict=True))
         # With explicit axes the function is another program, or fails to trace.
         kinds = zip(named.mesh.axis_names, named.mesh.axis_types, strict=True)
-        explicit = [name for name, kind in kinds if kind == "Explicit"]
-        described = {"spec": _describe_spec(named.partitions), "mesh": mesh}
+        explicit = [name for name, kind in kinds if kind is AxisType.Explicit]
+        described = {"spec": _describe_spec(named.spec), "mesh": dict(named.mesh.shape)}
         return described | ({"explicit": explicit} if explicit else {})
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
         return None
@@ -299,109 +299,62 @@ def canonical_dtype(dtype: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshSpec:
-    """A mesh without its devices.
-
-    Attributes:
-        shape: the size of each axis.
-        axis_names: the names of the axes.
-        axis_types: the name of each axis's `jax.sharding.AxisType`.
-    """
-
-    shape: tuple[int, ...]
-    axis_names: tuple[str, ...]
-    axis_types: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of devices."""
-        return math.prod(self.shape)
-
-    @property
-    def is_manual(self) -> bool:
-        """Whether the function is called inside a `shard_map` over this mesh."""
-        return jax.sharding.AxisType.Manual.name in self.axis_types
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingSpec:
-    """How an array is laid out over a mesh.
-
-    Attributes:
-        mesh: the mesh.
-        partitions: for each axis of the array, the mesh axes it is split over: None, one name, or several.
-    """
-
-    mesh: MeshSpec
-    partitions: tuple[str | tuple[str, ...] | None, ...]
-
-
-def sharding_of(array: Any) -> ShardingSpec | None:
+def sharding_of(array: Any) -> NamedSharding | None:
     """Returns how an array is laid out over several devices; None if it is on one device, or JAX does not say.
 
     Args:
         array: an array, a `jax.ShapeDtypeStruct` or a tracer. The sharding of a tracer is known only along explicit
             axes. Inside `shard_map` a tracer stands for one shard, which is on one device.
+
+    Returns:
+        The sharding, over a mesh without devices.
     """
     is_tracer = isinstance(array, jax.core.Tracer)
     sharding: Any = getattr(jax.typeof(array) if is_tracer else array, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
+    if not isinstance(sharding, NamedSharding):
         return None
-    if is_tracer and jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+    if is_tracer and AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    mesh = _mesh_spec(sharding.mesh)
-    return ShardingSpec(mesh=mesh, partitions=tuple(sharding.spec)) if mesh.size > 1 else None
+    mesh = _abstract(sharding.mesh)
+    return NamedSharding(mesh, PartitionSpec(*sharding.spec)) if mesh.size > 1 else None
 
 
-def _mesh_spec(mesh: Any) -> MeshSpec:
-    """Returns a mesh without its manual axes, which a function inside `shard_map` does not see."""
+def _abstract(mesh: Any) -> AbstractMesh:
+    """Returns a mesh without devices, and without its manual axes, which a function inside `shard_map` does not see."""
     axes = [
-        (size, name, kind.name)
+        (size, name, kind)
         for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
-        if kind is not jax.sharding.AxisType.Manual
+        if kind is not AxisType.Manual
     ]
-    shape, names, kinds = zip(*axes, strict=True) if axes else ((), (), ())
-    return MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
+    sizes, names, kinds = zip(*axes, strict=True) if axes else ((), (), ())
+    return AbstractMesh(sizes, names, axis_types=kinds)
 
 
-def abstract_mesh(spec: MeshSpec) -> jax.sharding.AbstractMesh:
-    """Returns a mesh without devices."""
-    kinds = tuple(jax.sharding.AxisType[name] for name in spec.axis_types)
-    return jax.sharding.AbstractMesh(spec.shape, spec.axis_names, axis_types=kinds)
-
-
-def abstract_sharding(spec: ShardingSpec) -> jax.sharding.NamedSharding:
-    """Returns a sharding over a mesh without devices, for a `jax.ShapeDtypeStruct`."""
-    return jax.sharding.NamedSharding(abstract_mesh(spec.mesh), jax.sharding.PartitionSpec(*spec.partitions))
-
-
-def local_sharding(array: Any, spec: ShardingSpec | None) -> jax.sharding.NamedSharding | None:
+def local_sharding(array: Any, sharding: NamedSharding | None) -> NamedSharding | None:
     """Returns how an array is laid out over the devices of this process.
 
     Args:
         array: the array, or whatever stands for it.
-        spec: what `sharding_of` returned for it.
+        sharding: what `sharding_of` returned for it.
 
     Returns:
         The sharding; None if the array is on one device, or its devices are not known.
     """
-    if spec is None:
+    if sharding is None:
         return None
-    sharding: Any = None if isinstance(array, jax.core.Tracer) else array.sharding
-    if sharding is not None and isinstance(sharding.mesh, jax.sharding.Mesh):
-        return cast("jax.sharding.NamedSharding", sharding)
+    own: Any = None if isinstance(array, jax.core.Tracer) else array.sharding
+    if own is not None and isinstance(own.mesh, jax.sharding.Mesh):
+        return cast("NamedSharding", own)
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # JAX does not say while it traces
         return None
-    is_same = _mesh_spec(mesh) == spec.mesh
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.partitions)) if is_same else None
+    return NamedSharding(mesh, sharding.spec) if _abstract(mesh) == sharding.mesh else None
 
 
-def context_mesh() -> MeshSpec | None:
+def context_mesh() -> AbstractMesh | None:
     """Returns the mesh that `jax.set_mesh` has set, without manual axes; None if it has fewer than two devices."""
-    mesh = _mesh_spec(jax.sharding.get_abstract_mesh())
+    mesh = _abstract(jax.sharding.get_abstract_mesh())
     return mesh if mesh.size > 1 else None
 
 
@@ -421,7 +374,8 @@ def describe_context_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> M
     shardings = [sharding_of(leaf) for leaf in jax.tree.leaves((args, dict(kwargs)))]
     if any(sharding is not None and sharding.mesh == mesh for sharding in shardings):
         return None
-    return {"shape": list(mesh.shape), "axes": list(mesh.axis_names), "types": list(mesh.axis_types)}
+    types = [kind.name for kind in mesh.axis_types]
+    return {"shape": list(mesh.axis_sizes), "axes": list(mesh.axis_names), "types": types}
 
 
 # --- versions ---
