@@ -6,8 +6,9 @@ import contextlib
 import importlib.metadata
 import os
 import sys
+import textwrap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,28 @@ def cpu_only() -> Iterator[None]:
     jax.config.update("jax_platforms", "cpu")
     yield
     jax.config.update("jax_platforms", before)
+
+
+@pytest.fixture(scope="module")
+def run_on_devices() -> Iterator[Callable[[Path, str, int], None]]:
+    """Runs programs, which may be indented, with warnings as errors; those with as many CPU devices share a process."""
+    from helpers import TESTS, child_environ
+    from shared_python import SharedPython
+
+    processes: dict[int, SharedPython] = {}
+
+    def run(directory: Path, program: str, devices: int) -> None:
+        script = directory / "program.py"
+        script.write_text(textwrap.dedent(program))
+        environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+        if devices not in processes:
+            processes[devices] = SharedPython("-W", "error", environ=child_environ(TESTS, **environ))
+        done = processes[devices].run(script, **environ)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    yield run
+    for process in processes.values():
+        process.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -141,18 +140,3 @@ def python(*arguments: object, **options: Any) -> str:
     done = run_python(*arguments, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def run_on_devices(directory: Path, body: str, *, program: str, devices: int | None) -> None:
-    """Runs a program in a process of its own and asserts that it succeeds, with warnings as errors.
-
-    Args:
-        directory: the directory for the program's file.
-        body: the end of the program, which may be indented.
-        program: its beginning.
-        devices: the number of CPU devices; None to let the program decide.
-    """
-    script = directory / "program.py"
-    script.write_text(program + textwrap.dedent(body))
-    flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    python("-W", "error", script, path=[TESTS], JAX_PLATFORMS="cpu", **flags)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import run_on_devices
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -40,13 +41,17 @@ class Ends(logging.Handler):
 logging.getLogger("quarantune").setLevel(logging.INFO)
 logging.getLogger("quarantune").addHandler(Ends())
 """
-run_script = functools.partial(run_on_devices, program=PRELUDE, devices=4)
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, run_on_devices: Callable[[Path, str, int], None]) -> Callable[[str], None]:
+    """Runs a program behind the prelude on four CPU devices."""
+    return lambda program: run_on_devices(tmp_path, PRELUDE + textwrap.dedent(program), 4)
 
 
 @pytest.mark.slow
-def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(tmp_path: Path) -> None:
+def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         def mean_of_all(x, weight, mode):
             return jax.lax.pmean(x, "i") * weight
@@ -95,9 +100,8 @@ def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_function_that_names_no_axis_is_tuned_for_one_shard(tmp_path: Path) -> None:
+def test_a_function_that_names_no_axis_is_tuned_for_one_shard(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         @quarantune.autotune({"n": [1]}, rep=1)
         @functools.partial(jax.jit, static_argnames=["n"])
@@ -115,9 +119,8 @@ def test_a_function_that_names_no_axis_is_tuned_for_one_shard(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_generated_arrays_differ_only_along_axes_that_vary(tmp_path: Path) -> None:
+def test_generated_arrays_differ_only_along_axes_that_vary(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         def is_laid_out(output, expected, x, y, count):
             return (

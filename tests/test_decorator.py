@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import helpers
 import jax
 import jax.numpy as jnp
 import misdeeds
@@ -609,7 +608,8 @@ def test_a_first_call_searches_for_no_garbage_while_it_imports(tmp_path: Path) -
         assert not [name for name in importing if name.startswith("quarantune.")], importing
         assert gc.isenabled()
     """
-    helpers.run_on_devices(tmp_path, program, program="", devices=None)
+    (tmp_path / "program.py").write_text(textwrap.dedent(program))
+    python("-W", "error", tmp_path / "program.py", JAX_PLATFORMS="cpu")
 
 
 def test_a_new_function_object_finds_the_cached_result_of_another(sweeps: list[str]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import os
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import run_on_devices
+from helpers import python
 from jax.sharding import AbstractMesh, AxisType
 
 from quarantune.devices.discovery import Device, cpu_device, grouped
@@ -36,16 +37,20 @@ def assert_all_ran(result):
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 """
-run_script = functools.partial(run_on_devices, program=PRELUDE)
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, run_on_devices: Callable[[Path, str, int], None]) -> Callable[..., None]:
+    """Runs a program behind the prelude on some CPU devices."""
+    return lambda program, *, devices: run_on_devices(tmp_path, PRELUDE + textwrap.dedent(program), devices)
 
 
 # --- workers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_configs_run_on_a_mesh_of_the_same_shape_and_the_fastest_wins(tmp_path: Path) -> None:
+def test_configs_run_on_a_mesh_of_the_same_shape_and_the_fastest_wins(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         import psutil
         from aftermath import eventually, left_of
@@ -87,9 +92,8 @@ def test_configs_run_on_a_mesh_of_the_same_shape_and_the_fastest_wins(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_mesh_of_some_of_the_devices_gets_some_of_the_workers(tmp_path: Path) -> None:
+def test_a_mesh_of_some_of_the_devices_gets_some_of_the_workers(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         def is_laid_out(output, expected, x):
             return x.sharding.mesh.devices.tolist() == jax.devices()[:2] and jax.device_count() == 4
@@ -108,9 +112,8 @@ def test_a_mesh_of_some_of_the_devices_gets_some_of_the_workers(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_explicit_axes_are_explicit_in_the_worker(tmp_path: Path) -> None:
+def test_explicit_axes_are_explicit_in_the_worker(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         @quarantune.autotune({"n": [1, 2]}, rep=1)
         @functools.partial(jax.jit, static_argnames=["n"])
@@ -139,9 +142,8 @@ def test_explicit_axes_are_explicit_in_the_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_function_that_names_the_mesh_of_the_context_finds_it_in_workers(tmp_path: Path) -> None:
+def test_a_function_that_names_the_mesh_of_the_context_finds_it_in_workers(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=lambda x: jax.reshard(x * 2, P()))
         @functools.partial(jax.jit, static_argnames=["n"])
@@ -159,9 +161,8 @@ def test_a_function_that_names_the_mesh_of_the_context_finds_it_in_workers(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, tmp_path: Path) -> None:
+def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         def is_there(output, expected, x):
             return x.sharding.mesh.devices.tolist() == jax.devices()[3:1:-1]
@@ -189,9 +190,7 @@ def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, tmp_
 
 @pytest.mark.slow
 def test_a_worker_has_the_cpu_devices_that_its_arguments_need(tmp_path: Path) -> None:
-    run_script(
-        tmp_path,
-        """
+    program = """
         jax.config.update("jax_num_cpu_devices", 3)
 
         @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
@@ -217,14 +216,13 @@ def test_a_worker_has_the_cpu_devices_that_its_arguments_need(tmp_path: Path) ->
                 messages = {trial.message for trial in error.trials}
         (message,) = messages
         assert "devices_per_trial=4" in message and "has 3" in message, message
-        """,
-        devices=None,
-    )
+        """
+    (tmp_path / "program.py").write_text(PRELUDE + textwrap.dedent(program))
+    python("-W", "error", tmp_path / "program.py", JAX_PLATFORMS="cpu")
 
 
-def test_two_shardings_have_two_keys(tmp_path: Path) -> None:
+def test_two_shardings_have_two_keys(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         import inspect
         from quarantune.transport.problem import describe_call
@@ -254,9 +252,10 @@ def test_two_shardings_have_two_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_array_on_several_devices_without_a_mesh_is_bound_to_none_in_a_worker(tmp_path: Path) -> None:
+def test_an_array_on_several_devices_without_a_mesh_is_bound_to_none_in_a_worker(
+    run_script: Callable[..., None],
+) -> None:
     run_script(
-        tmp_path,
         """
         # XLA's own layouts have no public name any more; JAX may still choose one for an output.
         from jax._src.lib import xla_client
@@ -277,9 +276,8 @@ def test_an_array_on_several_devices_without_a_mesh_is_bound_to_none_in_a_worker
     )
 
 
-def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Path) -> None:
+def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         from quarantune.transport import arrays, payload
 
@@ -339,9 +337,8 @@ def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(tmp_path: Path) -> None:
+def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(run_script: Callable[..., None]) -> None:
     run_script(
-        tmp_path,
         """
         @functools.partial(jax.jit, static_argnames=["n"])
         def f(x, n: int = 1):
