@@ -16,7 +16,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,11 @@ class SharedPython:
     Args:
         *options: options of Python.
         environ: the environment with which it starts. Scripts cannot change what libraries have read by then.
+        anew: the packages that each script imports anew, because scripts change them.
     """
 
-    def __init__(self, *options: str, environ: Mapping[str, str]) -> None:
-        self._command = [sys.executable, *options, __file__]
+    def __init__(self, *options: str, environ: Mapping[str, str], anew: Sequence[str] = ()) -> None:
+        self._command = [sys.executable, *options, __file__, *anew]
         self._environ = dict(environ)
         self._process: subprocess.Popen[str] | None = None
 
@@ -97,7 +98,9 @@ def _output_to(script: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _place_of_its_own(script: str, cwd: str, environ: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _place_of_its_own(
+    script: str, cwd: str, environ: Mapping[str, str], anew: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Gives a script its own surroundings, and takes them away at its end, with the modules from its directory."""
     directory = os.path.dirname(script)
     before = (dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv), sys.modules["__main__"])
@@ -122,12 +125,13 @@ def _place_of_its_own(script: str, cwd: str, environ: Mapping[str, str]) -> Iter
         os.environ.update(variables)
         os.chdir(place)
         for name in set(sys.modules) - modules:
-            if (getattr(sys.modules[name], "__file__", None) or "").startswith(directory):
+            is_beside = (getattr(sys.modules[name], "__file__", None) or "").startswith(directory)
+            if is_beside or name.partition(".")[0] in anew:
                 del sys.modules[name]
 
 
-def _run(script: str, cwd: str, environ: Mapping[str, str]) -> int:
-    with _output_to(script), _place_of_its_own(script, cwd, environ) as names:
+def _run(script: str, cwd: str, environ: Mapping[str, str], anew: Sequence[str]) -> int:
+    with _output_to(script), _place_of_its_own(script, cwd, environ, anew) as names:
         try:
             exec(compile(Path(script).read_bytes(), script, "exec"), names)
         except SystemExit as end:
@@ -139,6 +143,7 @@ def _run(script: str, cwd: str, environ: Mapping[str, str]) -> int:
 
 
 if __name__ == "__main__":
+    anew = sys.argv[1:]
     with os.fdopen(os.dup(1), "w") as answers:
         for line in sys.stdin:
-            print(json.dumps(_run(**json.loads(line))), file=answers, flush=True)
+            print(json.dumps(_run(**json.loads(line), anew=anew)), file=answers, flush=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from helpers import TESTS, python
+from helpers import TESTS, child_environ, python
+from shared_python import SharedPython
 
 import quarantune
 
@@ -153,9 +155,26 @@ def run(directory: Path, *arguments: str, **environ: str) -> str:
     return python(*arguments, cwd=directory, path=[directory, TESTS], **environ)
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[SharedPython]:
+    """The process of the programs that need no fresh one; each defines its flags."""
+    process = SharedPython(environ=child_environ(TESTS), anew=["absl"])
+    yield process
+    process.close()
+
+
+def run_shared(shared: SharedPython, directory: Path) -> str:
+    """Runs the program in a directory, asserts that it succeeds, and returns its output."""
+    done = shared.run(directory / "program.py", cwd=directory)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [[*CASES][:7], [*CASES][7:14], [*CASES][14:]], ids=["data", "code", "flags"])
-def test_values_that_the_program_has_set_are_those_of_its_workers(tmp_path: Path, cases: list[str]) -> None:
+def test_values_that_the_program_has_set_are_those_of_its_workers(
+    tmp_path: Path, shared: SharedPython, cases: list[str]
+) -> None:
     # One module of kernels for each case, so that each sweep reaches one value.
     modules, script = {}, [PROGRAM, "import quarantune", "failed = []"]
     for index, name in enumerate(cases):
@@ -174,7 +193,7 @@ def kernel(x, n: int = 1):
             f"except Exception as error:\n    failed.append(({name!r}, str(error)))\n"
         )
     write(tmp_path, **modules, program="\n".join([*script, "print(failed)"]))
-    assert run(tmp_path, "program.py") == "[]\n"
+    assert run_shared(shared, tmp_path) == "[]\n"
 
 
 @pytest.mark.long
@@ -218,7 +237,9 @@ def other(x, n: int = 1):
         ),
     ],
 )
-def test_a_value_that_cannot_travel_is_refused_by_its_name(tmp_path: Path, act: str, message: str) -> None:
+def test_a_value_that_cannot_travel_is_refused_by_its_name(
+    tmp_path: Path, shared: SharedPython, act: str, message: str
+) -> None:
     script = f"""{PROGRAM}
 import re, threading, jax, psutil, quarantune, reads
 {act}
@@ -235,12 +256,14 @@ from aftermath import eventually, left_of
 assert eventually(lambda: len(left_of(psutil.Process())) == 1), "the template alone is left"
 """
     write(tmp_path, reads=READS.format(read="mysettings.CAUSAL"), program=script)
-    run(tmp_path, "program.py")
+    run_shared(shared, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_filled_cache_of_values_that_cannot_travel_is_no_reason_to_refuse(tmp_path: Path) -> None:
+def test_a_filled_cache_of_values_that_cannot_travel_is_no_reason_to_refuse(
+    tmp_path: Path, shared: SharedPython
+) -> None:
     read = "expect(mysettings.TABLE.setdefault('scale', 3), 3) or True"
     script = f"""{PROGRAM}
 import threading, reads
@@ -249,10 +272,10 @@ reads.kernel(X)
 assert reads.kernel.lookup(X) is not None
 """
     write(tmp_path, reads=READS.format(read=read), program=script)
-    run(tmp_path, "program.py")
+    run_shared(shared, tmp_path)
 
 
-def test_two_names_of_one_object_stay_one_and_others_stay_apart(tmp_path: Path) -> None:
+def test_two_names_of_one_object_stay_one_and_others_stay_apart(tmp_path: Path, shared: SharedPython) -> None:
     kernel = """
 from mykernels import *
 
@@ -271,12 +294,12 @@ mysettings.SIZES.append(3)
 reads.kernel(X)
 """
     write(tmp_path, reads=kernel, program=script)
-    run(tmp_path, "program.py")
+    run_shared(shared, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_an_array_of_jax_is_that_of_the_program(tmp_path: Path) -> None:
+def test_an_array_of_jax_is_that_of_the_program(tmp_path: Path, shared: SharedPython) -> None:
     kernel = """
 from mykernels import *
 import arrays
@@ -288,7 +311,7 @@ def kernel(x, n: int = 1):
 """
     script = f"{PROGRAM}\nimport arrays, reads\narrays.BIAS = jnp.full(2, 5.0)\nreads.kernel(X)"
     write(tmp_path, arrays="import jax.numpy as jnp\nBIAS = jnp.zeros(2)", reads=kernel, program=script)
-    run(tmp_path, "program.py")
+    run_shared(shared, tmp_path)
 
 
 VALUES = [

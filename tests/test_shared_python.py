@@ -60,3 +60,11 @@ def test_a_script_leaves_no_names_modules_or_surroundings_to_the_next_one(shared
 def test_a_script_that_hangs_is_ended(shared: SharedPython, tmp_path: Path) -> None:
     (tmp_path / "hanging.py").write_text("import signal; signal.pause()")
     assert shared.run(tmp_path / "hanging.py", timeout_s=0.5).returncode == -9
+
+
+def test_a_script_imports_anew_what_others_change(tmp_path: Path) -> None:
+    shared = SharedPython(environ=child_environ(), anew=["wave"])
+    script = tmp_path / "script.py"
+    script.write_text("import wave\nprint(hasattr(wave, 'changed'))\nwave.changed = True")
+    assert [shared.run(script).stdout for _ in range(2)] == ["False\n"] * 2
+    shared.close()
