@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +16,7 @@ from helpers import TESTS, child_environ, python
 from shared_python import SharedPython
 
 import quarantune
+from quarantune.worker import program_values
 
 pytestmark = pytest.mark.clients  # its programs use absl
 
@@ -257,6 +261,50 @@ assert eventually(lambda: len(left_of(psutil.Process())) == 1), "the template al
 """
     write(tmp_path, reads=READS.format(read="mysettings.CAUSAL"), program=script)
     run_shared(shared, tmp_path)
+
+
+CHOOSES = """
+import functools
+
+def double(x):
+    return 2 * x
+
+def triple(x):
+    return 3 * x
+
+def choose(chosen):
+    global by_name, by_closure
+
+    if chosen is double:
+        def by_name(x):
+            return 2 * x
+    else:
+        def by_name(x):
+            return 3 * x
+
+    def by_closure(x):
+        return chosen(x)
+
+choose(triple)
+CALLS = {"by_name": lambda x: by_name(x), "by_closure": lambda x: by_closure(x)}
+"""
+
+
+@pytest.mark.parametrize("name", ["by_name", "by_closure"])
+def test_a_function_that_its_module_has_defined_anew_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module = f"chooses_{name}"
+    write(tmp_path, **{module: CHOOSES})
+    monkeypatch.syspath_prepend(tmp_path)
+    chooses: Any = importlib.import_module(module)
+    unchanged = program_values.collect([chooses.CALLS[name]])
+    chooses.choose(chooses.double)
+    values = program_values.collect([chooses.CALLS[name]])
+    del sys.modules[module]
+    program_values.adopt(unchanged)
+    with pytest.raises(program_values.ProgramValueError, match=rf"{module}\.{name} is <function"):
+        program_values.adopt(values)
 
 
 @pytest.mark.long

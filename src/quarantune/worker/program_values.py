@@ -114,12 +114,12 @@ def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:
 
 
 def _state_at(place: Sequence[str], value: Any) -> str:
-    """Returns a hash that differs where the value at a place is another in another process.
+    """Returns a hash that differs where the value at a place is another in another process; never raises.
 
-    A function or class that the module's own file defines there is the same everywhere, even where an import hook, such
-    as that of pytest, has changed its code.
+    Of a function, its code counts, and that of the functions in its closure: `_cells` yields the values there. Of one
+    that the module's own file defines there, their lines count, as an import hook such as pytest's may change the code.
     """
-    return "its own" if _is_own(place, value) else _state_hash(value)
+    return short_hash(repr(_Description(by_lines=_is_own(place, value)).of(value, apart=True)))
 
 
 def _is_own(place: Sequence[str], value: Any) -> bool:
@@ -229,14 +229,6 @@ def _has_fields(value: Any) -> bool:
 # hash is compared at once and once, so it covers everything: fields, closures, the code of functions as compiled.
 
 
-def _state_hash(value: Any) -> str:
-    """Returns a hash that differs where a value is another in another process; never raises.
-
-    Of a function, its code counts, and that of the functions in its closure: `_cells` yields the values there.
-    """
-    return short_hash(repr(_Description().of(value, apart=True)))
-
-
 def _cells(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the values that a function, and the functions that it wraps, keep in closures and defaults.
 
@@ -296,7 +288,8 @@ def _put(owner: Any, name: str, value: Any) -> None:
 class _Description:
     """Describes one value; parts that are met again count by the number of their first time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_lines: bool = False) -> None:
+        self._by_lines = by_lines
         self._bytes_left = _MOST_HASHED_BYTES
         self._seen: dict[int, tuple[int, Any]] = {}  # with the objects, so that their addresses are not used again
 
@@ -338,7 +331,7 @@ class _Description:
 
     def _parts_of_function(self, function: types.FunctionType, apart: bool) -> Iterator[Any]:
         if not is_library_function(function):
-            yield describe_code(function.__code__)
+            yield function.__code__.co_firstlineno if self._by_lines else describe_code(function.__code__)
         else:
             yield f"{function.__module__}.{function.__qualname__}"
             if "<locals>" not in function.__qualname__ and not _is_of_functools(function):
