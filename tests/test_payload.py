@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import python
-from jax.extend.core import primitives
+from jax.extend.core import Primitive, primitives
 
 import quarantune
 from quarantune import jax_internals
@@ -583,8 +583,17 @@ def wrapped_twice(a: jax.Array) -> jax.Array:
     return a
 
 
-def test_a_primitive_stays_identical() -> None:
-    assert pickling.loads(pickling.dumps(primitives.sin_p)) is primitives.sin_p
+own_p = Primitive("own")
+
+
+@pytest.mark.parametrize("primitive", [primitives.sin_p, own_p], ids=["of JAX", "of a module"])
+def test_a_primitive_stays_identical(primitive: Primitive) -> None:
+    assert pickling.loads(pickling.dumps(primitive)) is primitive
+
+
+def test_the_message_for_a_primitive_of_no_module_has_a_remedy() -> None:
+    with pytest.raises(TypeError, match=r"element 0 is hidden, .*by its identity.* into a module that can be imported"):
+        pickling.dumps([Primitive("hidden")])
 
 
 def test_a_rebuilt_function_keeps_its_jit_options() -> None:

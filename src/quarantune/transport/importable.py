@@ -105,7 +105,8 @@ def found_by_name(obj: Any, can_import: Callable[[str], bool]) -> tuple[str, str
 
 def home_in(module: types.ModuleType, obj: Any) -> tuple[str, str] | None:
     """Returns the names of a module and of an object in it; None where the object is not one of its values."""
-    return next(((module.__name__, name) for name, value in list(vars(module).items()) if value is obj), None)
+    names = content(module)
+    return next(((str(names["__name__"]), name) for name, value in list(names.items()) if value is obj), None)
 
 
 # --- modules whose source was edited ---

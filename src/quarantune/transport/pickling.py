@@ -198,9 +198,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return classes.refuses_to_be_copied(obj)
 
     def _reduce_primitive(self, primitive: Any) -> Any:
-        # The rules for a primitive are found by its identity, and it may live in any module.
-        modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "jax"]
-        return _reference_from(modules, primitive)
+        # It may live in any module.
+        homes = (importable.home_in(module, primitive) for module in list(sys.modules.values()))
+        if (home := next((home for home in homes if home and self._can_import(home[0])), None)) is None:
+            raise unpicklable.CannotTravelError(
+                "JAX finds the rules of a primitive by its identity. Move it, with its rules, into a module that can "
+                "be imported (it then travels by name)."
+            )
+        return load_by_name, (*home, 0)
 
     def _by_name(self, obj: Any) -> Any:
         """Reduces an object to a reference where a worker finds this very object by its name."""
