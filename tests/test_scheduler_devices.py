@@ -228,6 +228,38 @@ def test_one_failed_standby_worker_does_not_withdraw_a_device() -> None:
     assert result.outcomes == ["ok"] * 8
 
 
+@pytest.mark.parametrize("route", [Route.HANDED_OVER, Route.TOGETHER])
+def test_a_later_route_measures_in_the_worker_that_was_made_ready_for_an_earlier_one(
+    route: Route,
+) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        is_first = worker.do == "Compile" and not worker.starts
+        return [(0.1, worker.raises("compile", "unfit"))] if is_first else None
+
+    trials: dict[int, Trial] = {}
+
+    def on_trial(index: int, trial: Trial, log: str) -> None:
+        trials[index] = trial
+
+    clock = Clock()
+    sandbox = FakeSandbox(clock, act)
+    first = plan_for(Route.APART)
+    earlier = Scheduler(sandbox, first, on_trial=on_trial, clock=clock)
+    left = earlier.run({index: {"id": index} for index in range(3)})
+    assert list(left.unfit) == [0, 1, 2]
+    later = Scheduler(sandbox, plan_for(route, devices=first.devices), on_trial=on_trial, clock=clock)
+    later.take_standby_workers(earlier)
+    later.run(left.unfit)
+    assert [trials[index].outcome for index in range(3)] == ["ok"] * 3
+    given = collections.defaultdict(set)
+    for worker in sandbox.given:
+        given[worker.do].add(worker.number)
+    assert len(given["Prepare"]) == 1
+    assert (given["Prepare"] == given["Measure"]) == (route is Route.HANDED_OVER)
+    for scheduler in (earlier, later):
+        scheduler.close()
+
+
 def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> None:
     plan = plan_for(Route.APART)
     clock = Clock()

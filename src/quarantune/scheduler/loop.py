@@ -6,6 +6,7 @@ A job is compiled and then measured; `scheduler.steps` decides by which workers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -135,6 +136,16 @@ class Scheduler:
             for worker in run.workers:  # a retired one may take its time to die
                 worker.close_output()
         return self._side_tasks.leftovers()
+
+    def take_standby_workers(self, earlier: Scheduler) -> None:
+        """Takes over the workers that an earlier run of the sweep has made ready, if this one needs such workers.
+
+        The driver makes contexts on a device one after another: on an H100, seven took 0.8 s.
+        """
+        run, before = self._run, earlier._run
+        for device, mine in itertools.product(before.devices, run.devices if self._route.prepares_ahead else ()):
+            if device.device == mine.device:
+                before.workers.give_standby(device, run.workers, mine)
 
     @property
     def has_idle_worker(self) -> bool:

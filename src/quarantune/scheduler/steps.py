@@ -79,6 +79,11 @@ class RouteSteps:
         """Gives the next config that waits a device, if there is one."""
         raise NotImplementedError
 
+    @property
+    def prepares_ahead(self) -> bool:
+        """Whether standby workers are made ready while others compile: they run nothing on the device yet."""
+        return False
+
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the workers that a device will need, ahead of those that compile."""
 
@@ -331,8 +336,9 @@ class SplitRoute(RouteSteps):
         """Returns how many configs wait, compiled, for a measuring worker."""
         return len(self._run.jobs.ready)
 
-    def _prepares_ahead(self) -> bool:
-        """Whether standby workers are made ready while others compile: they run nothing on the device yet."""
+    @property
+    def prepares_ahead(self) -> bool:
+        """Whether standby workers are made ready while others compile."""
         plan = self._run.plan
         return plan.route is Route.HANDED_OVER or not (plan.exclusive or plan.compile_only)
 
@@ -340,7 +346,7 @@ class SplitRoute(RouteSteps):
         """Tells the standby workers, while they take their device, which outputs they will compare."""
         run = self._run
         compares = run.reference.compares or run.reference.is_coming
-        is_useful = run.plan.target is not None or self._prepares_ahead()
+        is_useful = run.plan.target is not None or self.prepares_ahead
         # The caller's own process has compiled the comparison since the first config.
         if outputs and not self._outputs and compares and is_useful and not run.plan.measures_here:
             self._outputs = outputs
@@ -422,7 +428,7 @@ class SplitRoute(RouteSteps):
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""
         run = self._run
-        if not self._prepares_ahead() or device.is_cramped or not run.may_start_on(device):
+        if not self.prepares_ahead or device.is_cramped or not run.may_start_on(device):
             return
         each = run.plan.configs_per_worker
         most = _STANDBY_WORKERS if each == 1 and not device.device.has_one_owner else 1

@@ -393,6 +393,14 @@ class Workers:
         worker.transition(WorkerState.DYING)
         worker.deadline, worker.given_up_at = NEVER, self._clock() + KILL_DEADLINE_S
 
+    def give_standby(self, device: DeviceState, to: Workers, as_device: DeviceState) -> None:
+        """Gives the standby workers of a device to the workers of another run, where that device has a state, too."""
+        for worker in [worker for worker in device.standby if worker.is_standby]:
+            device.standby.remove(worker)
+            worker.device = as_device
+            as_device.standby.append(worker)
+            to._by_number[worker.number] = self._by_number.pop(worker.number)
+
     def remove(self, worker: Worker) -> None:
         """Forgets a worker that has ended, or that cannot be killed."""
         if (device := worker.device) is not None:

@@ -246,6 +246,8 @@ class Routes:
             lease_on=self._lease_on,
             stops=self._stops,
         )
+        if self._opened:
+            scheduler.take_standby_workers(self._opened[-1])
         self._opened.append(scheduler)
         self._schedulers.callback(self._opened.remove, scheduler)
         self._schedulers.callback(scheduler.close)
