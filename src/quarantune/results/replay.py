@@ -316,8 +316,9 @@ def _read_journals(directory: Path) -> list[Trial]:
     if not problems:
         raise ValueError(f"{directory} holds neither a saved result nor a journal of trials")
     if len(problems) > 1:
-        name = directory.name.removesuffix(".trials")
-        entries = entries_of(name, Store(directory.parent, read_only=True).read(name))
+        place = directory.absolute()
+        name = place.name.removesuffix(".trials")
+        entries = entries_of(name, Store(place.parent, read_only=True).read(name))
         calls = {
             problem_hash(key.device, key.problem_size): f"{name}({call_text(entry.get('key_values'))}) on {key.device}"
             for key, entry in entries
