@@ -284,6 +284,19 @@ def test_a_check_without_a_reference_rejects_wrong_results(isolation: str) -> No
 
 
 @everywhere
+def test_a_check_that_fails_in_a_callback_is_told_without_the_frames_of_it(isolation: str) -> None:
+    def calls_back(output: Any, expected: Any, x: Any) -> None:
+        jax.block_until_ready(jax.pure_callback(boom, output, output))
+
+    kernel = tuned(lambda x, do: x + do, [1], check_fn=calls_back)
+    with isolated(isolation), pytest.raises(quarantune.TuningFailedError) as failed:
+        kernel.tune(X)
+    (trial,) = failed.value.trials
+    assert re.match(r"check_fn raised .*ArithmeticError: there is no ref", trial.message)
+    assert ", line " not in trial.message
+
+
+@everywhere
 def test_a_check_that_says_true_or_nothing_beats_the_reference(isolation: str) -> None:
     def lenient(output: Any, expected: Any, x: Any) -> Any:
         assert (host(expected) == host(x)).all()

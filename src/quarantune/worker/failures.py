@@ -92,7 +92,7 @@ def describe_error(error: BaseException) -> ErrorDescription:
         trace = ""
     return ErrorDescription(
         error=_name(error)[:_MESSAGE_CHARS],
-        text=shortened(_message(error)),
+        text=shortened(without_frames(str(error))),
         traceback=f"{trace}\n"[:_MESSAGE_CHARS] if trace else "",
     )
 
@@ -115,7 +115,7 @@ def _lines(error: BaseException) -> Iterator[str]:
         # JAX adds exceptions that say where it was when it raised another: of use if that has no line of the author.
         is_told = is_first or not type(each).__module__.startswith("jax.")
         if is_told:
-            headline = ErrorDescription(_message(each), _name(each)).message
+            headline = ErrorDescription(without_frames(str(each)), _name(each)).message
             yield ("" if is_first else "from ") + shortened("\n".join([headline, *_notes(each)]))
         if is_told or not found:
             yield from frames[:_MOST_FRAMES]
@@ -131,9 +131,9 @@ def _name(error: BaseException) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def _message(error: BaseException) -> str:
-    """Returns an exception's message without the frames that it quotes."""
-    return _QUOTED.sub("", str(error))
+def without_frames(message: str) -> str:
+    """Returns the message of an exception without the frames that it quotes."""
+    return _QUOTED.sub("", message)
 
 
 def _notes(error: BaseException) -> list[str]:

@@ -41,6 +41,7 @@ from quarantune.worker.failures import (
     place_of,
     readable,
     shortened,
+    without_frames,
 )
 
 # A template imports this module, so that no worker has to.
@@ -227,7 +228,7 @@ class TaskRunner:
             yield self.entered(Phase.CHECK)
             judgement = self._check(bench, program, task, fds)
             if judgement.wrong is not None:
-                text = shortened(judgement.wrong)
+                text = shortened(without_frames(judgement.wrong))
                 judgement = dataclasses.replace(judgement, wrong=None)
                 yield messages.Failed(**self._heading(), outcome="wrong", text=text, error="", judgement=judgement)
                 return
