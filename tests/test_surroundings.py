@@ -376,6 +376,36 @@ attempt(fn)  # the next sweep is not affected
     run(script, cwd=tmp_path)
 
 
+def test_an_exception_of_a_signal_handler_while_the_caller_traces_is_raised_unchanged(tmp_path: Path) -> None:
+    script = f"""{KERNEL}
+import functools, signal
+
+class TooLong(Exception): ...
+def handler(number, frame):
+    raise TooLong("the caller's own deadline")
+signal.signal(signal.SIGUSR1, handler)
+caller, armed = os.getpid(), True
+
+@quarantune.autotune({{"n": [1, 2]}}, rep=1, warmup=0)
+@functools.partial(jax.jit, static_argnames=["n"])
+def interrupted(x, n: int = 1):
+    if armed and os.getpid() == caller:
+        os.kill(caller, signal.SIGUSR1)
+    return x * 2 * n / n
+
+for isolation in ("process", "none"):
+    with quarantune.settings(isolation=isolation):
+        try:
+            interrupted.tune(X)
+        except TooLong:
+            continue
+    raise AssertionError(isolation)
+armed = False
+interrupted.tune(X)
+"""
+    run(script, cwd=tmp_path)
+
+
 @pytest.mark.slow
 def test_tuning_during_an_import_is_refused_with_advice(tmp_path: Path) -> None:
     calls = {

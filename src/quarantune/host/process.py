@@ -1,4 +1,4 @@
-"""This process: the user's code in it, its names and the packages around it; locks, the environment, and stops."""
+"""This process: the user's code in it, names, packages, locks, the environment, stops, and signal handlers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import gc
 import importlib.metadata
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
 import threading
+import traceback
 import types
 import warnings
 import weakref
@@ -465,3 +467,28 @@ class Stops:
         last, self._last_look = self._last_look, self._clock()
         passed_s = self._last_look - last
         return passed_s if passed_s > _STOPPED_S else 0.0
+
+
+# --- exceptions of signal handlers ---
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Returns whether an exception was raised by a signal handler, for example by a timeout of the caller's.
+
+    Args:
+        error: the exception, with its traceback.
+    """
+    handlers = _handlers()
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _handlers() -> set[types.CodeType]:
+    found = set()
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler):
+            function = handler if isinstance(handler, types.FunctionType) else getattr(handler, "__func__", None)
+            code = getattr(function or inspect.getattr_static(type(handler), "__call__", None), "__code__", None)
+            if isinstance(code, types.CodeType):
+                found.add(code)
+    return found

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from quarantune.cache import Entry
-from quarantune.host.process import in_sandbox, lazy
+from quarantune.host.process import in_sandbox, is_interruption, lazy
 from quarantune.measure import finals, model
 from quarantune.resolve.call_key import BoundCall, KeyedCall
 from quarantune.resolve.call_results import call_result, entry_for, findings_now, more_thorough
@@ -472,6 +472,8 @@ def callers_error(
     try:
         jitted.eval_shape(*call.args, **call.kwargs)
     except Exception as error:
+        if is_interruption(error):
+            raise
         if [end[::2] for end in ends] == [(Outcome.ERROR, describe_error(error).message)]:
             error.add_note(f"{call.name}: every config fails in this way, and so do the defaults")
             return error

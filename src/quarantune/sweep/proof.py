@@ -19,6 +19,7 @@ from typing import Any
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune import jax_internals
+from quarantune.host.process import is_interruption
 from quarantune.jax_internals.other_processes import questions
 from quarantune.scheduler.plan import CompareProgram
 from quarantune.transport import assignment, differentiation
@@ -57,6 +58,8 @@ def _compare(name: str, call: Call, time_grad: bool, config: Config, theirs: Map
     try:
         differ = _difference(functools.partial(_traced, call, config, time_grad), theirs)
     except Exception as error:  # of a function that a worker could trace
+        if is_interruption(error):
+            raise
         _logger.debug("%s: there is no proof that workers run its program: %r", name, error)
     else:
         if differ:

@@ -25,7 +25,7 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.devices.discovery import Device
-from quarantune.host.process import Stops
+from quarantune.host.process import Stops, is_interruption
 from quarantune.measure import finals
 from quarantune.sandbox import messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
@@ -273,11 +273,11 @@ class ThisProcess(Sandbox):
             try:
                 with _interruptible():
                     worker.step()
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
+                if not isinstance(error, (Exception, SystemExit)) or is_interruption(error):  # which are for the caller
+                    self.note(index, config, Outcome.NOT_RUN, "the sweep was interrupted")
+                    raise
                 worker.said.append(worker.failure(readable(error)))
-            except BaseException:  # KeyboardInterrupt is for the caller
-                self.note(index, config, Outcome.NOT_RUN, "the sweep was interrupted")
-                raise
             if worker.said and isinstance(worker.said[-1], messages.Failed):
                 self._drop_tasks(worker)
                 self._drop_bench()  # its arguments may be damaged

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.host.process import is_interruption
 from quarantune.transport.problem import as_structs, split_config
 
 _WEIGHT_SEED = 20_011
@@ -90,10 +91,14 @@ def explain_failure(
             trained.eval_shape(*structs, **named, **keywords)
             return
         except Exception as error:
+            if is_interruption(error):
+                raise
             failure = error
         try:
             trained.eval_shape(*structs, **named)
-        except Exception:
+        except Exception as error:
+            if is_interruption(error):
+                raise
             return  # the function has no gradient with its defaults either
     failure.add_note(
         f"{name} was tuned by its forward pass alone, and the backward pass fails with the winner {dict(config)}, "

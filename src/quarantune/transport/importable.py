@@ -29,8 +29,7 @@ from typing import Any
 from zipimport import zipimporter
 
 from quarantune.host import machine
-from quarantune.host.process import content, is_imported_early, is_installed
-from quarantune.transport import unpicklable
+from quarantune.host.process import content, is_imported_early, is_installed, is_interruption
 
 _LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader, NamespaceLoader, zipimporter)
 
@@ -246,6 +245,6 @@ def _answer(question: Callable[[Any], Any], value: Any) -> Any:
     try:
         return question(value)
     except Exception as error:
-        if unpicklable.is_interruption(error):
+        if is_interruption(error):
             raise
         return None

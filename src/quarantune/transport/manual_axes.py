@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from quarantune import jax_internals
+from quarantune.host.process import is_interruption
 from quarantune.transport.arrays import ArraySpec, mesh_like
 from quarantune.values.describe import sharding_of
 
@@ -70,7 +71,9 @@ def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return None
     try:
         used = set(_names(fn.trace(*args, **kwargs).jaxpr.jaxpr, bound))
-    except Exception:
+    except Exception as error:
+        if is_interruption(error):
+            raise
         return None
     if not used:
         return None

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.host.process import is_interruption
 from quarantune.transport import classes, importable, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
@@ -45,7 +46,7 @@ def dumps(obj: object, apart: list[memoryview] | None = None) -> bytes:
     try:
         return _dump(obj, apart)
     except Exception as error:
-        if unpicklable.is_interruption(error):
+        if is_interruption(error):
             raise
         message = unpicklable.explain(obj, error, _dump)
         if edited := importable.own_edited_modules():
@@ -362,7 +363,7 @@ def dump_state(value: object, place: str) -> tuple[bytes | None, str]:
         try:
             pickler.dump(value)
         except Exception as error:
-            if unpicklable.is_interruption(error):
+            if is_interruption(error):
                 raise
             return None, str(error)
         return file.getvalue(), next(iter(pickler.reasons), "")
@@ -401,7 +402,7 @@ class _StatePickler(_Pickler):
                 reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             cannot_travel = isinstance(error, unpicklable.CannotTravelError) or not _is_all_fields(obj)
-            if unpicklable.is_interruption(error) or (obj is self._value and cannot_travel):
+            if is_interruption(error) or (obj is self._value and cannot_travel):
                 raise
             if cannot_travel:
                 self.reasons.append(str(error))

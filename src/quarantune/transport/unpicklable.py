@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import signal
-import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from quarantune import jax_internals
+from quarantune.host.process import is_interruption
 from quarantune.values.texts import shown
 
 _REMEDY = (
@@ -113,28 +111,3 @@ def _parts_of_function(function: types.FunctionType, name: str) -> Iterator[tupl
 def _names_used(code: types.CodeType) -> set[str]:
     inner = (_names_used(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*inner)
-
-
-# --- exceptions of signal handlers ---
-
-
-def is_interruption(error: BaseException) -> bool:
-    """Returns whether an exception was raised by a signal handler, for example by a timeout of the caller's.
-
-    Args:
-        error: the exception, with its traceback.
-    """
-    handlers = _handlers()
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _handlers() -> set[types.CodeType]:
-    found = set()
-    for number in signal.valid_signals():
-        handler = signal.getsignal(number)
-        if callable(handler):
-            function = handler if isinstance(handler, types.FunctionType) else getattr(handler, "__func__", None)
-            code = getattr(function or inspect.getattr_static(type(handler), "__call__", None), "__code__", None)
-            if isinstance(code, types.CodeType):
-                found.add(code)
-    return found
