@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import child_environ, deadline_s, ends, run_python
+from helpers import child_environ, deadline_s, ends, isolated, run_python
 from misdeeds import kernel
 
 import quarantune
@@ -393,3 +393,20 @@ def test_configs_for_a_tpu_of_this_process_are_compiled_by_workers(monkeypatch: 
         read = executable.from_data(program)
         with pytest.raises(ValueError, match="cannot be loaded"):
             read.with_trees(args, output)
+
+
+def test_without_isolation_a_function_may_hold_what_no_worker_can_get() -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @quarantune.autotune({"n": [1, 2]}, rep=1, warmup=0)
+    @functools.partial(jax.jit, static_argnames=["n", "across"])
+    def total(x: Any, across: Any, n: int = 1) -> Any:
+        def shard(part: Any) -> Any:
+            return jax.lax.psum(part * 2 * n / n, "x")
+
+        assert across == mesh
+        return jax.shard_map(shard, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P())(x)
+
+    with isolated("none"):
+        assert ends(total.tune(jnp.ones(8), mesh).trials) == ["ok", "ok"]
+        np.testing.assert_array_equal(total(jnp.ones(8), mesh), 2 * np.ones(8))

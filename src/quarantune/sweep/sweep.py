@@ -89,7 +89,8 @@ def run(
     request = dataclasses.replace(request, compile_only=request.compile_only or request.target is not None)
     possible = request.possible(configs)
     if packed is None:
-        packed = pack(request.problem, possible, request.options)
+        is_sent = _isolation(request) is not Isolation.NONE
+        packed = pack(request.problem, possible, request.options, is_sent=is_sent)
     return _run(request, packed, dict(configs), dict(known or {}), possible)
 
 
@@ -104,10 +105,7 @@ def _run(
     finish, problem = _finisher(request, measured), request.problem
     if request.options.objective != TIME and not request.compile_only:
         request = dataclasses.replace(request, measures_energy=_needs_energy(request, packed, possible))
-    is_check = request.target is not None
-    isolation = Isolation.PROCESS if is_check else isolation_of(request.settings, problem)
-    if isolation is Isolation.COMPILE and request.compile_only:
-        isolation = Isolation.PROCESS
+    isolation = _isolation(request)
     if isolation is Isolation.NONE:
         _check_here(problem, packed, request.settings)
         setting = request.settings.isolation
@@ -120,7 +118,7 @@ def _run(
     _check(request, packed, possible, isolation)
     # Other configs may do anything while they are traced, and do it in workers alone, unless the caller runs them all.
     only = () if request.compile_only or problem.untuned is None else (problem.default, UNTUNED)
-    compare = comparison(problem, packed.call, request.options, is_check=is_check)
+    compare = comparison(problem, packed.call, request.options, is_check=request.target is not None)
     proof = Proof(request.events.on_program or compare, only)
     request = dataclasses.replace(request, proof=proof)
     with shortages.with_advice(problem.name):
@@ -129,6 +127,11 @@ def _run(
         with _routes(request, packed, finish, isolation) as routes:
             swept = routes.compile(configs) if request.compile_only else routes.run(configs, measured)
     return dataclasses.replace(swept, is_traced=not proof.is_due)
+
+
+def _isolation(request: SweepRequest) -> Isolation:
+    found = Isolation.PROCESS if request.target is not None else isolation_of(request.settings, request.problem)
+    return Isolation.PROCESS if found is Isolation.COMPILE and request.compile_only else found
 
 
 def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> bool:
@@ -192,7 +195,14 @@ def _finisher(request: SweepRequest, measured: dict[int, Trial]) -> Finish:
     return finish
 
 
-def pack(problem: Problem, configs: Sequence[Config], options: Options, *, with_values: bool = True) -> PackedCall:
+def pack(
+    problem: Problem,
+    configs: Sequence[Config],
+    options: Options,
+    *,
+    with_values: bool = True,
+    is_sent: bool = True,
+) -> PackedCall:
     """Packs a call, with the arguments to run with and the functions that judge outputs.
 
     Args:
@@ -200,6 +210,7 @@ def pack(problem: Problem, configs: Sequence[Config], options: Options, *, with_
         configs: configs with all values that the configs of the space have.
         options: the author's options.
         with_values: as for `payload.pack_call`.
+        is_sent: as for `payload.pack_call`.
     """
     judges = {name: fn for name in ("ref_fn", "check_fn") if callable(fn := getattr(options, name))}
     args, kwargs = sweep_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
@@ -212,7 +223,8 @@ def pack(problem: Problem, configs: Sequence[Config], options: Options, *, with_
         problem.manual_mesh,
         devices=math.inf if problem.platform == "cpu" else options.devices_per_trial,
         with_values=with_values,
-        program_values=program_values.collect([problem.fn, *judges.values()]),
+        program_values=program_values.collect([problem.fn, *judges.values()]) if is_sent else (),
+        is_sent=is_sent,
     )
 
 
@@ -315,14 +327,15 @@ def _check_sizes(problem: Problem, configs: Sequence[Config]) -> None:
 
 @contextlib.contextmanager
 def _spooled(packed: PackedCall, options: BenchOptions) -> Iterator[tuple[int, int]]:
-    """Yields read-only descriptors of the payload and of the arrays; -1 where there are no arrays."""
+    """Yields read-only descriptors of the payload and of the arrays; -1 for what there is none of."""
     with contextlib.ExitStack() as stack:
         fds = []
         for label, size_bytes in (("payload", len(packed.blob)), ("arrays", packed.call.spool_bytes)):
             fds.append(spool.create(label, size_bytes=size_bytes) if size_bytes else -1)
             if size_bytes:
                 stack.callback(os.close, fds[-1])
-        spool.write_parts(fds[0], [packed.blob, pickle.dumps(options)])
+        if packed.blob:
+            spool.write_parts(fds[0], [packed.blob, pickle.dumps(options)])
         if packed.call.spool_bytes:
             payload.write_arrays(packed, fds[1])
         for position, fd in enumerate(fds):

@@ -112,7 +112,7 @@ class PackedCall:
     """A call ready to be sent.
 
     Attributes:
-        blob: everything except the bytes of the arrays, for `payload.unpack_call`.
+        blob: everything except the bytes of the arrays, for `payload.unpack_call`; empty where it is not sent.
         call: the same call for trials in this process.
         devices_needed: how many devices the arrays, or the mesh of the context, are laid out over.
         sources: the caller's arrays, in the order of `call.specs`; None for each that the worker generates.
@@ -137,6 +137,7 @@ def pack_call(
     devices: float = math.inf,
     with_values: bool = True,
     program_values: tuple[ProgramValue, ...] = (),
+    is_sent: bool = True,
 ) -> PackedCall:
     """Packs a function with its arguments for other processes.
 
@@ -151,6 +152,7 @@ def pack_call(
         with_values: whether arrays travel with their values. If not, workers generate JAX's arrays by shape and dtype,
             and those of NumPy too where the function is jitted; another function might not take JAX's in their place.
         program_values: the values that the caller's program has set in modules.
+        is_sent: whether another process gets the call. If not, its parts need not be such as can be pickled.
 
     Raises:
         TypeError: a part of the call cannot be pickled.
@@ -178,11 +180,8 @@ def pack_call(
         context_mesh=_mesh_to_send(specs, devices if manual_mesh is None else 0),
         program_values=program_values,
     )
-    contexts = dumps(jax_internals.contexts())  # their values may be of the user's own classes
-    process = import_path(), jax_internals.options_to_travel(), contexts, call.devices_needed, program_name()
     return PackedCall(
-        # Two pickles, because the outer one is read before any of the user's modules is imported.
-        blob=pickle.dumps((*process, dumps(call))),
+        blob=_blob(call) if is_sent else b"",
         call=dataclasses.replace(
             call,
             context_mesh=None,
@@ -192,6 +191,13 @@ def pack_call(
         devices_needed=call.devices_needed,
         sources=tuple(None if spec.is_generated else array for array, spec in zip(arrays, found, strict=True)),
     )
+
+
+def _blob(call: Call) -> bytes:
+    """Returns two pickles, because the outer one is read before any of the user's modules is imported."""
+    contexts = dumps(jax_internals.contexts())  # their values may be of the user's own classes
+    process = import_path(), jax_internals.options_to_travel(), contexts, call.devices_needed, program_name()
+    return pickle.dumps((*process, dumps(call)))
 
 
 def write_arrays(packed: PackedCall, fd: int) -> None:
