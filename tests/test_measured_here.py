@@ -241,6 +241,28 @@ def test_a_plain_callable_runs_in_this_process_with_a_warning() -> None:
     assert {trial.route for trial in result.trials} == {Route.IN_PROCESS}
 
 
+class TracelessError(Exception):
+    """An exception that cannot be asked where it was raised."""
+
+    @property
+    def __traceback__(self) -> Any:
+        raise RuntimeError("no trace")
+
+    @__traceback__.setter
+    def __traceback__(self, trace: object) -> None: ...
+
+
+def test_an_exception_that_hides_its_traceback_ends_only_its_config() -> None:
+    def hides(x: Any, n: int = 1) -> Any:
+        if n == 2:
+            raise TracelessError
+        return x + n
+
+    with isolated("none"):
+        result = quarantune.AutoTuner(hides, [{"n": 1}, {"n": 2}], ref_fn=None, rep=1).run(X)
+    assert ends(result.trials) == ["ok", "error"]
+
+
 @pytest.mark.slow
 def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"

@@ -478,8 +478,8 @@ def is_interruption(error: BaseException) -> bool:
     Args:
         error: the exception, with its traceback.
     """
-    handlers = _handlers()
-    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+    handlers, trace = _handlers(), BaseException.__dict__["__traceback__"].__get__(error)  # whatever its class says
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(trace))
 
 
 def _handlers() -> set[types.CodeType]:

@@ -274,7 +274,8 @@ class ThisProcess(Sandbox):
                 with _interruptible():
                     worker.step()
             except BaseException as error:
-                if not isinstance(error, (Exception, SystemExit)) or is_interruption(error):  # which are for the caller
+                is_the_configs = issubclass(type(error), (Exception, SystemExit)) and not is_interruption(error)
+                if not is_the_configs:
                     self.note(index, config, Outcome.NOT_RUN, "the sweep was interrupted")
                     raise
                 worker.said.append(worker.failure(readable(error)))
