@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers import python
@@ -150,6 +151,19 @@ def test_a_module_that_an_import_hook_changes_is_not_edited(
     script.write_text(HOOK.format(method=method, body=body, is_written_again=is_written_again))
     (tmp_path / "hooked.py").write_text("def kernel(x): return x")
     assert python(script) == "2 []\n"
+
+
+def test_a_module_of_a_package_that_only_this_program_has_made_cannot_be_imported(imports: Imports) -> None:
+    module = imports("of_made_up", SOURCE)
+    assert module.__file__ is not None
+    package: Any = types.ModuleType("made_up")
+    sys.modules["made_up"] = package
+    package.__path__ = [str(Path(module.__file__).parent)]  # as pytest does with --import-mode=importlib
+    importlib.import_module("made_up.of_made_up")
+    try:
+        assert not importable.can_import("made_up.of_made_up")
+    finally:
+        del sys.modules["made_up"], sys.modules["made_up.of_made_up"]
 
 
 def test_a_namespace_can_be_imported(imports: Imports) -> None:

@@ -41,10 +41,13 @@ def can_import(name: str) -> bool:
         return False
     if is_imported_early(name):
         return True
-    parent = name.rpartition(".")[0]
-    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    if parent and path is None:
-        return can_import(parent)  # its parent makes it (os.path), in every process
+    path = None
+    if parent := name.rpartition(".")[0]:
+        if not can_import(parent):
+            return False
+        path = getattr(sys.modules[parent], "__path__", None)
+        if path is None:
+            return True  # its parent makes it (os.path), in every process
     spec = _find_spec(name, path)
     if spec is None:
         return False
