@@ -233,7 +233,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
     monkeypatch.setattr(display.Screen, "interval_s", 0.01)
     monkeypatch.setenv("CI", "true" if place == "CI" else "")
     monkeypatch.setenv("TERM", "dumb")
-    line = "matmul f32[512,512]: 0 of 48 done; 0.0 s gone"
+    line = "matmul f32[512,512]: 0 of 24 done; 0.0 s gone"
     written = threading.Event()
 
     class Stream(io.StringIO):
@@ -325,7 +325,7 @@ def test_a_line_written_while_the_lines_are_redrawn_leaves_none_of_them_behind(m
     screen = pyte.Screen(80, 24)
     pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
     surface.end()
-    assert sum(" of 48 done" in line for line in screen.display) == 1, screen.display
+    assert sum(" of 24 done" in line for line in screen.display) == 1, screen.display
 
 
 @pytest.mark.clients
@@ -448,7 +448,7 @@ def recordings(
 
     def run(columns: int) -> Recording:
         about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)), COLUMNS="80")  # as left by a resized terminal
-        return record(python(str(file), "48", "0.3", "noisy"), columns=columns, lines=100, environ=about)
+        return record(python(str(file), "24", "0.6", "noisy"), columns=columns, lines=100, environ=about)
 
     with ThreadPoolExecutor(2) as pool:
         yield {columns: pool.submit(run, columns) for columns in selected(request, "columns") if columns in (60, 200)}
@@ -464,7 +464,7 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
     recording = recordings[columns].result()
     assert recording.status == 0, recording.text
     screens = settled_screens(recording, columns)
-    live = [(at, lines) for at, lines in screens if any(" of 48 done" in line for line in lines)]
+    live = [(at, lines) for at, lines in screens if any(" of 24 done" in line for line in lines)]
     # One line has the time gone, so that each redrawing makes a new one. What other threads write repeats the lines.
     news: dict[str, float] = {}
     for at, lines in live:
@@ -474,7 +474,7 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
     assert np.median(pauses) < 3.0  # a busy machine draws late
     assert max(pauses) < 60.0
     parts = (
-        r"matmul f32\[8,8\]: \d+ of 48 done( \([^)]*\))?",
+        r"matmul f32\[8,8\]: \d+ of 24 done( \([^)]*\))?",
         r"[━╸╺]+",
         r"  [\d.]+ s gone(, about .* to go)?",
         r"  \d+ (waiting|compiling|ready|measuring)(, \d+ (compiling|ready|measuring))*",
@@ -488,12 +488,12 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
     if columns == 200:
         assert [line for _, lines in screens for line in lines if not allowed.fullmatch(line)] == []
     for _, lines in live:
-        (at, *others) = [number for number, line in enumerate(lines) if " of 48 done" in line]
+        (at, *others) = [number for number, line in enumerate(lines) if " of 24 done" in line]
         assert not others, lines
         assert lines[at].startswith("matmul f32[8,8]: ")
         assert not any(re.search("careful|logged|printed|torn", line) for line in lines[at:])
     _, end = screens[-1]
-    assert not any(re.search("━| of 48 done|now: ", line) for line in end)
+    assert not any(re.search("━| of 24 done|now: ", line) for line in end)
     assert re.search(LAST.replace(" ", ""), "".join(end).replace(" ", "")), end  # a line ends where the terminal does
     assert end.count("torn apart") >= 10
 
