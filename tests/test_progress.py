@@ -233,7 +233,7 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
     monkeypatch.setattr(display.Screen, "interval_s", 0.01)
     monkeypatch.setenv("CI", "true" if place == "CI" else "")
     monkeypatch.setenv("TERM", "dumb")
-    line = "matmul f32[512,512]: 0 of 24 done; 0.0 s gone"
+    line = "matmul f32[512,512]: 0 of 48 done; 0.0 s gone"
     written = threading.Event()
 
     class Stream(io.StringIO):
@@ -325,7 +325,7 @@ def test_a_line_written_while_the_lines_are_redrawn_leaves_none_of_them_behind(m
     screen = pyte.Screen(80, 24)
     pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
     surface.end()
-    assert sum(" of 24 done" in line for line in screen.display) == 1, screen.display
+    assert sum(" of 48 done" in line for line in screen.display) == 1, screen.display
 
 
 @pytest.mark.clients
