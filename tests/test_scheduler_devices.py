@@ -20,6 +20,7 @@ from scripted import (
     Step,
     fake_devices,
     for_config,
+    gets_ready,
     immortal,
     measures,
     plan_for,
@@ -228,13 +229,12 @@ def test_one_failed_standby_worker_does_not_withdraw_a_device() -> None:
     assert result.outcomes == ["ok"] * 8
 
 
-@pytest.mark.parametrize("route", [Route.HANDED_OVER, Route.TOGETHER])
-def test_a_later_route_measures_in_the_worker_that_was_made_ready_for_an_earlier_one(
-    route: Route,
-) -> None:
-    def act(worker: FakeWorker) -> list[Step] | None:
-        is_first = worker.do == "Compile" and not worker.starts
-        return [(0.1, worker.raises("compile", "unfit"))] if is_first else None
+def workers_of_two_routes(route: Route, standby: Act = lambda worker: None) -> dict[str, set[int]]:
+    """Runs three configs, all unfit for the split route, on another one; returns the workers by the task they got."""
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        is_unfit = worker.do == "Compile" and not worker.starts
+        return [(0.1, worker.raises("compile", "unfit"))] if is_unfit else standby(worker)
 
     trials: dict[int, Trial] = {}
 
@@ -254,10 +254,26 @@ def test_a_later_route_measures_in_the_worker_that_was_made_ready_for_an_earlier
     given = collections.defaultdict(set)
     for worker in sandbox.given:
         given[worker.do].add(worker.number)
-    assert len(given["Prepare"]) == 1
-    assert (given["Prepare"] == given["Measure"]) == (route is Route.HANDED_OVER)
     for scheduler in (earlier, later):
         scheduler.close()
+    return given
+
+
+@pytest.mark.parametrize("route", [Route.HANDED_OVER, Route.TOGETHER])
+def test_a_later_route_measures_in_the_worker_that_was_made_ready_for_an_earlier_one(route: Route) -> None:
+    given = workers_of_two_routes(route)
+    assert len(given["Prepare"]) == 1
+    assert (given["Prepare"] == given["Measure"]) == (route is Route.HANDED_OVER)
+
+
+def test_a_worker_that_dies_after_a_later_route_has_taken_it_is_replaced() -> None:
+    def dies(worker: FakeWorker) -> Sequence[Step] | None:
+        is_first = worker.do == "Prepare" and not worker.starts
+        return [*gets_ready(worker), (0.3, worker.ends(None))] if is_first else None
+
+    given = workers_of_two_routes(Route.HANDED_OVER, dies)
+    assert len(given["Prepare"]) == 2
+    assert given["Measure"] == given["Prepare"] - {min(given["Prepare"])}
 
 
 def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> None:
