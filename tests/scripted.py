@@ -137,6 +137,7 @@ def computes_reference(worker: FakeWorker, seconds: float = 0.5, differs: str | 
 def behaves(worker: FakeWorker) -> list[Step]:
     acts = {
         "Compile": compiles,
+        "Proceed": lambda worker: [],
         "Prepare": gets_ready,
         "Expect": lambda worker: [],
         "Measure": measures,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import ends
+from helpers import ends, python
 from jax.experimental.xla_metadata import set_xla_metadata
 
 import quarantune
@@ -319,3 +319,27 @@ def test_inputs_for_a_block_are_those_of_the_call_however_spelt_or_refused() -> 
             tuned(2 * X, 1000)
     assert tuned.lookup(X, 5) is not None
     assert tuned.lookup(X, 1000) is None
+
+
+_NAMES_OF_A_STEP = """
+import jax, jax.numpy as jnp
+from quarantune.worker.deviceless import products
+def step(weights, x, rows):
+    wide = jnp.tanh(x @ weights)
+    kernel = jax.lax.conv_general_dilated(x[None, None], weights[None, None], (1, 1), "SAME")
+    return jax.lax.map(lambda part: part @ weights, wide.reshape(rows, -1, 16)).sum() + kernel.sum()
+for rows in (1, 2, 2):
+    traced = jax.make_jaxpr(jax.grad(lambda *args: step(*args, rows)))(jnp.ones((16, 16)), jnp.ones((64, 16)))
+    print(*products(traced.jaxpr))
+"""
+
+
+def test_products_have_the_same_names_in_every_process() -> None:
+    told = [python("-c", _NAMES_OF_A_STEP, PYTHONHASHSEED=seed).splitlines() for seed in ("1", "2")]
+    assert told[0] == told[1]
+    whole, half, again = (set(line.split()) for line in told[0])
+    assert half == again
+    # Products of the whole are those outside of the loop, which the programs share, and two of one row or two.
+    assert len(whole & half) >= 4
+    assert whole - half
+    assert half - whole

@@ -28,6 +28,7 @@ _PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
 """The other names of a platform whose devices are asked for."""
 _KERNELS_OF_JAX = "jax.experimental.pallas.ops."
 _CACHE_DIRECTORY = "jax_compilation_cache_dir"
+_XLA_CACHE = "xla_gpu_per_fusion_autotune_cache_dir"
 _CACHE_OPTIONS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -395,7 +396,7 @@ def compilation_cache_in_memory(
         modules: executables as serialised by XLA, by the name of the module that JAX will look for first, whatever its
             key.
         named: the cache directory that JAX's options name meanwhile, as some versions make it part of the key; None
-            leaves the option unchanged. Nothing is read or written there.
+            leaves the option unchanged. JAX reads and writes nothing there, and XLA only what it finds out on a GPU.
 
     Yields:
         The cache, with attributes `programs` (by key) and `used` (the keys that were found).
@@ -422,6 +423,15 @@ def compilation_cache_in_memory(
             cache.open_blocks -= 1
             if _cache is cache and not cache.open_blocks:  # a fork has restored JAX's cache already
                 _restore_compilation_cache()
+
+
+def shares_what_xla_finds() -> bool:
+    """Returns whether processes that compile with a GPU share what XLA finds out there if they share a cache directory.
+
+    They do by JAX's default. Versions before 0.11 make the directory part of the key for a program.
+    """
+    kinds = jax.config.values["jax_persistent_cache_enable_xla_caches"]
+    return jax.__version_info__ >= (0, 11) and kinds == _XLA_CACHE and _XLA_CACHE not in os.environ.get("XLA_FLAGS", "")
 
 
 def has_compilation_cache() -> bool:

@@ -161,6 +161,17 @@ def kill_orphans(known: Collection[int]) -> None:
 # name that was asked for, and renames it. Names that code in C makes are not noted.
 
 
+def new_directory() -> str:
+    """Makes a directory in memory for small files, which is gone after the end of this worker, or sweep's template.
+
+    Raises:
+        OSError: the system has no room for it.
+    """
+    path = f"{_SHARED_MEMORY}/quarantune-{os.urandom(8).hex()}"
+    os.mkdir(path, 0o700)  # which notes it
+    return path
+
+
 @contextlib.contextmanager
 def directory() -> Iterator[str]:
     """Yields a new directory in memory for small files, which is gone after the block, and however the worker ends.
@@ -168,8 +179,7 @@ def directory() -> Iterator[str]:
     Raises:
         OSError: the system has no room for it.
     """
-    path = f"{_SHARED_MEMORY}/quarantune-{os.urandom(8).hex()}"
-    os.mkdir(path, 0o700)  # which notes it
+    path = new_directory()
     try:
         yield path
     finally:

@@ -325,7 +325,7 @@ def _serve_sweep(client: _Client, parent: int) -> None:
     program = _worker_program()
     before = set(sys.modules)
     try:
-        client.call = program.load_bench(client.payload_fd, client.sweep.cwd)
+        client.call = program.load_bench(client.payload_fd, client.sweep.cwd, is_shared=True)
         if client.sweep.loads_plugins:
             # In the environment that the function's modules may have changed. Every fork uses the plugins, and none of
             # them is initialised here, because a process that has done that must not be forked.

@@ -108,6 +108,11 @@ class Compile(Task):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Proceed(Task):
+    """Compile the program that `Lowered` has announced with its products; there is no further answer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Measure(Task):
     """Check one config and time it; answered by `FirstRun` or `Measured`.
 
@@ -169,7 +174,7 @@ class Compare(Task):
     entries: tuple[Finalist, ...]
 
 
-TASKS = (Probe, Prepare, Expect, Compile, Measure, ComputeReference, Compare)
+TASKS = (Probe, Prepare, Expect, Compile, Proceed, Measure, ComputeReference, Compare)
 """Every task, for `codec.decode`."""
 
 
@@ -246,15 +251,19 @@ class Traced(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lowered(Reply):
-    """The config was lowered, and is about to be compiled.
+    """The config was lowered, and is about to be compiled; where it has products, once the worker is told to proceed.
 
     Attributes:
-        program: the hash of the lowered program; configs with the same hash need to run only once.
+        program: the hash of the lowered program; configs with the same hash need to run only once. Empty where nothing
+            is known of it.
         outputs: the arrays of its output.
+        products: names of what XLA tries kernels for on the device, as `worker.deviceless.products` returns them; none
+            where workers share nothing that XLA finds out.
     """
 
     program: str
     outputs: tuple[ArrayKind, ...] = ()
+    products: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -121,13 +121,15 @@ class Conclusions:
         """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
         job.slack_s = worker.deadline - self._run.clock()
         self._route.on_lowered(reply.outputs)
-        first = self._run.jobs.first_with(reply.program, job)
+        first = self._run.jobs.first_with(reply.program, job) if reply.program else job
         if first is not job:
             self._run.reference.join(job.index, first.index)
             self._run.on_phase(job.index, READY)
             worker.job = None
             self._run.workers.retire(worker)
             self._run.jobs.join_same_program(job, first)
+        elif reply.products:
+            self._run.products.add(worker, job, reply.products)
 
     def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
         job.compile_s, job.figures, job.needs_fresh = reply.compile_s, reply.figures, False

@@ -23,6 +23,7 @@ from quarantune.scheduler.bursts import Bursts
 from quarantune.scheduler.conclusions import Conclusions
 from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Finish, Leftovers, Plan
+from quarantune.scheduler.products import SharedProducts
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.run import Run
@@ -90,6 +91,7 @@ class Scheduler:
             race=race,
             reference=reference,
             memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),
+            products=SharedProducts(workers, clock),
             scarcity=Scarcity(workers, jobs, clock),
             clock=clock,
             on_phase=on_phase,
@@ -253,6 +255,7 @@ class Scheduler:
         events = self._sandbox.poll(self._until_next_deadline() if timeout_s is None else timeout_s)
         for event in events:
             self._handle(event)
+        self._run.products.update()
         self._watch()
         return not events or not all(map(_is_progress, events))
 

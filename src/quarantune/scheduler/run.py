@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.plan import Plan
+from quarantune.scheduler.products import SharedProducts
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.scarcity import Scarcity
@@ -26,6 +27,7 @@ class Run:
         race: the times so far.
         reference: the outputs to compare with.
         memory: the watch on workers' memory.
+        products: the programs whose products are tried on the device.
         scarcity: the number of configs that may have a worker, where processes or threads ran out.
         clock: seconds.
         on_phase: called with the index of a config and the phase that it enters.
@@ -38,6 +40,7 @@ class Run:
     race: Race
     reference: Reference
     memory: MemoryWatch
+    products: SharedProducts
     scarcity: Scarcity
     clock: Callable[[], float]
     on_phase: Callable[[int, str], None]

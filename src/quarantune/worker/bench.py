@@ -29,14 +29,15 @@ from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind, CompileTarget
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
-from quarantune.worker.deviceless import abstract_device, why_device_is_needed
+from quarantune.worker.deviceless import abstract_device, products, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
 from quarantune.worker.judging import Judge, StaleMemory, structure_of
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
-Announce = Callable[[str, tuple[ArrayKind, ...]], None]
-"""Receives the hash of a lowered program, which is that of other configs with the same program, and its output."""
+Announce = Callable[[str, tuple[ArrayKind, ...], tuple[str, ...]], None]
+"""Receives the hash of a lowered program, which is that of other configs with the same program; its output; and its
+products. It may take long to return, until the program may be compiled."""
 
 
 class Bench:
@@ -133,7 +134,7 @@ class Bench:
         target: CompileTarget | None,
         away: bool = False,
         is_check: bool = False,
-        announce: Announce = lambda program, outputs: None,
+        announce: Announce = lambda program, outputs, products: None,
         show: Callable[[Any], None] = lambda jaxpr: None,
     ) -> Program:
         """Traces, lowers and compiles one config.
@@ -168,7 +169,10 @@ class Bench:
         text = lowered.as_text()
         if is_apart and programs.calls_cudnn(text):
             raise NeedsDeviceError("cuDNN plans its kernels with the device")
-        identity = self._announce(lowered, text, config, announce)
+        shares = target is None and self._options.platform in ("cuda", "rocm") and self._options.compilation_cache
+        lowered_at = time.perf_counter()
+        identity = self._announce(lowered, text, config, announce, products(traced.jaxpr.jaxpr) if shares else ())
+        start += time.perf_counter() - lowered_at
         cache_entries: dict[str, bytes] = {}
         if target is None:
             with compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
@@ -428,8 +432,17 @@ class Bench:
         rounds = model.FEW if self._options.measures_energy else 0
         return rounds_ms, warm_ms, [[meter()[0] for meter in meters] for _ in range(rounds)]
 
-    def _announce(self, lowered: Any, text: str, config: Config, announce: Announce) -> str | None:
+    def _announce(
+        self, lowered: Any, text: str, config: Config, announce: Announce, found: tuple[str, ...]
+    ) -> str | None:
         """Announces a lowered program by its hash, unless gradients are checked, which the program says nothing about.
+
+        Args:
+            lowered: the program.
+            text: its text.
+            config: its config.
+            announce: announces it.
+            found: its products.
 
         Returns:
             Its hash.
@@ -438,7 +451,9 @@ class Bench:
         identity = programs.identity(lowered, text, compiler_options, structure_of)
         if identity is not None and not self._options.check_grad:
             arrays = jax.tree.leaves(lowered.out_info)
-            announce(identity, tuple(ArrayKind(array.shape, array.dtype.name) for array in arrays))
+            announce(identity, tuple(ArrayKind(array.shape, array.dtype.name) for array in arrays), found)
+        elif found:
+            announce("", (), found)
         return identity
 
     def _has_own_clock(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -143,6 +144,20 @@ def why_device_is_needed(jaxpr: Any, platform: str | None) -> str | None:
         if name in _CALLBACKS:
             return f"its {name} belongs to the process that compiles it"
     return None
+
+
+def products(jaxpr: Any) -> tuple[str, ...]:
+    """Returns names of all that XLA tries kernels for while it compiles a traced program with its GPU.
+
+    Equal ones have the same name in every process. Matrix products make up nearly all of them.
+    """
+    found = set()
+    for equation in jax_internals.equations(jaxpr, closed={"pallas_call"}):
+        if equation.primitive.name in _BETTER_WITH_GPU:
+            kinds = [str(variable.aval) for variable in equation.invars]
+            text = f"{equation.primitive.name} {kinds} {sorted(equation.params.items())}"
+            found.add(hashlib.sha256(text.encode()).hexdigest()[:16])
+    return tuple(sorted(found))
 
 
 def probe(platforms: str | None) -> tuple[CompileTarget, ...]:

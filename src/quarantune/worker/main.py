@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 from quarantune import jax_internals
 from quarantune.host.waits import RunTime, run_limit
-from quarantune.jax_internals.other_processes import load_plugins
+from quarantune.jax_internals.other_processes import load_plugins, shares_what_xla_finds
 from quarantune.measure import sampling
-from quarantune.sandbox import messages, spool, wire
+from quarantune.sandbox import contain, messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
@@ -29,9 +29,9 @@ from quarantune.transport import payload
 from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import JsonObject
-from quarantune.values.trial import CompileTarget, Phase
+from quarantune.values.trial import ArrayKind, CompileTarget, Phase
 from quarantune.worker import deviceless, program_values
-from quarantune.worker.arguments import Program
+from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
 from quarantune.worker.compiler_figures import read_figures
 from quarantune.worker.failures import (
@@ -197,15 +197,20 @@ class TaskRunner:
             target=task.target,
             away=bool(fds) or task.is_check,
             is_check=task.is_check,
-            announce=lambda program, outputs: self.send(
-                messages.Lowered(**self._heading(), program=program, outputs=outputs)
-            ),
+            announce=self._announce,
             show=functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None,
         )
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
                 bench.save(self.program, fds[0], as_data=task.as_data)
         yield self.compiled(bench, self.program)
+
+    def _announce(self, program: str, outputs: tuple[ArrayKind, ...], products: tuple[str, ...]) -> None:
+        """Tells of a lowered program, and waits until it may be compiled where it has products."""
+        self.send(messages.Lowered(**self._heading(), program=program, outputs=outputs, products=products))
+        if products:
+            ((frame, _),) = self._connection.receive()
+            codec.decode(frame, messages.Proceed)
 
     def compiled(self, bench: Bench, program: Program) -> Reply:
         """Returns the reply about a program that was compiled here."""
@@ -348,11 +353,19 @@ def warm_up(task: JsonObject) -> None:
     deviceless.topology(target)
 
 
-def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> Callable[..., Bench]:
+def load_bench(
+    payload_fd: int, cwd: str | None, *, is_check: bool = False, is_shared: bool = False
+) -> Callable[..., Bench]:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it.
 
     Values that the caller's program has set in these modules are set here, too, except in a check whose modules have
     asked for their device: those of the caller come from another one.
+
+    Args:
+        payload_fd: the payload.
+        cwd: the working directory; None to leave it.
+        is_check: whether it is for a check.
+        is_shared: whether this process is a template, whose forks share it.
     """
     if cwd is not None:
         os.chdir(cwd)
@@ -360,7 +373,11 @@ def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> C
     call = payload.unpack_call(blob)
     if not (is_check and deviceless.asked_at_import):
         program_values.adopt(call.program_values)
-    return functools.partial(Bench, call, options=pickle.loads(options))
+    loaded: BenchOptions = pickle.loads(options)
+    if is_shared and loaded.platform in ("cuda", "rocm") and shares_what_xla_finds():
+        with contextlib.suppress(OSError):
+            loaded = dataclasses.replace(loaded, compilation_cache=contain.new_directory())
+    return functools.partial(Bench, call, options=loaded)
 
 
 def _only_compiles(task: Task) -> bool:

@@ -1,0 +1,78 @@
+"""Has a program wait while another one that shares most of its products is compiled with the device.
+
+XLA tries kernels for each product of a program on the device, and the workers of a sweep share what it has found.
+Programs that begin at the same time would all try the same kernels: on an H100 with 16 cores, a training step of six
+layers took 44 s to tune over eight configs of its attention, and 6 s where the kernels of its products were known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+from quarantune.sandbox.messages import Proceed
+from quarantune.scheduler.workers import NEVER, Job, Worker, Workers, WorkerState
+
+
+@dataclasses.dataclass(eq=False)
+class _LoweredProgram:
+    """A program that was lowered.
+
+    Attributes:
+        worker: its worker.
+        job: its config.
+        products: the names of its products.
+        lowered_at: when it was lowered.
+        deadline: when it had to be compiled by.
+        is_begun: whether it is being compiled; else it waits.
+    """
+
+    worker: Worker
+    job: Job
+    products: frozenset[str]
+    lowered_at: float
+    deadline: float
+    is_begun: bool = False
+
+
+class SharedProducts:
+    """The programs of one run whose products XLA tries kernels for."""
+
+    def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:
+        self._workers = workers
+        self._clock = clock
+        self._programs: list[_LoweredProgram] = []
+        self._tried: set[str] = set()
+
+    def add(self, worker: Worker, job: Job, products: Collection[str]) -> None:
+        """Adds the program of a worker, which waits; its time does not count meanwhile."""
+        self._programs.append(_LoweredProgram(worker, job, frozenset(products), self._clock(), worker.deadline))
+        worker.deadline = NEVER
+
+    def update(self) -> None:
+        """Has all go on that wait for nothing.
+
+        A program that ended its worker is not waited for again: the next with its products may do the same.
+        """
+        for program in list(self._programs):
+            worker = program.worker
+            is_alive = self._workers.get(worker.number) is worker and worker.state is WorkerState.COMPILING
+            if not is_alive or worker.job is not program.job:
+                self._programs.remove(program)
+                self._tried |= program.products if program.is_begun else set()
+        for program in self._programs:
+            if not program.is_begun and not self._waits(program.products - self._tried):
+                self._proceed(program)
+
+    def _waits(self, new: frozenset[str]) -> bool:
+        being_tried = {product for program in self._programs if program.is_begun for product in program.products}
+        return bool(new) and 2 * len(new & being_tried) >= len(new)
+
+    def _proceed(self, program: _LoweredProgram) -> None:
+        worker, waited_s = program.worker, self._clock() - program.lowered_at
+        program.is_begun = True
+        worker.deadline = program.deadline + waited_s
+        if worker.began_at is not None:
+            worker.began_at += waited_s
+        self._workers.send(worker, Proceed(trial=program.job.index))
+        worker.was_heard = True  # its end would be its own doing
