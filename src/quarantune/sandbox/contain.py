@@ -167,7 +167,7 @@ def new_directory() -> str:
     Raises:
         OSError: the system has no room for it.
     """
-    path = f"{_SHARED_MEMORY}/quarantune-{os.urandom(8).hex()}"
+    path = f"{_SHARED_MEMORY}/quarantune-{os.getpid()}-{os.urandom(8).hex()}"
     os.mkdir(path, 0o700)  # which notes it
     return path
 
