@@ -97,6 +97,27 @@ def mlp(x: jax.Array, up: jax.Array, down: jax.Array, rows: int = 1024, hidden: 
     return jax.lax.map(of_rows, x.reshape(-1, rows, x.shape[1])).reshape(-1, down.shape[1])
 
 
+@functools.partial(jax.jit, static_argnames=["rows"])
+def step(x: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, rows: int = 1024) -> jax.Array:
+    """The gradients of four layers below an attention over `rows` queries at a time; configs share most products."""
+
+    def loss(layers: tuple[jax.Array, ...]) -> jax.Array:
+        hidden = x
+        for layer in layers:
+            hidden = jax.nn.gelu(hidden @ layer)
+        summed = hidden.astype(jnp.float32)  # so that the gradients of all blocks are
+
+        def of_rows(part: jax.Array) -> jax.Array:
+            keys = summed.astype(hidden.dtype)
+            logits = jnp.matmul(part, keys.T).astype(jnp.float32) / keys.shape[1] ** 0.5
+            return jax.nn.softmax(logits).astype(keys.dtype) @ keys
+
+        out = jax.lax.map(of_rows, hidden.reshape(-1, rows, hidden.shape[1]))
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    return jnp.concatenate([gradient.ravel() for gradient in jax.grad(loss)((a, b, c, d))])
+
+
 @functools.partial(jax.jit, static_argnames=["factor"])
 def trivial(a: jax.Array, b: jax.Array, factor: int = 1) -> jax.Array:
     """Does next to nothing, so that only overhead is measured; each factor is another program."""
@@ -115,6 +136,7 @@ class Problem:
         quick_sizes: the same in quick mode.
         shapes: the shapes of the matrices for a size.
         off_by: by how much of its largest element an output may differ from that of the default config.
+        scale: the standard deviation of the matrices' elements.
     """
 
     kernel: jax.stages.Wrapped
@@ -124,13 +146,14 @@ class Problem:
     quick_sizes: tuple[int, ...]
     shapes: Callable[[int], Sequence[tuple[int, int]]] = lambda size: [(size, size)] * 2
     off_by: float = 0.01
+    scale: float = 1.0
 
     def arguments(self, size: int) -> tuple[jax.Array, ...]:
         """Returns matrices of normal numbers, on the device; compiles nothing."""
         rng = np.random.default_rng(0)
         device = jax.devices()[0]
         placed = tuple(
-            jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(self.dtype)), device)
+            jax.device_put((self.scale * rng.standard_normal(shape, np.float32)).astype(jnp.dtype(self.dtype)), device)
             for shape in self.shapes(size)
         )
         jax.block_until_ready(placed)
@@ -168,6 +191,16 @@ PROBLEMS = {
         sizes=(8192,),
         quick_sizes=(8192,),
         shapes=lambda size: [(size, 2048), (2048, 8192), (8192, 2048)],
+    ),
+    "step": Problem(
+        kernel=step,
+        space={"rows": [32, 64, 128, 256, 512, 1024, 2048, 4096]},
+        dtype="bfloat16",
+        sizes=(4096,),
+        quick_sizes=(4096,),
+        shapes=lambda size: [(size, 1024), (1024, 1536), (1536, 2048), (2048, 1280), (1280, 1024)],
+        off_by=0.1,
+        scale=1 / 32,
     ),
 }
 

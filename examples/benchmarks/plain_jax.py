@@ -12,7 +12,11 @@ import compare
 import jobs
 import kernels
 
-_WORK = {"attention": "Attention over {} queries and keys in blocks", "mlp": "Two layers on {} rows in blocks"}
+_WORK = {
+    "attention": "Attention over {} queries and keys in blocks",
+    "mlp": "Two layers on {} rows in blocks",
+    "step": "A step of training on {} rows, with an attention in blocks",
+}
 """A heading for each problem."""
 
 

@@ -1,8 +1,8 @@
 """Has a program wait while another one that shares most of its products is compiled with the device.
 
 XLA tries kernels for each product of a program on the device, and the workers of a sweep share what it has found.
-Programs that begin at the same time would all try the same kernels: on an H100 with 16 cores, a training step of six
-layers took 44 s to tune over eight configs of its attention, and 6 s where the kernels of its products were known.
+Programs that begin at the same time would all try the same kernels: on an H100 with 16 cores, eight configs of a
+training step that share 11 of 17 products took 37 s, and 21.5 s if one goes first.
 """
 
 from __future__ import annotations
