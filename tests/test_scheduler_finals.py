@@ -122,7 +122,7 @@ class Writing(FakeSandbox):
     def _give(self, worker: FakeWorker, frame: codec.JsonObject, fds: Sequence[int]) -> None:
         super()._give(worker, frame, fds)
         if worker.do == "Compile" and fds:
-            spool.write_parts(fds[0], [b"executable", b"", b""])
+            spool.write_parts(fds[0], [b"executable", b""])
 
 
 def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Race], Scheduler], act: Act) -> list[bool]:

@@ -65,8 +65,8 @@ def _module_of(
 ) -> dict[str, bytes]:
     """Returns the executable of a call, by the name of the module that JAX compiles for it; nothing if there is none.
 
-    A worker without the device compiled it, so that JAX has another key for it here. The program's text tells whether
-    it is the same.
+    A worker without the device compiled it, or with one of several, so that JAX has another key for it here. The
+    program's text tells whether it is the same.
     """
     from quarantune.worker.judging import structure_of  # calls that find their result do not need it
 

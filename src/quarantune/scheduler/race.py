@@ -109,9 +109,9 @@ class Race:
         executables, for_cache = dict(self._executables), dict[int, dict[str, bytes]]()
         for index, (_, fd) in self._kept.items():
             with contextlib.suppress(ValueError):  # a config may have written anything there
-                executables[index], key, value, *_ = spool.read_parts(fd)
-                if key:
-                    for_cache[index] = {key.decode("ascii"): value}
+                executables[index], _, *parts = spool.read_parts(fd)
+                keys = [key.decode("ascii") for key in parts[::2]]
+                for_cache[index] = dict(zip(keys, parts[1::2], strict=False))
         executables |= {index: executables[first] for index, first in self.ran_as.items() if first in executables}
         for_cache |= {index: for_cache[first] for index, first in self.ran_as.items() if first in for_cache}
         return executables, for_cache

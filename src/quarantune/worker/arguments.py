@@ -85,7 +85,8 @@ class Program:
         cache_entries: the executable as JAX's compilation cache holds it, by its key there; empty where the caller's
             process would not find it under that key, as one compiled without its device.
         calls_back: whether it is known to call back into Python.
-        identity: its hash where it was compiled without its device, as `programs.identity` returns it.
+        identity: its hash, as `programs.identity` returns it, where it is for an accelerator: a process that has the
+            accelerator, or several, may have another key for it. None where it has no hash.
         coarsest: the bits in the mantissas of the coarsest type that it computes with; None where that is not known.
         figures: what its kernels need, as far as that is known.
     """

@@ -169,7 +169,8 @@ class Bench:
         text = lowered.as_text()
         if is_apart and programs.calls_cudnn(text):
             raise NeedsDeviceError("cuDNN plans its kernels with the device")
-        shares = target is None and self._options.platform in ("cuda", "rocm") and self._options.compilation_cache
+        on_gpu = target is None and self._options.platform in ("cuda", "rocm")
+        shares = on_gpu and self._options.compilation_cache
         lowered_at = time.perf_counter()
         identity = self._announce(lowered, text, config, announce, products(traced.jaxpr.jaxpr) if shares else ())
         start += time.perf_counter() - lowered_at
@@ -192,7 +193,7 @@ class Bench:
             time.perf_counter() - start,
             cache_entries,
             calls_back=programs.calls_back(text),
-            identity=None if target is None else identity,
+            identity=identity if on_gpu or target is not None else None,
             coarsest=coarsest,
             figures=figures,
         )
@@ -231,7 +232,7 @@ class Bench:
             NeedsDeviceError: it cannot leave this process.
         """
         if isinstance(self._call.fn, assignment.Runner):
-            spool.write_parts(fd, [self._call.fn.report(program.config), b"", b""])
+            spool.write_parts(fd, [self._call.fn.report(program.config), b""])
             return
         if as_data:
             with contextlib.suppress(ValueError):
@@ -241,17 +242,18 @@ class Bench:
             blob = executable.to_pickle(program.call)
         except Exception as error:
             raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
-        key, value = next(iter(program.cache_entries.items()), ("", b""))
+        entries = dict(program.cache_entries)
         if program.identity is not None and not self._options.time_grad:
-            key, value = program.identity, program.call.runtime_executable().serialize()
-        spool.write_parts(fd, [blob, key.encode(), value, str(program.coarsest or "").encode()])
+            entries[program.identity] = program.call.runtime_executable().serialize()
+        parts = (part for key, value in entries.items() for part in (key.encode(), value))
+        spool.write_parts(fd, [blob, str(program.coarsest or "").encode(), *parts])
 
     def load(self, config: Config, fd: int) -> Program:
         """Loads a config's program that another worker compiled."""
         if self.is_plain:
             return self.compile(config, target=None)
         config = restore(config, self._call.config_values)
-        blob, *_, coarsest = spool.read_parts(fd)
+        blob, coarsest, *_ = spool.read_parts(fd)
         return Program(config, executable.from_pickle(blob), 0.0, coarsest=int(coarsest) if coarsest else None)
 
     def load_data(self, config: Config, blob: bytes) -> Program:
