@@ -7,8 +7,11 @@ import functools
 import logging
 import os
 import re
+import socket
 import sys
+import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +25,15 @@ from helpers import ends, python
 from jax.experimental.xla_metadata import set_xla_metadata
 
 import quarantune
+from quarantune.sandbox import messages, spool
+from quarantune.sandbox.wire import Connection
 from quarantune.scheduler.workers import Worker, Workers, WorkerState
 from quarantune.sweep import routes
-from quarantune.transport import programs
+from quarantune.transport import payload, programs
+from quarantune.worker.arguments import BenchOptions
+from quarantune.worker.bench import Bench
 from quarantune.worker.judging import structure_of
+from quarantune.worker.main import TaskRunner
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -343,3 +351,34 @@ def test_products_have_the_same_names_in_every_process() -> None:
     assert len(whole & half) >= 4
     assert whole - half
     assert half - whole
+
+
+@pytest.mark.parametrize("is_check", [False, True], ids=["a sweep", "a check or a confirmation"])
+def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: bool, tmp_path: Path) -> None:
+    packed = payload.pack_call(jax.jit(lambda x: x @ x), (np.ones((8, 8), np.float32),), {}, {})
+    cache = str(tmp_path / "shared")
+    options = BenchOptions(platform="cuda", warmup=0, rep=1, supply="auto", tolerance=None, compilation_cache=cache)
+    fd = spool.create("arrays", size_bytes=packed.call.spool_bytes)
+    payload.write_arrays(packed, fd)
+    here, there = map(Connection, socket.socketpair())
+    about: Any = types.SimpleNamespace(arrays_fd=fd)
+    runner = TaskRunner(there, about, functools.partial(Bench, packed.call, options=options))
+    replies: list[messages.Reply] = []
+
+    def work() -> None:
+        replies.extend(runner.do(messages.Compile(trial=1, config={}, is_check=is_check), []))
+
+    worker = threading.Thread(target=work, daemon=True)
+    try:
+        worker.start()
+        ((lowered, _),) = here.receive_messages(messages.Lowered)
+        assert len(lowered.products) == (not is_check)
+        if not is_check:
+            assert not any(isinstance(reply, messages.Compiled) for reply in replies)
+            here.send_message(messages.Proceed(trial=1))
+        worker.join(120)
+        assert isinstance(replies[-1], messages.Compiled)
+    finally:
+        for end in (here, there):
+            end.close()
+        os.close(fd)

@@ -258,7 +258,7 @@ class Lowered(Reply):
             is known of it.
         outputs: the arrays of its output.
         products: names of what XLA tries kernels for on the device, as `worker.deviceless.products` returns them; none
-            where workers share nothing that XLA finds out.
+            in a check, and where workers share nothing that XLA finds out.
     """
 
     program: str

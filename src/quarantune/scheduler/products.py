@@ -23,7 +23,6 @@ class _LoweredProgram:
         job: its config.
         products: the names of its products.
         lowered_at: when it was lowered.
-        deadline: when it had to be compiled by.
         is_begun: whether it is being compiled; else it waits.
     """
 
@@ -31,7 +30,6 @@ class _LoweredProgram:
     job: Job
     products: frozenset[str]
     lowered_at: float
-    deadline: float
     is_begun: bool = False
 
 
@@ -46,7 +44,7 @@ class SharedProducts:
 
     def add(self, worker: Worker, job: Job, products: Collection[str]) -> None:
         """Adds the program of a worker, which waits; its time does not count meanwhile."""
-        self._programs.append(_LoweredProgram(worker, job, frozenset(products), self._clock(), worker.deadline))
+        self._programs.append(_LoweredProgram(worker, job, frozenset(products), self._clock()))
         worker.deadline = NEVER
 
     def update(self) -> None:
@@ -54,10 +52,9 @@ class SharedProducts:
 
         A program that ended its worker is not waited for again: the next with its products may do the same.
         """
+        compiling = self._workers.in_state(WorkerState.COMPILING) if self._programs else []
         for program in list(self._programs):
-            worker = program.worker
-            is_alive = self._workers.get(worker.number) is worker and worker.state is WorkerState.COMPILING
-            if not is_alive or worker.job is not program.job:
+            if program.worker not in compiling or program.worker.job is not program.job:
                 self._programs.remove(program)
                 self._tried |= program.products if program.is_begun else set()
         for program in self._programs:
@@ -69,10 +66,10 @@ class SharedProducts:
         return bool(new) and 2 * len(new & being_tried) >= len(new)
 
     def _proceed(self, program: _LoweredProgram) -> None:
-        worker, waited_s = program.worker, self._clock() - program.lowered_at
+        worker, now = program.worker, self._clock()
         program.is_begun = True
-        worker.deadline = program.deadline + waited_s
+        worker.deadline = now + program.job.slack_s
         if worker.began_at is not None:
-            worker.began_at += waited_s
+            worker.began_at += now - program.lowered_at
         self._workers.send(worker, Proceed(trial=program.job.index))
         worker.was_heard = True  # its end would be its own doing

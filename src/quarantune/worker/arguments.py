@@ -51,6 +51,11 @@ class BenchOptions:
     compilation_cache: str | None = None
     measures_energy: bool = False
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether configs run on a GPU."""
+        return self.platform in ("cuda", "rocm")
+
     @classmethod
     def of(cls, platform: str | None, options: Options, *, energy: bool = False) -> BenchOptions:
         """Returns those of the author's options that a worker needs.

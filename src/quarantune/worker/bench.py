@@ -169,8 +169,9 @@ class Bench:
         text = lowered.as_text()
         if is_apart and programs.calls_cudnn(text):
             raise NeedsDeviceError("cuDNN plans its kernels with the device")
-        on_gpu = target is None and self._options.platform in ("cuda", "rocm")
-        shares = on_gpu and self._options.compilation_cache
+        on_gpu = target is None and self._options.on_gpu
+        # A check, which may also confirm an error, keeps nobody waiting and waits for nobody.
+        shares = on_gpu and self._options.compilation_cache and not is_check
         lowered_at = time.perf_counter()
         identity = self._announce(lowered, text, config, announce, products(traced.jaxpr.jaxpr) if shares else ())
         start += time.perf_counter() - lowered_at
@@ -460,7 +461,7 @@ class Bench:
 
     def _has_own_clock(self) -> bool:
         # Of several devices, the clock would add up the times, waits of one for another included.
-        return self._options.platform in ("cuda", "rocm") and jax.local_device_count() == 1
+        return self._options.on_gpu and jax.local_device_count() == 1
 
     def _flusher(self) -> clocks.Flush:
         """Returns the flush of the device's cache, made once.

@@ -208,9 +208,8 @@ class TaskRunner:
     def _announce(self, program: str, outputs: tuple[ArrayKind, ...], products: tuple[str, ...]) -> None:
         """Tells of a lowered program, and waits until it may be compiled where it has products."""
         self.send(messages.Lowered(**self._heading(), program=program, outputs=outputs, products=products))
-        if products:
-            ((frame, _),) = self._connection.receive()
-            codec.decode(frame, messages.Proceed)
+        while products and not self._connection.receive_messages(messages.Proceed):
+            pass  # a part of the message has come
 
     def compiled(self, bench: Bench, program: Program) -> Reply:
         """Returns the reply about a program that was compiled here."""
@@ -374,7 +373,7 @@ def load_bench(
     if not (is_check and deviceless.asked_at_import):
         program_values.adopt(call.program_values)
     loaded: BenchOptions = pickle.loads(options)
-    if is_shared and loaded.platform in ("cuda", "rocm") and shares_what_xla_finds():
+    if is_shared and loaded.on_gpu and shares_what_xla_finds():
         with contextlib.suppress(OSError):
             loaded = dataclasses.replace(loaded, compilation_cache=contain.new_directory())
     return functools.partial(Bench, call, options=loaded)
