@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
+
 from quarantune import jax_internals
 from quarantune.jax_internals.other_processes import (
     compilation_cache_in_memory,
@@ -24,8 +26,7 @@ class CompilationSeeds:
     """Executables that workers compiled, until a call has used them."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, bytes] = {}
-        self._by_program: dict[str, bytes] = {}
+        self._unused: list[tuple[dict[str, bytes], dict[str, bytes]]] = []
 
     def add(self, compiled: dict[str, bytes]) -> None:
         """Seeds JAX's compilation cache with a worker's executable, now or, without such a cache, with the next call.
@@ -35,10 +36,12 @@ class CompilationSeeds:
         """
         by_program = {key: value for key, value in compiled.items() if key.startswith(programs.PREFIX)}
         by_key = {key: value for key, value in compiled.items() if key not in by_program}
-        if by_program and not has_compilation_cache():
-            self._by_program |= by_program
-        if by_key and not seed_compilation_cache(by_key):
-            self._by_key |= by_key
+        if has_compilation_cache():
+            by_program = {}
+        if by_key and seed_compilation_cache(by_key):
+            by_key = {}
+        if by_key or by_program:
+            self._unused.append((by_key, by_program))
 
     @contextlib.contextmanager
     def in_use(self, fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -50,11 +53,14 @@ class CompilationSeeds:
             args: the call's positional arguments.
             kwargs: the call's keyword arguments.
         """
-        if not (self._by_key or self._by_program) or jax_internals.is_tracing():
+        if not self._unused or jax_internals.is_tracing():
             yield
             return
-        by_key, by_program = self._by_key, self._by_program
-        self._by_key, self._by_program = {}, {}
+        unused, self._unused = self._unused, []
+        # A process with one device has the worker's key for a program that was compiled with the device.
+        has_one = jax.local_device_count() == 1
+        by_key = {key: value for keys, _ in unused for key, value in keys.items()}
+        by_program = {key: value for keys, whole in unused if not (keys and has_one) for key, value in whole.items()}
         modules = _module_of(fn, config, args, kwargs, by_program) if by_program else {}
         with compilation_cache_in_memory(by_key, modules=modules):
             yield
