@@ -15,7 +15,9 @@ import pytest
 import quarantune
 from quarantune import Outcome, Route
 from quarantune.devices import targets
+from quarantune.host.process import SANDBOX_MARK
 from quarantune.measure import clocks
+from quarantune.sandbox import template
 
 pytestmark = [
     pytest.mark.gpu,
@@ -199,21 +201,22 @@ def test_programs_whose_dots_xla_tunes_are_compiled_on_the_gpu(held):
 
 
 def left_by_xla() -> list[str]:
-    """Returns, in a worker, the files in which XLA has left what it found out for workers of the same sweep."""
-    return [str(file) for file in Path("/dev/shm").glob(f"quarantune-{os.getppid()}-*/**/*.pb")]
+    """Returns, in a worker, the files in which XLA has left what it found out for workers of the same process."""
+    return [str(file) for file in Path("/dev/shm").glob(f"quarantune-{os.environ.get(SANDBOX_MARK)}/**/*.pb")]
 
 
-@functools.partial(jax.jit, static_argnames=["notes_in", "chunk"])
-def layers(x, up, down, notes_in: str, chunk: int = 8):
+@functools.partial(jax.jit, static_argnames=["notes_in", "last", "chunk"])
+def layers(x, up, down, notes_in: str, last: str = "sin", chunk: int = 8):
     Path(notes_in, f"{os.getpid()}-{chunk}").write_text("\n".join(left_by_xla()))
     for _ in range(2):
         x = jnp.tanh(jnp.tanh(x @ up) @ down)
-    return jax.lax.map(jnp.sin, x.reshape(-1, chunk, x.shape[1])).reshape(x.shape)
+    return jax.lax.map(getattr(jnp, last), x.reshape(-1, chunk, x.shape[1])).reshape(x.shape)
 
 
-def test_what_xla_finds_out_for_one_config_it_knows_for_all_others_of_the_sweep(held, tmp_path, monkeypatch):
+def test_what_xla_finds_out_for_one_config_it_knows_for_all_others_of_the_process(held, tmp_path, monkeypatch):
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
-    (notes_in := tmp_path / "notes").mkdir()
+    notes_in, notes_of_cosines = tmp_path / "notes", tmp_path / "cosines"
+    template.close_shared()  # other tests may have left what this one looks for
     x, up, down = (jnp.ones(shape, jnp.bfloat16) for shape in [(512, 328), (328, 136), (136, 328)])
     tuned = quarantune.autotune({"chunk": [8, 16, 32, 64]}, rep=5)(layers)
     heard = []
@@ -221,15 +224,19 @@ def test_what_xla_finds_out_for_one_config_it_knows_for_all_others_of_the_sweep(
     def listen(event, **_):
         heard.append(event.rpartition("/")[2])
 
-    result = tuned.tune(x, up, down, str(notes_in))
-    assert {trial.route for trial in result.trials} == {Route.HANDED_OVER}, result.table()
-    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
-    knew = [note.read_text().split() for note in notes_in.iterdir() if not note.name.startswith(f"{os.getpid()}-")]
-    assert sum(map(bool, knew)) == 3
+    for notes, last, knowing in ((notes_in, "sin", 3), (notes_of_cosines, "cos", 4)):
+        notes.mkdir()
+        result = tuned.tune(x, up, down, str(notes), last)
+        assert {trial.route for trial in result.trials} == {Route.HANDED_OVER}, result.table()
+        assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+        knew = [note.read_text().split() for note in notes.iterdir() if not note.name.startswith(f"{os.getpid()}-")]
+        assert sum(map(bool, knew)) == knowing
+    assert all(Path(name).exists() for names in knew for name in names)
+    template.close_shared()
     assert not any(Path(name).exists() for names in knew for name in names)
     jax.monitoring.register_event_listener(listen)
     try:
-        tuned(x, up, down, str(notes_in))
+        tuned(x, up, down, str(notes_of_cosines), "cos")
         assert [event for event in heard if event.startswith("cache_")] == ["cache_hits"]
     finally:
         jax.monitoring.unregister_event_listener(listen)

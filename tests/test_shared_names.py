@@ -210,3 +210,30 @@ def test_what_a_config_made_goes_although_the_caller_is_killed(tmp_path: Path) -
     (tmp_path / "script.py").write_text(KILLED)
     assert run_python(tmp_path / "script.py", name).returncode == -signal.SIGKILL
     assert eventually(lambda: name not in shared_memory())
+
+
+SHARES_A_DIRECTORY = """
+import os, signal, sys, time
+from quarantune.sandbox import contain, template
+from quarantune.sandbox.template_messages import Open
+
+if __name__ == "__main__":
+    here = template.shared()
+    directory = contain.common_directory(here.token)
+    for _ in range(2):
+        here.open(Open({}, None, loads_plugins=True), payload_fd=-1, arrays_fd=-1)
+    while not os.path.isdir(directory):
+        time.sleep(0.005)
+    assert os.stat(directory).st_mode & 0o777 == 0o700
+    open(f"{directory}/product", "x").close()
+    print(directory, flush=True)
+    if sys.argv[1] != "nobody":
+        os.kill(os.getpid() if sys.argv[1] == "caller" else here.pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("killed", ["nobody", "caller", "template"])
+def test_the_directory_that_all_sweeps_share_ends_with_their_process(killed: str) -> None:
+    done = run_python("-c", SHARES_A_DIRECTORY, killed)
+    assert done.returncode == (-signal.SIGKILL if killed == "caller" else 0), done.stderr
+    assert eventually(lambda: not Path(done.stdout.strip()).exists())

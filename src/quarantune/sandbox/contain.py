@@ -161,15 +161,13 @@ def kill_orphans(known: Collection[int]) -> None:
 # name that was asked for, and renames it. Names that code in C makes are not noted.
 
 
-def new_directory() -> str:
-    """Makes a directory in memory for small files, which is gone after the end of this worker, or sweep's template.
+def common_directory(token: str) -> str:
+    """Returns the directory in memory that all workers of a process's template share; there may be none.
 
-    Raises:
-        OSError: the system has no room for it.
+    Args:
+        token: the token of the template, which makes the directory, and whose end removes it.
     """
-    path = f"{_SHARED_MEMORY}/quarantune-{os.getpid()}-{os.urandom(8).hex()}"
-    os.mkdir(path, 0o700)  # which notes it
-    return path
+    return f"{_SHARED_MEMORY}/quarantune-{token}"
 
 
 @contextlib.contextmanager
@@ -179,7 +177,8 @@ def directory() -> Iterator[str]:
     Raises:
         OSError: the system has no room for it.
     """
-    path = new_directory()
+    path = f"{_SHARED_MEMORY}/quarantune-{os.getpid()}-{os.urandom(8).hex()}"
+    os.mkdir(path, 0o700)  # which notes it
     try:
         yield path
     finally:

@@ -15,6 +15,7 @@ import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from quarantune.host.process import content, is_installed
+from quarantune.host.process import SANDBOX_MARK, content, is_installed
 from quarantune.sandbox import contain, spawning, spool, wire
 from quarantune.sandbox.template_messages import (
     ORDERS,
@@ -68,7 +69,8 @@ def main(frame: object) -> None:
             _worker_program()
             _prepare_to_fork()
             owner = _Client(_connection(options.connection_fd), Open({}, None, loads_plugins=False))
-            _Forker(options.owner_pid).serve(owner)
+            directory = contain.common_directory(os.environ[SANDBOX_MARK])
+            _Forker(options.owner_pid, directory).serve(owner)
         case WorkerOptions() as options:
             importlib.import_module("jax")
             _run_worker(options, None)
@@ -116,12 +118,15 @@ class _Child:
 class _Forker:
     """Serves sweeps until the process that it must not outlive ends."""
 
-    def __init__(self, lifeline_pid: int) -> None:
+    def __init__(self, lifeline_pid: int, directory: str = "") -> None:
         """Watches children and the lifeline.
 
         Args:
             lifeline_pid: the process that this one must not outlive.
+            directory: the directory in memory that it makes for all sweeps on accelerators; empty for a sweep's
+                template.
         """
+        self._directory = directory
         self._selector = selectors.DefaultSelector()
         self._clients: list[_Client] = []
         self._children: dict[int, _Child] = {}
@@ -181,6 +186,8 @@ class _Forker:
         contain.kill_orphans(())
         for child in self._children.values():
             contain.remove_shared_memory(child.names_fd)
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(0)
 
     def _report(self, client: _Client, event: ChildEvent) -> None:
@@ -197,6 +204,9 @@ class _Forker:
         match order:
             case Open():
                 connection_fd, payload_fd, arrays_fd = (*fds, -1, -1)[:3]
+                if order.loads_plugins:
+                    with contextlib.suppress(OSError):  # it is there already, or the system has no room for it
+                        os.mkdir(self._directory, 0o700)
                 self._add(_Client(_connection(connection_fd), order, payload_fd, arrays_fd))
             case WarmUp():
                 self._warm_up(order)
@@ -325,7 +335,7 @@ def _serve_sweep(client: _Client, parent: int) -> None:
     program = _worker_program()
     before = set(sys.modules)
     try:
-        client.call = program.load_bench(client.payload_fd, client.sweep.cwd, is_shared=True)
+        client.call = program.load_bench(client.payload_fd, client.sweep.cwd)
         if client.sweep.loads_plugins:
             # In the environment that the function's modules may have changed. Every fork uses the plugins, and none of
             # them is initialised here, because a process that has done that must not be forked.

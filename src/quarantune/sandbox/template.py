@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK, new_lock
-from quarantune.sandbox import shortages, spawning, spool, wire
+from quarantune.sandbox import contain, shortages, spawning, spool, wire
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection, WireClosedError
 from quarantune.values.codec import JsonObject
@@ -139,6 +140,7 @@ class Template:
         if self._process.returncode == SPOILED:
             _is_spoiled_by_warmth = True
         _kill_marked(self.token)
+        shutil.rmtree(contain.common_directory(self.token), ignore_errors=True)
         with contextlib.suppress(OSError):
             os.close(self._log_fd)
 

@@ -36,8 +36,9 @@ class BenchOptions:
         tolerance: how far outputs may differ; None for as far as rounding explains.
         check_grad: whether gradients are compared, too.
         time_grad: whether a config is compiled and timed together with its gradient.
-        compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none. On a GPU, a
-            sweep's workers have one of their own instead, in which XLA leaves what it has found out on the device.
+        compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none. On a GPU,
+            the workers of all sweeps of a process share one of their own instead, in which XLA leaves what it has found
+            out on the device.
         measures_energy: whether the energy of a call is measured.
     """
 

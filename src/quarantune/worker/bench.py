@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -171,14 +172,20 @@ class Bench:
             raise NeedsDeviceError("cuDNN plans its kernels with the device")
         on_gpu = target is None and self._options.on_gpu
         # A check, which may also confirm an error, keeps nobody waiting and waits for nobody.
-        shares = on_gpu and self._options.compilation_cache and not is_check
+        directory = self._options.compilation_cache if on_gpu and not is_check else None
+        # Each has a file there once XLA has tried kernels for it, be it in an earlier sweep.
+        tried = [Path(directory, name) for name in products(traced.jaxpr.jaxpr)] if directory else []
+        new = tuple(file.name for file in tried if not file.exists())
         lowered_at = time.perf_counter()
-        identity = self._announce(lowered, text, config, announce, products(traced.jaxpr.jaxpr) if shares else ())
+        identity = self._announce(lowered, text, config, announce, new)
         start += time.perf_counter() - lowered_at
         cache_entries: dict[str, bytes] = {}
         if target is None:
             with compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
                 compiled = lowered.compile()
+            for file in tried:
+                with contextlib.suppress(OSError):
+                    file.touch()
             # With its gradient, the caller compiles another program.
             cache_entries = {} if self._options.time_grad else cache.programs
         else:

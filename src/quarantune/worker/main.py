@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn
 
 from quarantune import jax_internals
+from quarantune.host.process import SANDBOX_MARK
 from quarantune.host.waits import RunTime, run_limit
 from quarantune.jax_internals.other_processes import load_plugins, shares_what_xla_finds
 from quarantune.measure import sampling
@@ -352,9 +353,7 @@ def warm_up(task: JsonObject) -> None:
     deviceless.topology(target)
 
 
-def load_bench(
-    payload_fd: int, cwd: str | None, *, is_check: bool = False, is_shared: bool = False
-) -> Callable[..., Bench]:
+def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> Callable[..., Bench]:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it.
 
     Values that the caller's program has set in these modules are set here, too, except in a check whose modules have
@@ -364,7 +363,6 @@ def load_bench(
         payload_fd: the payload.
         cwd: the working directory; None to leave it.
         is_check: whether it is for a check.
-        is_shared: whether this process is a template, whose forks share it.
     """
     if cwd is not None:
         os.chdir(cwd)
@@ -373,9 +371,9 @@ def load_bench(
     if not (is_check and deviceless.asked_at_import):
         program_values.adopt(call.program_values)
     loaded: BenchOptions = pickle.loads(options)
-    if is_shared and loaded.on_gpu and shares_what_xla_finds():
-        with contextlib.suppress(OSError):
-            loaded = dataclasses.replace(loaded, compilation_cache=contain.new_directory())
+    common = contain.common_directory(os.environ.get(SANDBOX_MARK, ""))
+    if loaded.on_gpu and shares_what_xla_finds() and os.path.isdir(common):
+        loaded = dataclasses.replace(loaded, compilation_cache=common)
     return functools.partial(Bench, call, options=loaded)
 
 
