@@ -29,6 +29,8 @@ _PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
 _KERNELS_OF_JAX = "jax.experimental.pallas.ops."
 _CACHE_DIRECTORY = "jax_compilation_cache_dir"
 _XLA_CACHE = "xla_gpu_per_fusion_autotune_cache_dir"
+_LONGER_THAN_ANY_S = 1e9
+"""Than the time that compiling any program takes."""
 _CACHE_OPTIONS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -432,6 +434,15 @@ def shares_what_xla_finds() -> bool:
     """
     kinds = jax.config.values["jax_persistent_cache_enable_xla_caches"]
     return jax.__version_info__ >= (0, 11) and kinds == _XLA_CACHE and _XLA_CACHE not in os.environ.get("XLA_FLAGS", "")
+
+
+def share_what_xla_finds(directory: str) -> None:
+    """Has XLA leave what it finds out on a GPU in a directory, and look for it there, whatever this process compiles.
+
+    JAX has this with its persistent compilation cache, in which it keeps no program here.
+    """
+    jax.config.update(_CACHE_DIRECTORY, directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _LONGER_THAN_ANY_S)
 
 
 def has_compilation_cache() -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from quarantune import device_table
 from quarantune.host.waits import RunTime, Watch
 from quarantune.jax_internals import kernels
-from quarantune.jax_internals.other_processes import compilation_cache_in_memory
+from quarantune.jax_internals.other_processes import compilation_cache_in_memory, share_what_xla_finds
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement, Measurement
@@ -81,6 +81,11 @@ class Bench:
         Then threads may spin: those of XLA sleep until there is work for them, unlike those of other libraries.
         """
         return self._arguments.jit is None
+
+    def take_device(self) -> None:
+        """Shares what XLA finds out on the device with the other workers of the process; for a worker that uses it."""
+        if self._options.on_gpu and self._options.compilation_cache:
+            share_what_xla_finds(self._options.compilation_cache)
 
     def close(self) -> None:
         """Detaches the profiler from this process, where it was attached; for a process that outlives the bench."""

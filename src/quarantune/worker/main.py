@@ -168,7 +168,10 @@ class TaskRunner:
         if (make := self._make_bench) is None:
             self.send(self.entered(Phase.LOAD))
             make = self._load_bench(task)
-        return make(arrays_fd=self._options.arrays_fd)
+        bench = make(arrays_fd=self._options.arrays_fd)
+        if not isinstance(task, messages.Compile) or task.target is None:
+            bench.take_device()
+        return bench
 
     def _load_bench(self, task: Task) -> Callable[..., Bench]:
         """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
