@@ -155,6 +155,22 @@ def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> N
     assert (tuned.__name__, tuned.__wrapped__.__name__) == ("add", "add")
 
 
+def test_programs_of_a_jitted_function_are_compiled_ahead_and_tell_their_own_kernels() -> None:
+    ahead = kernel("ahead", {"ms": [1, 2]}, lambda x, ms: x + 0 * ms)
+    inner = jax.jit(lambda x: ahead(x))  # which JAX traces once for each assignment
+
+    @quarantune.contextual_autotune(n_repeat=1)
+    @functools.partial(jax.jit, static_argnames=["twice"])
+    def whole(x: Any, *, twice: bool) -> Any:
+        return inner(x) + (inner(jnp.concatenate([x, x]))[: x.size] if twice else 0)
+
+    for twice, kernels in ((False, 1), (True, 2), (False, 1)):
+        result = whole.tune(X, twice=twice)
+        assert len(result.kernels) == kernels
+        assert all(trial.compile_s is not None and trial.compile_s > 0 for trial in result.trials), result.table()
+        np.testing.assert_array_equal(whole(X, twice=twice), X)
+
+
 def test_untuned_a_function_runs_with_its_kernels_own_defaults() -> None:
     only = kernel("only", {"ms": [7, 8]}, lambda x, ms: x + ms)
 

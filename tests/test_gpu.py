@@ -242,6 +242,13 @@ def test_what_xla_finds_out_for_one_config_it_knows_for_all_others_of_the_proces
         jax.monitoring.unregister_event_listener(listen)
 
 
+def test_a_jitted_function_whose_kernels_are_tuned_is_compiled_as_others_are(held):
+    whole = quarantune.contextual_autotune(jax.jit(lambda x: jnp.tanh(plain_dot(x, x))))
+    result = whole.tune(jnp.ones((512, 512), jnp.bfloat16))
+    assert {trial.route for trial in result.trials} == {Route.HANDED_OVER}, result.table()
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+
+
 @functools.partial(jax.jit, static_argnames=["rows"])
 def sorted_rows(x, rows: int = 1):
     return jnp.sort(jnp.sort(x.reshape(rows, -1), axis=-1).reshape(-1))

@@ -57,8 +57,8 @@ def contextual_autotune(
         n_warmup: untimed runs of the function per config.
         n_repeat: at most this many timed runs per config.
         **options: the options of the author, as `Options` documents them, without `warmup` and `rep`, for which there
-            are the arguments above, and `prune_fn`, which belongs to the kernels. `compile_timeout` and `timeout`
-            together bound one config, because the function compiles as it runs.
+            are the arguments above, and `prune_fn`, which belongs to the kernels. Where the
+            function is not jitted, it compiles as it runs: `compile_timeout` and `timeout` together bound one config.
 
     Returns:
         A `Contextual`, or a decorator that makes one.

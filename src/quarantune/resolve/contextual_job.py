@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quarantune import cache
+from quarantune import cache, jax_internals
 from quarantune.cache import Entry
 from quarantune.host.process import lazy
 from quarantune.measure import finals
@@ -246,11 +246,12 @@ class ContextualJob(TuningJob):
             TuningFailedError: the function failed under every assignment.
         """
         runner = runner or self._runner
+        is_jitted = jax_internals.is_jitted(runner.tunable)
         label = f"{self._name} ({kernel})"
         untuned = assignment.encode({}, others=DEFAULT)
         problem = dataclasses.replace(
             self._keyed.problem(),
-            fn=runner,
+            fn=runner.tunable,
             untuned={KEY: untuned},
             default=texts.index(untuned) if untuned in texts else None,
         )
@@ -277,7 +278,7 @@ class ContextualJob(TuningJob):
                 problem=problem,
                 options=self._options,
                 settings=self._settings,
-                limits=self._limits.compiling_as_it_runs(),
+                limits=self._limits if is_jitted else self._limits.compiling_as_it_runs(),
                 events=SweepEvents(on_trial=on_trial, on_tick=self._records.refresh, on_phase=progress.enter),
                 space=Space(possible),
                 source=search or NOTHING_MORE,
@@ -305,6 +306,9 @@ class ContextualJob(TuningJob):
 
     def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
+        if jax_internals.is_jitted(problem.fn):  # a worker has traced it without harm
+            report = runner.traced_report(text, problem.args, problem.kwargs)
+            return self._with_objects(assignment.read_report(report))
         if isolation_of(self._settings, problem) is Isolation.NONE:
             return self._with_objects(assignment.read_report(runner.report({KEY: text})))
         try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
 import weakref
@@ -13,8 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from quarantune import jax_internals
 from quarantune.host.process import new_lock
-from quarantune.transport.problem import assignment_in_force
+from quarantune.transport.problem import as_structs, assignment_in_force
 from quarantune.values.codec import JsonObject, as_json, decode_json, restore, text_of
 from quarantune.values.configs import Config
 
@@ -26,6 +29,7 @@ FIRST, DEFAULT, OWN = "first", "default", "own"
 
 
 _MOST_REPORTED_BYTES = 1 << 24
+_numbers = itertools.count(1)
 
 
 class Slot(NamedTuple):
@@ -147,28 +151,47 @@ def without_tuning() -> Iterator[Mapping[Slot, Seen]]:
 class Runner:
     """Calls a function under an assignment: to the tuner, a callable with the assignment as its one tunable."""
 
-    def __init__(self, fn: Callable[..., Any], reports: str | None = None) -> None:
+    def __init__(self, fn: Callable[..., Any], reports: str | None = None, *, is_jitted: bool = False) -> None:
         """Makes a runner of a function.
 
         Args:
             fn: the function.
             reports: a directory for reports, which are written during a run in case it fails; None for none.
+            is_jitted: whether the runner itself is jitted, and calls the function that is inside the jitted one.
         """
         self._fn = fn
         self._reports = reports
+        self._is_jitted = is_jitted
         self._assignments: dict[str, Assignment] = {}
+
+    @property
+    def tunable(self) -> Any:
+        """What a sweep tunes: for a jitted function a jitted runner, whose programs are compiled ahead of their runs.
+
+        One that is jitted with shardings or devices cannot be jitted anew: this runner is it.
+        """
+        return self if self._jitted is None else self._jitted
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        options = jax_internals.jit_options(self._fn) if jax_internals.is_jitted(self._fn) else None
+        if options is None or options.cannot_travel:
+            return None
+        options = dataclasses.replace(options, static_argnames=(*options.static_argnames, KEY))
+        return options.rebuild(Runner(self._fn, self._reports, is_jitted=True))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function under the assignment given as `KEY`."""
         assignment = self.assignment(text := kwargs.pop(KEY))
         if self._reports is not None:
             assignment.on_seen = functools.partial(self._leave_report, text)
+        fn: Any = self._fn
         with assignment.in_force():
-            return self._fn(*args, **kwargs)
+            return (fn.__wrapped__ if self._is_jitted else fn)(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Pickles the function and the directory."""
-        return Runner, (self._fn, self._reports)
+        """Pickles all but the assignments."""
+        return functools.partial(Runner, is_jitted=self._is_jitted), (self._fn, self._reports)
 
     def assignment(self, text: str) -> Assignment:
         """Returns the assignment for a text, the same one each time."""
@@ -178,8 +201,17 @@ class Runner:
 
     def report(self, config: Mapping[str, Any]) -> bytes:
         """Returns the slots that were looked up under an assignment, in order, as bytes for `read_report`."""
-        seen = self.assignment(config[KEY]).seen
-        return json.dumps([[*slot, as_json(about.configs), about.space] for slot, about in seen.items()]).encode()
+        return _report(self.assignment(config[KEY]))
+
+    def traced_report(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+        """Returns the report of a jitted function under an assignment, after tracing it here."""
+        fn: Any = self._fn
+        args, kwargs = as_structs(args, kwargs)
+        assignment = Assignment(text)
+        assignment.text += f" {next(_numbers)}"  # else, JAX would not trace again what it has traced before
+        with assignment.in_force():
+            fn.eval_shape(*args, **kwargs)
+        return _report(assignment)
 
     def left_report(self, text: str) -> dict[Slot, Seen]:
         """Returns the slots that were looked up in a run under an assignment, up to its end or failure."""
@@ -198,6 +230,11 @@ class Runner:
     def _report_path(self, text: str) -> str:
         assert self._reports is not None
         return os.path.join(self._reports, f"{hashlib.sha256(text.encode()).hexdigest()}.json")
+
+
+def _report(assignment: Assignment) -> bytes:
+    seen = assignment.seen.items()
+    return json.dumps([[*slot, as_json(about.configs), about.space] for slot, about in seen]).encode()
 
 
 def read_report(report: bytes) -> dict[Slot, Seen]:
