@@ -171,6 +171,20 @@ def test_programs_of_a_jitted_function_are_compiled_ahead_and_tell_their_own_ker
         np.testing.assert_array_equal(whole(X, twice=twice), X)
 
 
+def test_the_first_call_of_a_jitted_function_finds_the_program_of_its_sweep(compiles: list[str]) -> None:
+    found = kernel("found", {"ms": [1, 2]}, lambda x, ms: x * ms / ms)
+
+    @quarantune.contextual_autotune(n_repeat=1)
+    @jax.jit
+    def whole(x: Any) -> Any:
+        return found(x) + 1
+
+    whole.tune(X)
+    compiles.clear()
+    np.testing.assert_array_equal(whole(X), X + 1)
+    assert any("cache_retrieval" in event or "compile_time_saved" in event for event in compiles), compiles
+
+
 def test_untuned_a_function_runs_with_its_kernels_own_defaults() -> None:
     only = kernel("only", {"ms": [7, 8]}, lambda x, ms: x + ms)
 

@@ -147,6 +147,8 @@ class Contextual(TunedCallable[_P, _R]):
                 if len(memo) >= _MOST_REMEMBERED:
                     memo.clear()
                 memo[key] = text
+            with self._resolver.seeding_compilation(config, args, kwargs):
+                return self._run(args, kwargs, text)
         return self._run(args, kwargs, text)
 
     @overload

@@ -154,6 +154,11 @@ class TunedFunction:
         return self.static_names is not None
 
     @property
+    def compiled_fn(self) -> Any:
+        """What takes a config, and is compiled with it."""
+        return self.fn
+
+    @property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the function's code and of the options that affect which config wins."""
         kept, version = self._fingerprints, is_former()

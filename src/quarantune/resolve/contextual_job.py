@@ -62,6 +62,7 @@ class _Step:
         best: its trial.
         tie: the configs that are as fast.
         slots: the kernels that were called under the best assignment.
+        compiled: its program for JAX's compilation cache, as in `Swept`.
         searched: how thorough it was.
     """
 
@@ -70,6 +71,7 @@ class _Step:
     best: Trial
     tie: tuple[Config, ...]
     slots: dict[Slot, Seen]
+    compiled: dict[str, bytes]
     searched: Searched
 
     @property
@@ -144,6 +146,8 @@ class ContextualJob(TuningJob):
             spaces.append(slots[slot].space)
             slots, time_ms = step.slots, step.time_ms
         _logger.info("%s: %.4g ms with %d kernels tuned", self._name, time_ms, len(choices))
+        if self._keyed.axes is None:
+            self._seeds.add(step.compiled)
         findings = findings_now(self._call, time_ms, [trial for _, trial in tries], _together(searched, self._search))
         findings = dataclasses.replace(findings, baseline_ms=baseline_ms)
         return self._conclude_kernels(choices, spaces, tries, findings)
@@ -297,6 +301,7 @@ class ContextualJob(TuningJob):
             settled[winner],
             tuple(settled[index].config for index in tie),
             slots,
+            swept.compiled.get(winner, {}),
             Searched(
                 EXHAUSTED if search is None else search.stopped,
                 sum(trial.outcome is not Outcome.NOT_RUN for trial in settled.values()),
@@ -460,6 +465,11 @@ class ContextualFunction(TunedFunction):
         """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune."""
         super().__init__(fn, Space([{KEY: assignment.encode({}, others=OWN)}]), **about)
         self.runner = Runner(fn)
+
+    @property
+    def compiled_fn(self) -> Any:
+        """What a sweep compiles: the runner."""
+        return self.runner.tunable
 
     def resolver(self) -> Resolver:
         """Returns what finds the assignments for its calls."""

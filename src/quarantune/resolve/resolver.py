@@ -227,7 +227,7 @@ class Resolver:
         """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""
         if "_seeds" not in vars(self):  # nothing was tuned
             return contextlib.nullcontext()
-        return self._seeds.in_use(self.function.fn, config, args, kwargs)
+        return self._seeds.in_use(self.function.compiled_fn, config, args, kwargs)
 
     def _tune(
         self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None

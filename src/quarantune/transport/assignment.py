@@ -159,6 +159,7 @@ class Runner:
             reports: a directory for reports, which are written during a run in case it fails; None for none.
             is_jitted: whether the runner itself is jitted, and calls the function that is inside the jitted one.
         """
+        self.__name__ = getattr(fn, "__name__", "function")  # that of its programs
         self._fn = fn
         self._reports = reports
         self._is_jitted = is_jitted
