@@ -832,6 +832,22 @@ def test_dumping_leaves_cloudpickles_global_list_alone(monkeypatch: pytest.Monke
     assert pickling.loads(blob)(1) == 2
 
 
+def test_modules_that_refer_to_each_other_travel_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = types.ModuleType("made_up_first"), types.ModuleType("made_up_second")
+    for module, other in ((first, second), (second, first)):
+        module.other = other  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec("def kernel(a): return other.twice(a)", vars(first))
+    exec("def twice(a): return 2 * a", vars(second))
+    blob = pickling.dumps(first.kernel)
+    for module in (first, second):
+        monkeypatch.delitem(sys.modules, module.__name__)
+    found = pickling.loads(blob)
+    assert found(21) == 42
+    there = found.__globals__["other"]
+    assert there.other.other is there
+
+
 def test_a_type_variable_of_a_made_up_module_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up = types.ModuleType("made_up_module")
     made_up.own = threading.local()  # type: ignore[attr-defined]  # so that the module cannot travel as a whole

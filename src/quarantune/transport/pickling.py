@@ -140,7 +140,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module.__name__ not in sys.modules or module.__name__ == "__main__" or self._can_import(module.__name__):
             return NotImplemented
         content = {name: value for name, value in vars(module).items() if name != "__builtins__"}
-        return _make_module, (module.__name__, content)
+        # An empty module first, because modules may refer to each other.
+        return types.ModuleType, (module.__name__,), content, None, None, _set_attributes
 
     def _reduce_type_variable(self, variable: Any) -> Any:
         if not self._lives_here_only(variable):
@@ -456,12 +457,6 @@ def _make_function(
     for name, value in attributes.items():
         setattr(function, name, value)
     return function
-
-
-def _make_module(name: str, content: Mapping[str, Any]) -> types.ModuleType:
-    module = types.ModuleType(name)
-    vars(module).update(content)
-    return module
 
 
 def _array_of(elements: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
