@@ -307,6 +307,21 @@ def test_a_function_that_its_module_has_defined_anew_is_refused(
         program_values.adopt(values)
 
 
+def test_an_object_that_raises_when_it_is_pickled_is_the_workers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import multiprocessing\nLOCK = multiprocessing.Lock()\ndef locks(x):\n    with LOCK:\n        return x\n"
+    write(tmp_path, has_a_lock=source)
+    monkeypatch.syspath_prepend(tmp_path)
+    module: Any = importlib.import_module("has_a_lock")
+    values = program_values.collect([module.locks])
+    del sys.modules["has_a_lock"]
+    program_values.adopt(values)
+    there: Any = importlib.import_module("has_a_lock")
+    assert there.LOCK is not module.LOCK
+    assert there.locks(3) == 3
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_filled_cache_of_values_that_cannot_travel_is_no_reason_to_refuse(

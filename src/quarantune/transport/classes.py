@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from quarantune.host.process import is_interruption
 from quarantune.jax_internals.other_processes import made_unregistered, pytree_registration, register_pytree
 
 _PLAIN = ("builtins", "abc", "typing", "enum", "dataclasses", "collections.abc")
@@ -115,7 +116,9 @@ def refuses_to_be_copied(obj: object) -> bool:
         return False
     try:
         obj.__reduce_ex__(4)
-    except TypeError:
+    except Exception as error:
+        if is_interruption(error):
+            raise
         return True
     return False
 
