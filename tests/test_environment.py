@@ -62,6 +62,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
     [
         ("disable_cache", "maybe", "0 or 1"),
         ("on_miss", "panic", "'tune', 'default', 'nearest' or 'error'"),
+        ("cache_dir", "~no such user/there", "a directory of a file system"),
         ("cache_path", ":", "directories separated by ':'"),
         ("cpu_utilization", "1.5", "at most 1"),
         ("cpu_utilization", "0", "above 0"),
@@ -117,6 +118,8 @@ def test_a_block_takes_python_values_and_strings(name: str, value: Any, expected
     [
         ("timeout", True),
         ("cpu_count", False),
+        ("cache_dir", ""),
+        ("log_dir", " "),
         ("devices", []),
         ("on_miss", 3),
         ("timeout", 10**400),

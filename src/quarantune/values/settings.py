@@ -463,7 +463,8 @@ def _executor(value: Any) -> Executor:
 
 
 def _path(value: Any) -> Path:
-    if "://" in os.fspath(value):
+    text = os.fspath(value)
+    if "://" in text or not text.strip():
         raise ValueError
     # Absolute, because a later chdir in the caller must not move the cache.
     return Path(value).expanduser().absolute()
@@ -733,5 +734,5 @@ def _parse(name: str, label: str, value: Any) -> Any:
         return field.default_factory() if callable(field.default_factory) else field.default
     try:
         return field.metadata["parse"](value)
-    except (ValueError, TypeError, OverflowError):
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # the last where `~` names no user
         raise ValueError(f"{label}={shown(value)} is not valid: it must be {field.metadata['accepts']}.") from None
