@@ -482,6 +482,35 @@ def is_interruption(error: BaseException) -> bool:
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(trace))
 
 
+def answer_of(question: Callable[..., _T], *about: Any) -> _T | None:
+    """Returns what a call of the user's code returns; None where it raises.
+
+    Raises:
+        Exception: a signal handler has raised it.
+    """
+    try:
+        return question(*about)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        return None
+
+
+def failure_of(call: Callable[..., object], *about: Any) -> Exception | None:
+    """Returns the exception that a call of the user's code raises; None where it raises none.
+
+    Raises:
+        Exception: a signal handler has raised it.
+    """
+    try:
+        call(*about)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        return error
+    return None
+
+
 def _handlers() -> set[types.CodeType]:
     found = set()
     for number in signal.valid_signals():

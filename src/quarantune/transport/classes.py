@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quarantune.host.process import is_interruption
+from quarantune.host.process import failure_of
 from quarantune.jax_internals.other_processes import made_unregistered, pytree_registration, register_pytree
 
 _PLAIN = ("builtins", "abc", "typing", "enum", "dataclasses", "collections.abc")
@@ -114,13 +114,7 @@ def refuses_to_be_copied(obj: object) -> bool:
     """Returns whether an object's class forbids to pickle it, because there shall be one of it in a process."""
     if getattr(type(obj), "__getstate__", None) is object.__getstate__:
         return False
-    try:
-        obj.__reduce_ex__(4)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        return True
-    return False
+    return failure_of(lambda: obj.__reduce_ex__(4)) is not None
 
 
 _BARE_BYTES = type("_Bare", (), {}).__basicsize__

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host.process import is_interruption
+from quarantune.host.process import failure_of
 from quarantune.transport.problem import as_structs, split_config
 
 _WEIGHT_SEED = 20_011
@@ -87,19 +87,9 @@ def explain_failure(
     trained = with_gradient(jitted)
     keywords, _ = split_config(jitted, dict(config))
     with jax_internals.outside_of_traces():
-        try:
-            trained.eval_shape(*structs, **named, **keywords)
-            return
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            failure = error
-        try:
-            trained.eval_shape(*structs, **named)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            return  # the function has no gradient with its defaults either
+        failure = failure_of(lambda: trained.eval_shape(*structs, **named, **keywords))
+        if failure is None or failure_of(lambda: trained.eval_shape(*structs, **named)) is not None:
+            return  # in the second case, the function has no gradient with its defaults either
     failure.add_note(
         f"{name} was tuned by its forward pass alone, and the backward pass fails with the winner {dict(config)}, "
         f"though not with the defaults: tune it with time_grad=True, which times both"

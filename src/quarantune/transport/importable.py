@@ -29,7 +29,7 @@ from typing import Any
 from zipimport import zipimporter
 
 from quarantune.host import machine
-from quarantune.host.process import content, is_imported_early, is_installed, is_interruption
+from quarantune.host.process import answer_of, content, is_imported_early, is_installed
 
 _LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader, NamespaceLoader, zipimporter)
 
@@ -60,7 +60,7 @@ def can_import(name: str) -> bool:
 def _find_spec(name: str, path: Any) -> Any:
     """Returns how a fresh process imports a module: not by a finder that this program has installed."""
     # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.
-    specs = (_answer(lambda finder: finder.find_spec(name, path), finder) for finder in sys.meta_path)
+    specs = (answer_of(lambda finder: finder.find_spec(name, path), finder) for finder in sys.meta_path)
     return next((spec for spec in specs if spec is not None and _is_everywhere(spec.loader, name)), None)
 
 
@@ -153,7 +153,7 @@ def _reached(name: str, seen: set[str]) -> Iterator[str]:
     if parent := name.rpartition(".")[0]:
         yield from _reached(parent, seen)
     for value in list(content(module).values()):
-        other = _answer(_home_of, value)
+        other = answer_of(_home_of, value)
         if isinstance(other, str):
             yield from _reached(other, seen)
 
@@ -193,7 +193,7 @@ def _is_edited(module: types.ModuleType) -> bool:
 @functools.lru_cache(maxsize=256)
 def _source_of(file: str, mtime_ns: int, size: int, compiled: Callable[[bytes, str], Any]) -> frozenset[Any] | None:
     """Returns the essences of all code in a file, compiled as its import compiles it; None if that fails."""
-    whole = _answer(lambda file: compiled(Path(file).read_bytes(), file), file)
+    whole = answer_of(lambda file: compiled(Path(file).read_bytes(), file), file)
     return None if whole is None else frozenset(map(_essence, _nested(whole)))
 
 
@@ -225,7 +225,7 @@ def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:
         seen.add(id(value))
         if type(value) is types.CodeType and value.co_filename == file:
             yield value
-        pending += _answer(lambda value: _parts_of(value, module.__name__), value) or ()
+        pending += answer_of(lambda value: _parts_of(value, module.__name__), value) or ()
 
 
 def _parts_of(value: Any, module: str) -> Iterable[Any]:
@@ -241,13 +241,3 @@ def _parts_of(value: Any, module: str) -> Iterable[Any]:
     if isinstance(value, functools.partial):
         return (value.func,)
     return (inspect.getattr_static(value, "__wrapped__", None),)  # a proxy may invent attributes
-
-
-def _answer(question: Callable[[Any], Any], value: Any) -> Any:
-    """Returns an answer about a value; None where that raises, as a proxy does of an object that cannot be made."""
-    try:
-        return question(value)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        return None

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from quarantune import jax_internals
-from quarantune.host.process import is_interruption
+from quarantune.host.process import answer_of
 from quarantune.transport.arrays import ArraySpec, mesh_like
 from quarantune.values.describe import sharding_of
 
@@ -69,12 +69,7 @@ def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     bound = jax_internals.bound_axes()
     if not bound:
         return None
-    try:
-        used = set(_names(fn.trace(*args, **kwargs).jaxpr.jaxpr, bound))
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        return None
+    used = answer_of(lambda: set(_names(fn.trace(*args, **kwargs).jaxpr.jaxpr, bound)))
     if not used:
         return None
     around = jax.sharding.get_abstract_mesh()

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host.process import is_interruption
+from quarantune.host.process import failure_of, is_interruption
 from quarantune.transport import classes, importable, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
@@ -361,12 +361,8 @@ def dump_state(value: object, place: str) -> tuple[bytes | None, str]:
     """
     with _BoundedFile() as file:
         pickler = _StatePickler(file, value, place)
-        try:
-            pickler.dump(value)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            return None, str(error)
+        if (failure := failure_of(pickler.dump, value)) is not None:
+            return None, str(failure)
         return file.getvalue(), next(iter(pickler.reasons), "")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quarantune import jax_internals
-from quarantune.host.process import is_interruption
+from quarantune.host.process import failure_of
 from quarantune.values.texts import shown
 
 _REMEDY = (
@@ -48,23 +48,12 @@ def _find_culprit(
             if id(child) in seen:
                 continue
             seen.add(id(child))
-            failure = _failure(child, dump)
-            if failure is not None:
+            if (failure := failure_of(dump, child)) is not None:
                 trail.append(label)
                 obj, error = child, failure
                 break
         else:
             return trail, obj, error
-
-
-def _failure(obj: object, dump: Callable[[object], bytes]) -> Exception | None:
-    try:
-        dump(obj)
-    except Exception as error:
-        if is_interruption(error):
-            raise
-        return error
-    return None
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
