@@ -18,7 +18,7 @@ import jax
 from quarantune import jax_internals
 from quarantune.host.process import new_lock
 from quarantune.transport.problem import as_structs, assignment_in_force
-from quarantune.values.codec import JsonObject, as_json, decode_json, restore, text_of
+from quarantune.values.codec import JsonObject, as_json, decode_json, frozen, text_of
 from quarantune.values.configs import Config
 
 KEY = "kernel configs"
@@ -246,7 +246,7 @@ def read_report(report: bytes) -> dict[Slot, Seen]:
     """
     try:
         return {
-            Slot(str(name), str(key)): Seen([_config(config) for config in configs], dict(space))
+            Slot(str(name), str(key)): Seen([frozen(config) for config in configs], dict(space))
             for name, key, configs, space in decode_json(report)
         }
     except (TypeError, AttributeError) as error:
@@ -278,13 +278,9 @@ def chosen_from(data: Any) -> dict[Slot, Config]:
         ValueError: the data has another form.
     """
     try:
-        return {Slot(name, key): _config(config) for name, calls in data.items() for key, config in calls.items()}
+        return {Slot(name, key): frozen(config) for name, calls in data.items() for key, config in calls.items()}
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{data!r} is no mapping of kernels to configs") from error
-
-
-def _config(data: Mapping[str, Any]) -> Config:
-    return restore(data, {})
 
 
 @functools.cache
