@@ -35,9 +35,9 @@ from quarantune.resolve.tuning_job import CompilationSeeds
 from quarantune.sandbox import spool, template
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.request import Swept
-from quarantune.transport import arrays, payload, programs
+from quarantune.transport import payload, programs
 from quarantune.values.configs import format_config
-from quarantune.values.settings import Tolerance
+from quarantune.values.settings import SUPPLIES, Tolerance
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
 from quarantune.worker.judging import structure_of
@@ -786,7 +786,7 @@ LOOKS_LIKE = {
 }
 
 
-@pytest.mark.parametrize("kind", arrays.KINDS)
+@pytest.mark.parametrize("kind", SUPPLIES)
 def test_every_kind_of_supply_runs(kind: str) -> None:
     looks_like = LOOKS_LIKE[kind]
     kernel = tuned(

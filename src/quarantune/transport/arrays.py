@@ -14,12 +14,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
 from quarantune import jax_internals
-
-KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
+from quarantune.values.settings import SUPPLIES
 
 # Random elements are drawn for one tile, which is repeated: copying is faster than drawing. A prime, so that no block
 # of a kernel has the size of the tile, and a kernel that mixes up its blocks still gives a wrong result.
-_TILE_ELEMENTS = 1_000_003
+TILE_ELEMENTS = 1_000_003
 
 _MAX_INDEX = 8
 
@@ -51,13 +50,13 @@ def make(
         shape: the shape.
         dtype: a numpy or ml_dtypes dtype or its name, or the dtype of PRNG keys.
         weak_type: whether the array is weakly typed.
-        kind: one of `KINDS`.
+        kind: one of `SUPPLIES`.
         seed: the seed of the sweep.
         index: the number of the argument, so that arguments of one shape differ.
         sharding: where it goes; None for the default device.
 
     Raises:
-        ValueError: `kind` is not one of `KINDS`.
+        ValueError: `kind` is not one of `SUPPLIES`.
     """
     if is_key_dtype(dtype):
         generator = np.random.default_rng((seed, index))
@@ -74,19 +73,19 @@ def elements(shape: tuple[int, ...], dtype: np.dtype[Any], *, kind: str, seed: i
     Args:
         shape: the shape.
         dtype: the dtype.
-        kind: one of `KINDS`.
+        kind: one of `SUPPLIES`.
         seed: the seed of the sweep.
         index: the number of the argument.
 
     Raises:
-        ValueError: `kind` is not one of `KINDS`.
+        ValueError: `kind` is not one of `SUPPLIES`.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    if kind not in SUPPLIES:
+        raise ValueError(f"kind must be one of {', '.join(SUPPLIES)}, got {kind!r}")
     if kind in ("zeros", "ones"):
         return np.full(shape, _held(np.float64(kind == "ones"), kind, dtype), dtype)
     generator = np.random.default_rng((seed, index))
-    tile = _tile(generator, shape, dtype, kind, elements=min(math.prod(shape), _TILE_ELEMENTS))
+    tile = _tile(generator, shape, dtype, kind, elements=min(math.prod(shape), TILE_ELEMENTS))
     return np.resize(tile, shape)
 
 

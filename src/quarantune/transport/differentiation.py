@@ -14,11 +14,10 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.host.process import failure_of
+from quarantune.transport.arrays import TILE_ELEMENTS
 from quarantune.transport.problem import as_structs, split_config
 
 _WEIGHT_SEED = 20_011
-_WEIGHT_TILE_ELEMENTS = 1_000_003
-"""Weights are drawn once for a tile and repeated; a prime, so that it fits no block of a kernel."""
 
 
 def with_gradient(jitted: Any) -> Any:
@@ -149,7 +148,7 @@ def _weights(position: int, shape: tuple[int, ...], *, is_complex: bool) -> Any:
     generator = np.random.default_rng([_WEIGHT_SEED, position, *shape])
 
     def tile() -> Any:
-        elements = min(math.prod(shape), _WEIGHT_TILE_ELEMENTS)
+        elements = min(math.prod(shape), TILE_ELEMENTS)
         drawn = generator.random(elements, np.float32) - np.float32(0.5)
         return drawn + np.copysign(np.float32(0.5), drawn)
 

@@ -248,7 +248,7 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
         call: the call, from `payload.unpack_call`.
         fd: the spool, open for reading; unused if no array has bytes in it.
         seed: the seed of generated arrays.
-        kind: how they are generated, one of `KINDS`.
+        kind: how they are generated, one of `SUPPLIES`.
 
     Returns:
         Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
