@@ -14,7 +14,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -183,7 +183,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_jax_object(self, obj: Any) -> Any:
         # JAX compares its sentinels (Pallas's `no_block_spec`) by identity, so they travel by name.
-        return _reference_from([sys.modules[type(obj).__module__]], obj)
+        return _reference_from(sys.modules[type(obj).__module__], obj)
 
     def _reduce_plain(self, obj: Any) -> Any:
         # A sentinel is compared by identity, so it travels by name; an object that refuses to be copied can only do so.
@@ -194,7 +194,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             or not self._can_import(module.__name__)
         ):
             return NotImplemented
-        return _reference_from([module], obj)
+        return _reference_from(module, obj)
 
     def _refuses(self, obj: Any) -> bool:
         return classes.refuses_to_be_copied(obj)
@@ -219,8 +219,8 @@ _OF_WRAPPERS = (_Pickler._reduce_jitted, _Pickler._reduce_custom_rule, _Pickler.
 """The reducers of objects that travel by name where they can."""
 
 
-def _reference_from(modules: Iterable[types.ModuleType], obj: Any) -> Any:
-    home = next(filter(None, (importable.home_in(module, obj) for module in modules)), None)
+def _reference_from(module: types.ModuleType, obj: Any) -> Any:
+    home = importable.home_in(module, obj)
     return NotImplemented if home is None else (load_by_name, (*home, 0))
 
 
