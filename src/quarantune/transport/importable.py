@@ -194,14 +194,15 @@ def _is_edited(module: types.ModuleType) -> bool:
 def _source_of(file: str, mtime_ns: int, size: int, compiled: Callable[[bytes, str], Any]) -> frozenset[Any] | None:
     """Returns the essences of all code in a file, compiled as its import compiles it; None if that fails."""
     whole = answer_of(lambda file: compiled(Path(file).read_bytes(), file), file)
-    return None if whole is None else frozenset(map(_essence, _nested(whole)))
+    return None if whole is None else frozenset(map(_essence, code_within(whole)))
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def code_within(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields the code of a function or a file, and of all functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
+            yield from code_within(constant)
 
 
 def _essence(code: types.CodeType) -> Any:

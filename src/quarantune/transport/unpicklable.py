@@ -10,6 +10,7 @@ from typing import Any
 
 from quarantune import jax_internals
 from quarantune.host.process import failure_of
+from quarantune.transport.importable import code_within
 from quarantune.values.texts import shown
 
 _REMEDY = (
@@ -87,7 +88,8 @@ def _parts_of_function(function: types.FunctionType, name: str) -> Iterator[tupl
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # an empty cell
             yield f"closure variable {variable!r} of {name!r}", cell.cell_contents
-    for variable in sorted(_names_used(function.__code__) & function.__globals__.keys()):
+    used = {name for code in code_within(function.__code__) for name in code.co_names}
+    for variable in sorted(used & function.__globals__.keys()):
         yield f"global {variable!r} used by {name!r}", function.__globals__[variable]
     for index, value in enumerate(function.__defaults__ or ()):
         yield f"default value {index} of {name!r}", value
@@ -95,8 +97,3 @@ def _parts_of_function(function: types.FunctionType, name: str) -> Iterator[tupl
         yield f"default value of {variable!r} of {name!r}", value
     for variable, value in vars(function).items():
         yield f"attribute {variable!r} of {name!r}", value
-
-
-def _names_used(code: types.CodeType) -> set[str]:
-    inner = (_names_used(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*inner)
