@@ -164,8 +164,6 @@ def questions() -> Iterator[set[str]]:
 
     Private because the public functions are those of a private module, by whose file they are known.
     """
-    from jax._src import xla_bridge
-
     asked: set[str] = set()
     before = sys.getprofile()
 

@@ -49,6 +49,7 @@ _LEAST = {"warmup": 0, "rep": 1, "devices_per_trial": 1, "max_trials": 1, "patie
 """The options that are whole numbers, with the least value of each."""
 _DURATIONS = ("compile_timeout", "timeout", "time_budget")
 SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
+"""The kinds of made-up arrays."""
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
 OPTUNA = "optuna:"
 """The prefix of the name of one of Optuna's samplers."""
@@ -409,7 +410,7 @@ def table_directory(name: object) -> Path:
 
 
 def _flag(value: Any) -> bool:
-    text = str(int(value) if isinstance(value, bool) else value).strip().lower()
+    text = str(value).strip().lower()
     if text not in _TRUE + _FALSE:
         raise ValueError
     return text in _TRUE
