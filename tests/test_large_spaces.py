@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,21 @@ def test_configs_are_found_where_all_but_one_in_a_million_are_dropped() -> None:
         made.tell(config, Trial(config=config, outcome=Outcome.OK, time_ms=float(config["tx"])))
     assert len({json.dumps(config) for config in found}) == 20
     assert asked < 1_000_000, "as many for twenty as at random for one"
+
+
+def test_reading_configs_one_by_one_takes_little_longer_than_all_at_once() -> None:
+    def time_of(read: Callable[[Space], object]) -> float:
+        made = ({"A": number, "B": number % 7} for number in range(20_000))
+        space = Space(made, reads_all=False, keep=lambda config: False)
+        start = time.process_time()
+        read(space)
+        return time.process_time() - start
+
+    def all_at_once(space: Space) -> None:
+        space.whole()
+        assert not space.has_more_than(300)
+
+    assert time_of(lambda space: space.has_more_than(300)) < 4 * time_of(all_at_once)
 
 
 def test_a_watched_config_notes_what_is_looked_at_and_is_a_dict_otherwise() -> None:

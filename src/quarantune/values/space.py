@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, overload
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quarantune.values.codec import decode_json, originals, text_of
 from quarantune.values.configs import (
@@ -395,7 +394,8 @@ class Grid:
                 f"{fn_name}: configs is a grid of {self.size:,} configs, more than {_MOST_IN_GRID:,}; leave out values."
             )
         self._sizes = np.array(sizes, np.int64)
-        self._strides = np.array(_strides(sizes), np.int64)
+        self._strides = np.array([math.prod(sizes[at + 1 :]) for at in range(len(sizes))], np.int64)
+        """How far apart two neighbouring values of each name are."""
 
     def reach(self, count: int) -> int:
         """Makes sure that so many configs are known, if there are as many; returns how many are."""
@@ -413,7 +413,7 @@ class Grid:
 class Listed:
     """Configs that a list holds, or that a generator yields as they are needed; each counts once.
 
-    They are kept as codes, and found by binary search: a million configs take less than 100 MB.
+    They are kept as codes: a million configs take about 150 MB.
 
     Attributes:
         is_plain: whether a config that JSON alone cannot restore is refused from now on.
@@ -434,6 +434,7 @@ class Listed:
         self._classes: dict[str, type] = {}
         self.values = [Values() for _ in self.names]
         self._rows = array.array("i")
+        self._positions: dict[bytes, int] = {}
         self._pulled = 0
         self.is_plain = False
         self._rest = itertools.chain(first, self._rest)
@@ -442,33 +443,22 @@ class Listed:
     @property
     def size(self) -> int | None:
         """The number of configs; None until all were read."""
-        return self._count() if self._rest is None else None
+        return len(self._positions) if self._rest is None else None
 
     def reach(self, count: int) -> int:
         """Reads configs until so many are known, or there are no more; returns how many are known."""
-        while self._rest is not None and (known := self._count()) < count:
-            self._read(count - known)
-            self._settle()
-        return self._count()
+        while self._rest is not None and len(self._positions) < count:
+            self._read(count - len(self._positions))
+        return len(self._positions)
 
     def codes(self, positions: Sequence[int]) -> Codes:
         """Returns the configs at some positions as codes."""
-        return self._table()[np.asarray(positions, np.int64)].astype(np.int64)
+        table = np.frombuffer(self._rows, np.int32).reshape(-1, len(self.names))
+        return table[np.asarray(positions, np.int64)].astype(np.int64)
 
     def find(self, codes: Codes) -> list[int | None]:
         """Returns the position of each config; None for one that was not read."""
-        keys = self._keys_of(codes)
-        places = np.minimum(np.searchsorted(self._sorted, keys), len(self._sorted) - 1)
-        found = self._order[places]
-        is_known = (self._table()[found] == codes).all(1)
-        pairs = zip(found.tolist(), is_known.tolist(), strict=True)
-        return [position if known else None for position, known in pairs]
-
-    def _count(self) -> int:
-        return len(self._rows) // len(self.names)
-
-    def _table(self) -> NDArray[np.int32]:
-        return np.frombuffer(self._rows, np.int32).reshape(-1, len(self.names))
+        return [self._positions.get(row.tobytes()) for row in np.asarray(codes, np.int32)]
 
     def _read(self, most: int) -> None:
         """Takes up to so many configs; nearly all consist of values that are known already."""
@@ -482,7 +472,10 @@ class Listed:
                     row = self._checked(raw, self._pulled + count)
             except (KeyError, TypeError):
                 row = self._checked(raw, self._pulled + count)
-            self._rows.extend(row)
+            packed = array.array("i", row)
+            if (key := packed.tobytes()) not in self._positions:
+                self._positions[key] = len(self._positions)
+                self._rows += packed
             count += 1
         self._pulled += count
         if self._pulled > MOST_CONFIGS:
@@ -503,29 +496,3 @@ class Listed:
                 "yield a config with an object among these."
             )
         return [values.add(config[name]) for name, values in zip(self.names, self.values, strict=True)]
-
-    def _settle(self) -> None:
-        """Leaves out configs that are there already, and makes the others ready to be found."""
-        sizes = [len(values.listed) for values in self.values]
-        if math.prod(sizes) < 2**63:
-            self._strides = np.array(_strides(sizes), np.uint64)
-        else:  # sums with odd numbers modulo 2**64 are the same for two of a million rows once in ten million spaces
-            self._strides = np.random.default_rng(0).integers(2**63, size=len(sizes), dtype=np.uint64) * 2 + 1
-        keys = self._keys_of(self._table())
-        self._sorted, self._order = np.unique(keys, return_index=True)
-        if len(self._sorted) < len(keys):
-            kept = np.sort(self._order)
-            self._rows = array.array("i", self._table()[kept].tobytes())
-            self._sorted, self._order = np.unique(keys[kept], return_index=True)
-
-    def _keys_of(self, codes: NDArray[Any]) -> NDArray[np.uint64]:
-        """Returns a number for each row, different for different rows."""
-        keys = np.zeros(len(codes), np.uint64)
-        for column, stride in enumerate(self._strides):
-            keys += codes[:, column].astype(np.uint64) * stride
-        return keys
-
-
-def _strides(sizes: Sequence[int]) -> list[int]:
-    """Returns how far apart two neighbouring values of each name are in a grid, whose last name varies fastest."""
-    return [math.prod(sizes[at + 1 :]) for at in range(len(sizes))]
