@@ -141,7 +141,7 @@ def test_configs_are_found_where_all_but_one_in_a_million_are_dropped() -> None:
         return config["k"] * config["tx"] <= 96 and config["k"] % 7 == 3
 
     sizes = list(range(1, 101))
-    space = Space({"bx": sizes, "by": sizes, "tx": sizes, "ty": sizes, "k": list(range(1, 33))}, keep=keep)
+    space = Space({"bx": sizes, "by": sizes, "tx": sizes, "ty": sizes, "k": list(range(1, 33))}).where(keep)
     made = search.make("surrogate", space)
     found = []
     for _ in range(20):
@@ -156,7 +156,7 @@ def test_configs_are_found_where_all_but_one_in_a_million_are_dropped() -> None:
 def test_reading_configs_one_by_one_takes_little_longer_than_all_at_once() -> None:
     def time_of(read: Callable[[Space], object]) -> float:
         made = ({"A": number, "B": number % 7} for number in range(20_000))
-        space = Space(made, reads_all=False, keep=lambda config: False)
+        space = Space(made, reads_all=False).where(lambda config: False)
         start = time.process_time()
         read(space)
         return time.process_time() - start

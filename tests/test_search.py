@@ -128,7 +128,7 @@ def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -
     tracemalloc.start()
     try:
         began = time.process_time()
-        space = Space({name: list(range(10)) for name in "abcde"}, keep=lambda config: config["a"] != config["b"])
+        space = Space({name: list(range(10)) for name in "abcde"}).where(lambda config: config["a"] != config["b"])
         made = search.make("surrogate", space)
         first = made.ask(8)
         assert time.process_time() - began < 1
@@ -294,7 +294,7 @@ def test_a_search_goes_on_where_no_thread_can_start(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["exhaustive", "random", "surrogate"])
 def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
-    space = Space(GRID, keep=lambda config: config["BN"] == 16 or config["BM"] == 64)
+    space = Space(GRID).where(lambda config: config["BN"] == 16 or config["BM"] == 64)
     defaults, start = {"BM": 64, "BN": 32, "fast": False}, {"BM": 32, "BN": 16, "fast": True}
     elsewhere, dropped = {"BM": 128, "BN": 16, "fast": True}, {"BM": 16, "BN": 32, "fast": True}
     made = search.make(name, space, defaults=defaults, seed=3, starts=[elsewhere, dropped, start, defaults])
@@ -315,7 +315,7 @@ def test_the_same_seed_asks_the_same(name: str) -> None:
 def test_auto_tries_a_small_space_whole_after_pruning() -> None:
     grid = {"BM": list(range(40)), "BN": list(range(20))}
     assert search.chosen("auto", Space(grid)) == "surrogate"
-    assert search.chosen("auto", Space(grid, keep=lambda config: config["BN"] < 7)) == "exhaustive"
+    assert search.chosen("auto", Space(grid).where(lambda config: config["BN"] < 7)) == "exhaustive"
 
 
 class Backwards:
@@ -376,7 +376,7 @@ def test_a_wrong_choice_of_search_is_refused_with_the_choices() -> None:
 def test_samplers_of_optuna_search_and_repeat_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
     for name in ("optuna:tpe", "optuna:random", "optuna:nsgaii"):
-        space = Space({**GRID, "via": ["a", "b", "c"]}, keep=lambda config: config["BN"] == 16)
+        space = Space({**GRID, "via": ["a", "b", "c"]}).where(lambda config: config["BN"] == 16)
         made = search.make(name, space, seed=2**70 + 1, defaults={"BM": 64, "BN": 16, "fast": True, "via": "c"})
         known = {"BM": 16, "BN": 16, "fast": True, "via": "a"}
         made.tell(known, ok(known))

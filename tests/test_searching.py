@@ -188,7 +188,7 @@ def test_defaults_come_first_then_starts_then_the_search() -> None:
 
 
 def test_trials_are_counted_up_to_the_budget_and_pruned_ones_are_not() -> None:
-    search = Searching(limits(max_trials=3), Space(SPACE, keep=lambda config: config["n"] >= 2))
+    search = Searching(limits(max_trials=3), Space(SPACE).where(lambda config: config["n"] >= 2))
     taken = search.take(10)
     assert list(taken) == [2, 3, 4]
     assert search.is_closed
@@ -327,7 +327,7 @@ def test_auto_tries_all_of_a_small_space_and_searches_a_large_one(
     size: int, dropped: int, given: Any, wanted: Any
 ) -> None:
     chosen = SearchLimits.of(Options(**given), environment.current()).resolved(
-        Space([{"n": n} for n in range(size)], keep=lambda config: config["n"] >= dropped)
+        Space([{"n": n} for n in range(size)]).where(lambda config: config["n"] >= dropped)
     )
     assert (chosen.search, chosen.max_trials, chosen.patience) == wanted
 

@@ -76,7 +76,6 @@ class Space(Sequence[Config]):
         *,
         fn_name: str = "search",
         parameters: inspect.Signature | None = None,
-        keep: Callable[[Config], bool] | None = None,
         reads_all: bool = True,
     ) -> None:
         """Checks the configs, of a generator the first few hundred.
@@ -86,7 +85,6 @@ class Space(Sequence[Config]):
             fn_name: the function being tuned, for error messages.
             parameters: the signature of the function being tuned, whose defaults stand for the keys that a config
                 lacks; None where every config must have all keys.
-            keep: False for a config that is not to be tried; None keeps all.
             reads_all: whether a list is read to its end at once; otherwise it is read as a generator is.
 
         Raises:
@@ -103,7 +101,7 @@ class Space(Sequence[Config]):
         else:
             self._source = Listed(configs, fn_name, parameters)
         self._fn_name = fn_name
-        self._keep = keep
+        self._keep: Callable[[Config], bool] | None = None
         self._kept: dict[int, bool] = {}
         self.dropped = 0
         if reads_all and isinstance(configs, (list, tuple)):
@@ -119,7 +117,11 @@ class Space(Sequence[Config]):
         return space
 
     def where(self, keep: Callable[[Config], bool] | None) -> Space:
-        """Returns the same space with another predicate; what a generator has yielded is known to both."""
+        """Returns the same space with another predicate; what a generator has yielded is known to both.
+
+        Args:
+            keep: False for a config that is not to be tried; None keeps all.
+        """
         space = object.__new__(Space)
         space._source, space._keep, space._kept, space.dropped = self._source, keep, {}, 0
         space._fn_name = self._fn_name
