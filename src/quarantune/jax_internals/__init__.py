@@ -454,13 +454,12 @@ def _device_bound_options(info: Any) -> tuple[str, ...]:
     return tuple(name for name, leaves in groups.items() if given(leaves))
 
 
-@functools.cache
 def custom_rule_types() -> tuple[type, ...]:
-    """Returns the classes of functions with custom rules: `jax.custom_vjp` and the like.
+    """Returns the classes of functions with custom rules, as far as they are imported: `jax.custom_vjp` and the like.
 
     Private because JAX's list of these classes is. An object of any of them has all its state in its `__dict__`.
     """
-    return (jax.custom_vjp, jax.custom_jvp, *custom_api_util._custom_wrapper_types)
+    return tuple(custom_api_util._custom_wrapper_types)
 
 
 def custom_rules(fn: object) -> Mapping[str, Any]:
@@ -475,7 +474,7 @@ def custom_rules(fn: object) -> Mapping[str, Any]:
     kind = type(fn)
     if issubclass(kind, (jax.custom_vjp, jax.custom_jvp)):
         return _derivative_rules(fn)
-    if not issubclass(kind, tuple(custom_api_util._custom_wrapper_types)):
+    if not issubclass(kind, custom_rule_types()):
         return {}
     # `custom_vmap`, `custom_partitioning` and the like keep each rule, and the function itself, in an attribute.
     state = dict(vars(fn))

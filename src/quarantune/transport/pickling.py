@@ -179,7 +179,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return restore_array, (data, bool(getattr(array, "weak_type", False)), impl)
 
     def _reduce_forbidden(self, obj: Any) -> Any:
-        raise unpicklable.CannotTravelError(next(text for kinds, text in _forbidden() if isinstance(obj, kinds)))
+        raise unpicklable.CannotTravelError(next(text for kinds, text in _FORBIDDEN.items() if isinstance(obj, kinds)))
 
     def _reduce_jax_object(self, obj: Any) -> Any:
         # JAX compares its sentinels (Pallas's `no_block_spec`) by identity, so they travel by name.
@@ -247,7 +247,7 @@ def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
         return _REDUCERS[kind]
     if issubclass(kind, jax_internals.custom_rule_types()):
         return _Pickler._reduce_custom_rule
-    if any(issubclass(kind, kinds) for kinds, _ in _forbidden()):
+    if issubclass(kind, tuple(_FORBIDDEN)):
         return _Pickler._reduce_forbidden
     if issubclass(kind, jax.Array):
         return _Pickler._reduce_array
@@ -258,25 +258,20 @@ def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
     return _Pickler._reduce_plain if kind.__eq__ is object.__eq__ and kind.__module__ != "builtins" else None
 
 
-@functools.cache
-def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
-    stages = (jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)
-    return (
-        (
-            jax.core.Tracer,
-            "It is a value of a trace in progress and means nothing elsewhere. Pass it to the tuned function "
-            "as an argument instead of closing over it.",
-        ),
-        (
-            (jax.Device, jax.sharding.Mesh),
-            "Devices and meshes belong to one process. Call jax.devices() or make the mesh inside the "
-            "function, or move the function into a module that can be imported (it then travels by name).",
-        ),
-        (
-            stages,
-            "It belongs to this process's compiler. Refer to the jitted function itself; the worker compiles its own.",
-        ),
-    )
+_FORBIDDEN: Mapping[type | tuple[type, ...], str] = {
+    jax.core.Tracer: (
+        "It is a value of a trace in progress and means nothing elsewhere. Pass it to the tuned function "
+        "as an argument instead of closing over it."
+    ),
+    (jax.Device, jax.sharding.Mesh): (
+        "Devices and meshes belong to one process. Call jax.devices() or make the mesh inside the "
+        "function, or move the function into a module that can be imported (it then travels by name)."
+    ),
+    (jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled): (
+        "It belongs to this process's compiler. Refer to the jitted function itself; the worker compiles its own."
+    ),
+}
+"""The classes whose objects cannot travel, and why."""
 
 
 # --- what cloudpickle does not promise: releases 3.0 to 3.1.3 have these names ---
