@@ -66,6 +66,19 @@ def test_a_module_with_edited_code_is_found(imports: Imports, old: str, new: str
     assert importable.edited_modules("edited_later") == edited
 
 
+def test_modules_that_import_each_other_in_a_long_chain_are_all_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there.py").write_text("")
+    for number in range(3000):
+        module: Any = types.ModuleType(f"chained_{number}")
+        module.__file__ = str(tmp_path / ("there.py" if number < 2999 else "gone.py"))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        if number:
+            sys.modules[f"chained_{number - 1}"].next = module  # type: ignore[attr-defined]
+    assert importable.edited_modules("chained_0") == ["chained_2999"]
+
+
 def test_objects_that_pass_for_modules_without_a_file_are_not_edited(imports: Imports) -> None:
     class Operators(types.ModuleType):
         __file__ = "_operators.py"

@@ -129,8 +129,15 @@ def edited_modules(name: str) -> list[str]:
     Args:
         name: the module that the worker imports, along with the modules that its functions and classes come from.
     """
-    seen: set[str] = set()
-    return sorted(module for module in _reached(name, seen) if _is_edited(sys.modules[module]))
+    reached: set[str] = set()
+    pending = [name]
+    while pending:
+        name = pending.pop()
+        module = sys.modules.get(name)
+        if name not in reached and module is not None and _is_own(name, module):
+            reached.add(name)
+            pending += _homes_in(name, module)
+    return sorted(name for name in reached if _is_edited(sys.modules[name]))
 
 
 def own_edited_modules() -> list[str]:
@@ -143,19 +150,10 @@ def own_edited_modules() -> list[str]:
     )
 
 
-def _reached(name: str, seen: set[str]) -> Iterator[str]:
-    """Yields the user's own modules among a module, its parent packages, and the modules that its globals come from."""
-    module = sys.modules.get(name)
-    if name in seen or module is None or not _is_own(name, module):
-        return
-    seen.add(name)
-    yield name
-    if parent := name.rpartition(".")[0]:
-        yield from _reached(parent, seen)
-    for value in list(content(module).values()):
-        other = answer_of(_home_of, value)
-        if isinstance(other, str):
-            yield from _reached(other, seen)
+def _homes_in(name: str, module: types.ModuleType) -> set[str]:
+    """Returns the names of a module's parent package, and of the modules that its globals come from."""
+    homes = [answer_of(_home_of, value) for value in list(content(module).values())]
+    return {name.rpartition(".")[0], *(home for home in homes if isinstance(home, str))}
 
 
 def _home_of(value: Any) -> Any:
