@@ -79,6 +79,21 @@ def test_modules_that_import_each_other_in_a_long_chain_are_all_looked_at(
     assert importable.edited_modules("chained_0") == ["chained_2999"]
 
 
+def test_a_module_is_looked_at_once_for_all_questions_of_one_moment(
+    imports: Imports, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["asked_0", "asked_1", "asked_2", "asked_3"]
+    for number, name in enumerate(names):
+        imports(name, "".join(f"import {earlier}\n" for earlier in names[:number]))
+    looked: list[str] = []
+    look_at = importable._look_at
+    monkeypatch.setattr(importable, "_look_at", lambda name: looked.append(name) or look_at(name))
+    can_import = importable.remembering()
+    assert all(map(can_import, [*names, *names]))
+    assert set(names) <= set(looked)
+    assert len(looked) == len(set(looked))
+
+
 def test_objects_that_pass_for_modules_without_a_file_are_not_edited(imports: Imports) -> None:
     class Operators(types.ModuleType):
         __file__ = "_operators.py"

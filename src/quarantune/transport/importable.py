@@ -34,8 +34,18 @@ from quarantune.host.process import answer_of, content, is_imported_early, is_in
 _LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader, NamespaceLoader, zipimporter)
 
 
-def can_import(name: str) -> bool:
-    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module and code."""
+def remembering() -> Callable[[str], bool]:
+    """Returns `can_import` with a memory, for the questions of one moment: modules are loaded, changed and edited."""
+    return functools.cache(functools.partial(can_import, look_at=functools.cache(_look_at)))
+
+
+def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None] | None = None) -> bool:
+    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module and code.
+
+    Args:
+        name: the module.
+        look_at: `_look_at`, or one that remembers its answers.
+    """
     module = sys.modules.get(name)
     if module is None or name in ("__main__", "__mp_main__"):
         return False
@@ -43,7 +53,7 @@ def can_import(name: str) -> bool:
         return True
     path = None
     if parent := name.rpartition(".")[0]:
-        if not can_import(parent):
+        if not can_import(parent, look_at):
             return False
         path = getattr(sys.modules[parent], "__path__", None)
         if path is None:
@@ -54,7 +64,7 @@ def can_import(name: str) -> bool:
     file = getattr(module, "__file__", None)
     if not (spec.has_location and spec.origin and file):
         return True
-    return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not edited_modules(name)
+    return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not edited_modules(name, look_at)
 
 
 def _find_spec(name: str, path: Any) -> Any:
@@ -121,23 +131,22 @@ if _fields := machine.process_status("self"):
 """The start of this process. A file last changed before it was not edited after its import (forks included)."""
 
 
-def edited_modules(name: str) -> list[str]:
+def edited_modules(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None] | None = None) -> list[str]:
     """Returns the edited modules among those that a worker imports with a module.
 
     Modules of installed packages are assumed to be unedited.
 
     Args:
         name: the module that the worker imports, along with the modules that its functions and classes come from.
+        look_at: as for `can_import`.
     """
-    reached: set[str] = set()
+    reached: dict[str, bool] = {}
     pending = [name]
     while pending:
-        name = pending.pop()
-        module = sys.modules.get(name)
-        if name not in reached and module is not None and _is_own(name, module):
-            reached.add(name)
-            pending += _homes_in(name, module)
-    return sorted(name for name in reached if _is_edited(sys.modules[name]))
+        if (name := pending.pop()) not in reached and (about := (look_at or _look_at)(name)) is not None:
+            reached[name], homes = about
+            pending += homes
+    return sorted(name for name, is_edited in reached.items() if is_edited)
 
 
 def own_edited_modules() -> list[str]:
@@ -150,10 +159,16 @@ def own_edited_modules() -> list[str]:
     )
 
 
-def _homes_in(name: str, module: types.ModuleType) -> set[str]:
-    """Returns the names of a module's parent package, and of the modules that its globals come from."""
+def _look_at(name: str) -> tuple[bool, set[str]] | None:
+    """Returns whether one of the user's own modules was edited, and the names of the modules that it leads to.
+
+    These are its parent package, and the modules that its globals come from. None for any other module.
+    """
+    module = sys.modules.get(name)
+    if module is None or not _is_own(name, module):
+        return None
     homes = [answer_of(_home_of, value) for value in list(content(module).values())]
-    return {name.rpartition(".")[0], *(home for home in homes if isinstance(home, str))}
+    return _is_edited(module), {name.rpartition(".")[0], *(home for home in homes if isinstance(home, str))}
 
 
 def _home_of(value: Any) -> Any:

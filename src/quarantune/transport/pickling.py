@@ -82,7 +82,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         take = None if apart is None else lambda buffer: apart.append(buffer.raw())
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=take)
         self._takes_apart = apart is not None
-        self._can_import = functools.cache(importable.can_import)
+        self._can_import = importable.remembering()
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object in our own way, or leaves it to cloudpickle."""
@@ -343,19 +343,20 @@ LEFT_OUT = object()
 """Stands for a part of a value that cannot travel."""
 
 
-def dump_state(value: object, place: str) -> tuple[bytes | None, str]:
+def dump_state(value: object, place: str, can_import: Callable[[str], bool]) -> tuple[bytes | None, str]:
     """Pickles a value, with its parts as far as they can travel.
 
     Args:
         value: the value.
         place: the dotted name of its place; a function of this name travels by value.
+        can_import: from `importable.remembering`.
 
     Returns:
         Bytes for `pickling.loads`, in which `LEFT_OUT` stands for parts that cannot travel, None where nothing of the
         value can; and the reason for the first part that cannot.
     """
     with _BoundedFile() as file:
-        pickler = _StatePickler(file, value, place)
+        pickler = _StatePickler(file, value, place, can_import)
         if (failure := failure_of(pickler.dump, value)) is not None:
             return None, str(failure)
         return file.getvalue(), next(iter(pickler.reasons), "")
@@ -379,9 +380,9 @@ def home_of(obj: Any) -> tuple[str, str] | None:
 class _StatePickler(_Pickler):
     """Pickles objects by their parts, and leaves out the parts that cannot travel."""
 
-    def __init__(self, file: io.BytesIO, value: object, place: str) -> None:
+    def __init__(self, file: io.BytesIO, value: object, place: str, can_import: Callable[[str], bool]) -> None:
         super().__init__(file)
-        self._value, self._place = value, place
+        self._value, self._place, self._can_import = value, place, can_import
         self.reasons: list[str] = []
 
     def reducer_override(self, obj: Any) -> Any:

@@ -40,7 +40,7 @@ from quarantune.cache.fingerprint import (
 )
 from quarantune.host.process import content, is_imported_early, pickled_parts, without_caches
 from quarantune.transport import pickling
-from quarantune.transport.importable import can_import
+from quarantune.transport.importable import remembering
 from quarantune.transport.payload import ProgramValue
 from quarantune.transport.pickling import LEFT_OUT, dump_state, home_of
 from quarantune.values import texts
@@ -78,18 +78,16 @@ def collect(functions: Iterable[Callable[..., Any]]) -> tuple[ProgramValue, ...]
             for held in (value, *(vars(value).values() if _has_fields(value) else ())):
                 if (home := home_of(held)) is not None:
                     places[home] = held
-    importable: dict[str, bool] = {}
+    can_import = remembering()
     first: dict[int, int] = {}
     values: list[ProgramValue] = []
     for (module, *path), value in places.items():
-        if module not in importable:
-            importable[module] = can_import(module)
-        if not importable[module] or not _may_differ((module, *path), value):
+        if not can_import(module) or not _may_differ((module, *path), value):
             continue
         for steps, item in ((tuple(path), value), *_cells(value, tuple(path))):
             if _find((module, *steps))[-1] is item:
                 number = len(values) if _is_shareable(item) else -1
-                values.append(_value((module, *steps), item, first.setdefault(id(item), number)))
+                values.append(_value((module, *steps), item, first.setdefault(id(item), number), can_import))
     return tuple(values)
 
 
@@ -104,11 +102,11 @@ def _may_differ(place: Sequence[str], value: Any) -> bool:
     return not (is_imported_early(place[0]) or (is_library(place[0]) and isinstance(value, type)))
 
 
-def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:
+def _value(place: tuple[str, ...], value: Any, same_as: int, can_import: Callable[[str], bool]) -> ProgramValue:
     if _is_own(place, value):
         blob, reason = None, "it is made by running code that is not its module's"
     else:
-        blob, reason = dump_state(value, ".".join(place))
+        blob, reason = dump_state(value, ".".join(place), can_import)
     shown = texts.shown(value) if blob is None else ""
     return ProgramValue(place, _state_at(place, value), same_as, shown, blob, reason)
 
