@@ -121,6 +121,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "mesh": {
         "in_shardings": [{"mesh": [0], "shape": [2], "axes": ["a"], "kinds": ["Auto"], "spec": [], "memory": None}]
     },
+    "spec": {
+        "in_shardings": [
+            {"mesh": [0], "shape": [1], "axes": ["a"], "kinds": ["Auto"], "spec": ["a", "a"], "memory": None}
+        ]
+    },
     "memory": {"in_shardings": [{"device": 0, "memory": "nowhere"}]},
     "tree": {"out_tree": ["strange"]},
     "leaves": {"out_tree": [["tuple", [["leaf"], ["leaf"]]]]},

@@ -19,6 +19,7 @@ from jax.experimental.layout import Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from quarantune import jax_internals
+from quarantune.host.process import is_interruption
 from quarantune.jax_internals.other_processes import ExecutableParts, executable_parts, prepare_to_load
 from quarantune.transport import pickling
 from quarantune.values.codec import JsonObject, decode_json
@@ -127,7 +128,9 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ExecutableParts
         if not parts.devices or (parts.out_tree is not None and parts.out_tree.num_leaves != len(parts.out_avals)):
             raise ValueError("it has no devices, or a wrong number of outputs")
         return parts
-    except (LookupError, TypeError, ValueError, OverflowError, AttributeError, struct.error) as error:
+    except Exception as error:  # of any class, as JAX has its own for parts that do not fit together
+        if is_interruption(error):
+            raise
         raise ValueError(f"the compiled program cannot be read: {error!r}") from error
 
 
