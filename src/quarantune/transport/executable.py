@@ -156,14 +156,15 @@ def _read_aval(item: Any, _: object) -> Any:
 
 def _sharding(item: Any) -> Mapping[str, Any]:
     if isinstance(item, SingleDeviceSharding):
-        (device,) = map(_id, item.device_set)
-        return {"device": device, "memory": item.memory_kind}
+        device: Any
+        (device,) = item.device_set
+        return {"device": device.id, "memory": item.memory_kind}
     if isinstance(item, NamedSharding) and isinstance(item.mesh, Mesh):
         spec = [list(axes) if isinstance(axes, tuple) else axes for axes in item.spec]
         if any(axes is PartitionSpec.UNCONSTRAINED for axes in spec):
             raise ValueError(f"{item} leaves the place of an array open")
         return {
-            "mesh": list(map(_id, item.mesh.devices.flat)),
+            "mesh": [device.id for device in item.mesh.devices.flat],
             "shape": list(item.mesh.devices.shape),
             "axes": [str(name) for name in item.mesh.axis_names],
             "kinds": [kind.name for kind in item.mesh.axis_types],
@@ -171,10 +172,6 @@ def _sharding(item: Any) -> Mapping[str, Any]:
             "memory": item.memory_kind,
         }
     raise ValueError(f"{item} is a sharding that cannot be represented as data")
-
-
-def _id(device: Any) -> int:
-    return int(device.id)
 
 
 def _read_sharding(item: Any, here: dict[int, Any]) -> Any:
