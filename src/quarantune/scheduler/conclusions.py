@@ -33,6 +33,8 @@ from quarantune.values.trial import READY, Outcome, Phase
 
 _logger = logging.getLogger("quarantune")
 
+_SHAPES_S = 10.0
+"""Seconds for the shapes of outputs, which are only looked at to fail early."""
 _MAX_DEVICE_FAILURES = 2
 _LOST_FACTOR = 5
 """So many times as many workers may be lost before that: other processes may have killed them."""
@@ -95,8 +97,9 @@ class Conclusions:
                 self._route.on_first_run(worker, device, reply)
             case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
                 self._on_measured(worker, job, device, reply)
-            case ReferenceComputed(is_compared=False) if state is WorkerState.SIDE_TASK:
+            case ReferenceComputed(is_compared=False) if state is WorkerState.SIDE_TASK and worker.reply is None:
                 worker.reply = reply  # comparing shapes comes next
+                worker.deadline = self._run.clock() + min(_SHAPES_S, self._run.plan.compile_timeout_s)
             case ReferenceComputed() | Compared() if state is WorkerState.SIDE_TASK:
                 worker.reply = reply
                 self._run.workers.retire(worker)

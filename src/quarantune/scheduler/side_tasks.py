@@ -46,10 +46,6 @@ def idle_on(device: DeviceState) -> Worker | None:
     return next((worker for worker in device.standby if worker.state is WorkerState.IDLE), None)
 
 
-_SHAPES_S = 10.0
-"""Seconds for the shapes of outputs, which are only looked at to fail early."""
-
-
 class SideTasks:
     """The tasks of a run beside its trials.
 
@@ -61,7 +57,6 @@ class SideTasks:
         self._run = run
         self._computing: Worker | None = None
         self._tries = 0
-        self._is_computed = False
         self._fd = -1
         self._confirming: dict[str, Worker] = {}
 
@@ -80,9 +75,6 @@ class SideTasks:
             self._give(worker, worker.reply.differs)
         elif run.workers.get(worker.number) is None:
             self._on_end(worker)
-        elif isinstance(worker.reply, ReferenceComputed) and not self._is_computed:
-            self._is_computed = True
-            worker.deadline = run.clock() + min(_SHAPES_S, run.plan.compile_timeout_s)
 
     def close(self) -> None:
         """Closes the file of a reference that was not completed."""
@@ -103,7 +95,7 @@ class SideTasks:
             worker.side_task_s = run.plan.compile_timeout_s + run.plan.timeout_s
 
     def _on_end(self, worker: Worker) -> None:
-        if self._is_computed:
+        if isinstance(worker.reply, ReferenceComputed):
             self._give(worker, None)  # the function may have ended it while it was traced: its configs may do better
             return
         verdict = worker.verdict or WorkerVerdict(Outcome.LOST, "its process vanished")
