@@ -290,9 +290,10 @@ class Scheduler:
                 self._handle(event)
         for worker in workers:
             if now >= worker.deadline:
-                workers.kill_with_verdict(worker, overdue(worker, self._run.plan))
-            elif worker.given_up_at is not None and now >= worker.given_up_at:
-                self._conclusions.give_up(worker)
+                if worker.verdict is None:
+                    workers.kill_with_verdict(worker, overdue(worker, self._run.plan))
+                else:
+                    self._conclusions.give_up(worker)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._on_tick()
@@ -310,8 +311,6 @@ class Scheduler:
             worker.assigned_at += lost_s
             if worker.job is not None:
                 worker.job.was_disturbed = True
-            if worker.given_up_at is not None:
-                worker.given_up_at += lost_s
 
 
 def _is_progress(event: Event) -> bool:

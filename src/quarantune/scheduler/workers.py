@@ -170,7 +170,7 @@ class Worker:
         number: its number in the sandbox.
         job: its config; None for one that has none.
         device: the device that it may use; None for one that has none.
-        deadline: when it is killed.
+        deadline: when it is killed, and once it dies, when it counts as unkillable.
         state: its activity, changed by `transition` alone.
         killed_in: its state when it was killed; None for one that was not killed, or that ended after its work.
         phase: the phase of the trial, by its last message.
@@ -191,7 +191,6 @@ class Worker:
         traceback: the last lines of the traceback that its config left.
         raised_at: the place of the exception that its task failed with.
         verdict: the meaning of its end, once decided.
-        given_up_at: when it counts as unkillable; None before it is killed.
     """
 
     number: int
@@ -218,7 +217,6 @@ class Worker:
     traceback: str = ""
     raised_at: str = ""
     verdict: WorkerVerdict | None = None
-    given_up_at: float | None = None
 
     def transition(self, state: WorkerState) -> None:
         """Moves to another state.
@@ -391,7 +389,7 @@ class Workers:
 
     def _begin_to_die(self, worker: Worker) -> None:
         worker.transition(WorkerState.DYING)
-        worker.deadline, worker.given_up_at = NEVER, self._clock() + KILL_DEADLINE_S
+        worker.deadline = self._clock() + KILL_DEADLINE_S
 
     def give_standby(self, device: DeviceState, to: Workers, as_device: DeviceState) -> None:
         """Gives the standby workers of a device to the workers of another run, where that device has a state, too."""
