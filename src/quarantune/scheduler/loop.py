@@ -28,7 +28,7 @@ from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.scarcity import Scarcity
-from quarantune.scheduler.side_tasks import TRIES, SideTasks, idle_on, start_on
+from quarantune.scheduler.side_tasks import SideTasks, idle_on, may_be_repeated, start_on
 from quarantune.scheduler.steps import steps_of
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
 from quarantune.scheduler.workers import DeviceState, Workers, WorkerVerdict
@@ -203,28 +203,26 @@ class Scheduler:
             ValueError: it was not done.
         """
         run = self._run
-        verdict = WorkerVerdict(Outcome.LOST, "its process vanished")
-        for _ in range(TRIES):
-            if not run.devices:
-                raise ValueError("no device is left")
-            device = run.devices[0]
+        seconds = len(task.entries) * (run.plan.compile_timeout_s + run.plan.timeout_s)
+        tries = 0
+        while run.devices:
+            tries, device = tries + 1, run.devices[0]
             self._stops.begin()
             try:
-                while (worker := start_on(run, device, task, fds)) is None:
+                while (worker := start_on(run, device, task, fds, seconds)) is None:
                     self._step(TICK_S)
-                worker.side_task_s = len(task.entries) * (run.plan.compile_timeout_s + run.plan.timeout_s)
                 # A process with a device takes a third of a second to die after its reply.
-                while worker.reply is None and run.workers.get(worker.number) is not None:
+                while not isinstance(worker.reply, Compared) and run.workers.get(worker.number) is not None:
                     self._step(None)
             finally:
                 for each in run.devices:
                     each.lease.release()
             if isinstance(worker.reply, Compared):
                 return worker.reply
-            verdict = worker.verdict or verdict
-            if verdict.outcome not in (Outcome.LOST, Outcome.CRASHED):
-                break  # the same would only happen again
-        raise ValueError(f"{verdict.outcome.value}: {verdict.message}")
+            assert worker.verdict is not None
+            if not may_be_repeated(worker.verdict, tries):
+                raise ValueError(f"{worker.verdict.outcome.value}: {worker.verdict.message}")
+        raise ValueError("no device is left")
 
     def _start_workers(self) -> None:
         """Starts all that may start now."""

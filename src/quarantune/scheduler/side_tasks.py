@@ -20,11 +20,19 @@ from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Route
 
-TRIES = 2
+_TRIES = 2
 
 
-def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int]) -> Worker | None:
-    """Has a standby worker that is ready, or else a new one, do a side task; returns None while neither can begin."""
+def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int], seconds: float) -> Worker | None:
+    """Has a standby worker that is ready, or else a new one, do a side task; returns None while neither can begin.
+
+    Args:
+        run: the run.
+        device: the worker's device.
+        task: the task.
+        fds: the descriptors that travel with it.
+        seconds: how long it may take from its first phase on.
+    """
     if not device.lease.acquire(run.clock()):
         return None
     worker = idle_on(device)
@@ -37,8 +45,18 @@ def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int]) -> W
     else:
         return None
     device.measuring = worker
-    worker.deadline = run.workers.startup_deadline()
+    worker.deadline, worker.side_task_s = run.workers.startup_deadline(), seconds
     return worker
+
+
+def may_be_repeated(verdict: WorkerVerdict, tries: int) -> bool:
+    """Returns whether a side task is done again after its worker has ended without a reply.
+
+    Args:
+        verdict: the verdict on that worker.
+        tries: how many workers have had the task.
+    """
+    return verdict.outcome in (Outcome.LOST, Outcome.CRASHED) and tries < _TRIES
 
 
 def idle_on(device: DeviceState) -> Worker | None:
@@ -88,19 +106,17 @@ class SideTasks:
             raise _failed(WorkerVerdict(Outcome.LOST, "no device is left"))
         self.close()
         self._fd = spool.create("expected")
-        worker = start_on(run, run.devices[0], ComputeReference(last=True), [self._fd])
-        if worker is not None:
-            self._computing = worker
-            self._tries += 1
-            worker.side_task_s = run.plan.compile_timeout_s + run.plan.timeout_s
+        seconds = run.plan.compile_timeout_s + run.plan.timeout_s
+        self._computing = start_on(run, run.devices[0], ComputeReference(last=True), [self._fd], seconds)
+        self._tries += self._computing is not None
 
     def _on_end(self, worker: Worker) -> None:
         if isinstance(worker.reply, ReferenceComputed):
             self._give(worker, None)  # the function may have ended it while it was traced: its configs may do better
             return
-        verdict = worker.verdict or WorkerVerdict(Outcome.LOST, "its process vanished")
-        if verdict.outcome not in (Outcome.LOST, Outcome.CRASHED) or self._tries == TRIES:
-            raise _failed(verdict)
+        assert worker.verdict is not None
+        if not may_be_repeated(worker.verdict, self._tries):
+            raise _failed(worker.verdict)
         self._computing = None
 
     def _give(self, worker: Worker, differs: str | None) -> None:
