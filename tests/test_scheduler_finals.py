@@ -10,7 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from scripted import GB, TARGET, Act, Clock, FakeSandbox, FakeWorker, Step, behaves, compiles, measured, plan_for, run
+from scripted import (
+    GB,
+    TARGET,
+    Act,
+    Clock,
+    FakeSandbox,
+    FakeWorker,
+    Step,
+    behaves,
+    compiles,
+    measured,
+    plan_for,
+    run,
+    when,
+)
 
 from quarantune.devices.leases import Lease
 from quarantune.measure.finals import Final
@@ -55,6 +69,17 @@ def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbo
     assert lease.acquire(clock() + 1000)
     lease.release()
     return compared, sandbox, tasks
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_final_for_which_processes_never_suffice_leaves_the_results_as_they_are(count: int) -> None:
+    def lacks_a_thread(worker: FakeWorker) -> list[Step]:
+        error = worker.raises("check", error="RuntimeError", message="can't start new thread")
+        return [(0.1, worker.says("PhaseEntered", "check")), (0.1, error)]
+
+    compared, _, tasks = compare(when("Compare", lacks_a_thread), count)
+    assert compared == Final()
+    assert 2 < len(tasks) < 10
 
 
 def test_finalists_are_compared_in_one_worker() -> None:

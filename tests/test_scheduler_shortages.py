@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import signal
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from scripted import (
 
 from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
-from quarantune.values.trial import Route
+from quarantune.values.trial import ReferenceFailedError, Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 
@@ -148,6 +149,25 @@ def test_a_config_that_exhausts_processes_alone_is_lost_and_costs_no_other(route
     result = run(plan_for(route), 5, for_config(1, exhausts))
     assert result.outcomes == ["ok", "lost", *["ok"] * 3]
     assert "could not start a process or thread" in result.trials[1].message
+
+
+@ROUTES
+@pytest.mark.parametrize("times", [3, 100])
+def test_the_reference_waits_for_processes_as_configs_do(route: Route, times: int) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "ComputeReference" and worker.starts < times:
+            error = worker.raises("check", error="RuntimeError", message="can't start new thread")
+            return [(0.1, worker.says("PhaseEntered", "check")), (0.1, error)]
+        return None
+
+    reference = Reference()
+    reference.is_coming = True
+    with contextlib.closing(reference):
+        if times == 3:
+            assert run(plan_for(route), 6, act, reference=reference).outcomes == ["ok"] * 6
+        else:
+            with pytest.raises(ReferenceFailedError, match="lost: it could not start a process or thread"):
+                run(plan_for(route), 6, act, reference=reference)
 
 
 def test_errors_that_only_resemble_a_shortage_stand() -> None:

@@ -220,7 +220,7 @@ class Scheduler:
             if isinstance(worker.reply, Compared):
                 return worker.reply
             assert worker.verdict is not None
-            if not may_be_repeated(worker.verdict, tries):
+            if not may_be_repeated(run, worker.verdict, tries):
                 raise ValueError(f"{worker.verdict.outcome.value}: {worker.verdict.message}")
         raise ValueError("no device is left")
 

@@ -44,6 +44,11 @@ class Scarcity:
         return self._most + (self._jobs.ended - self._ended) // (_GROWTH * self._most)
 
     @property
+    def waits(self) -> bool:
+        """Whether something was lacking, and tasks that lacked it are still repeated."""
+        return self._most < _UNLIMITED
+
+    @property
     def is_full(self) -> bool:
         """Whether no further config may get a worker now; one at a time begins when all others are gone."""
         return len(self._workers.jobs()) >= self.most if self.most > 1 else any(self._workers)
@@ -61,7 +66,7 @@ class Scarcity:
         Raises:
             OSError: not even one worker can run.
         """
-        if self._most == _UNLIMITED:
+        if not self.waits:
             _logger.warning("fewer configs run at a time, as a worker was lost (%s)", verdict.message)
         others = [other for other in self._workers if other is not worker]
         self._most, self._ended = max(1, min(self.most, len(others) + 1) // 2), self._jobs.ended
@@ -75,6 +80,6 @@ class Scarcity:
             return False
         self._vain, self._most = 0, _UNLIMITED
         self._given_up += 1
-        if not self._jobs.compiled and (self._given_up == _TRIES or self._jobs.unfinished <= 1):
+        if not self._jobs.compiled and (self._given_up == _TRIES or self._jobs.unfinished == 1):
             raise OSError(verdict.lacked, os.strerror(verdict.lacked))
         return True

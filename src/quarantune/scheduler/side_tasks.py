@@ -49,13 +49,16 @@ def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int], seco
     return worker
 
 
-def may_be_repeated(verdict: WorkerVerdict, tries: int) -> bool:
+def may_be_repeated(run: Run, verdict: WorkerVerdict, tries: int) -> bool:
     """Returns whether a side task is done again after its worker has ended without a reply.
 
     Args:
+        run: the run.
         verdict: the verdict on that worker.
         tries: how many workers have had the task.
     """
+    if verdict.lacked and run.scarcity.waits:
+        return True
     return verdict.outcome in (Outcome.LOST, Outcome.CRASHED) and tries < _TRIES
 
 
@@ -115,7 +118,7 @@ class SideTasks:
             self._give(worker, None)  # the function may have ended it while it was traced: its configs may do better
             return
         assert worker.verdict is not None
-        if not may_be_repeated(worker.verdict, self._tries):
+        if not may_be_repeated(self._run, worker.verdict, self._tries):
             raise _failed(worker.verdict)
         self._computing = None
 
