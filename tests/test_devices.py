@@ -32,6 +32,7 @@ def probed(count: int, platform: str = "cuda") -> list[CompileTarget]:
         ("5,3,1", ["0", "2"], ["5", "1"]),
         ("GPU-aa,GPU-bb,MIG-cc", ["1"], ["GPU-bb"]),
         ("GPU-aa,GPU-bb,MIG-cc", ["MIG-cc", "GPU-aa"], ["MIG-cc", "GPU-aa"]),
+        ("GPU-aa,GPU-bb,MIG-cc", ["1", "GPU-aa", "GPU-bb", "0"], ["GPU-bb", "GPU-aa"]),
     ],
 )
 def test_devices_have_the_names_of_the_visibility_variable(
@@ -89,7 +90,7 @@ def test_each_device_keeps_its_kind() -> None:
     assert [device.kind for device in devices] == ["kind 2", "kind 0"]
 
 
-@pytest.mark.parametrize("name", ["3", "-1", "GPU-zz", "5"])
+@pytest.mark.parametrize("name", ["3", "-1", "GPU-zz", "5", "²"])
 def test_a_missing_device_is_refused_and_the_existing_ones_are_listed(name: str) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "5,3,1"}
     with pytest.raises(ValueError, match="QUARANTUNE_DEVICES") as caught:

@@ -227,17 +227,13 @@ def grouped(devices: Sequence[Device], size: int) -> list[Device]:
 
 
 def _select(devices: list[Device], allowed: Sequence[str]) -> list[Device]:
-    selected = []
+    named = {device.token: device for device in devices if not device.token.isdigit()}
+    named |= {str(index): device for index, device in enumerate(devices)}
     for name in allowed:
-        by_token = [device for device in devices if device.token == name and not name.isdigit()]
-        if name.isdigit() and int(name) < len(devices):
-            selected.append(devices[int(name)])
-        elif by_token:
-            selected.append(by_token[0])
-        else:
+        if name not in named:
             there = ", ".join(f"{index} ({device.token})" for index, device in enumerate(devices))
             raise ValueError(f"QUARANTUNE_DEVICES names {name!r}, which is not there; visible are: {there}")
-    return selected
+    return list(dict.fromkeys(named[name] for name in allowed))  # an index and a UUID may be of one device
 
 
 def _only_cpu() -> bool:
