@@ -169,7 +169,7 @@ def unconfirmed(**places: str) -> Leftovers:
 
 
 def settled(
-    left: Leftovers, confirmed: set[str], ends: Mapping[int, tuple[Outcome, Phase]], **elsewhere: str
+    left: Leftovers, ends: Mapping[int, tuple[Outcome, Phase]], **elsewhere: str
 ) -> tuple[dict[int, Trial], list[list[int]]]:
     """Settles configs that end on the device as `ends` says; returns their trials and what ran there.
 
@@ -178,9 +178,10 @@ def settled(
     trials: dict[int, Trial] = {}
     runs: list[list[int]] = []
 
-    def run_there(
-        configs: dict[int, Config], finish: Callable[[int, Trial, str], None], source: ConfigSource
-    ) -> Leftovers:
+    def finish(index: int, trial: Trial, log: str) -> None:
+        trials.setdefault(index, trial)
+
+    def run_there(configs: dict[int, Config], source: ConfigSource) -> Leftovers:
         runs.append(sorted(configs))
         places = {
             index: elsewhere.get(f"c{index}", left.unconfirmed[index].place)
@@ -192,17 +193,17 @@ def settled(
             finish(index, Trial(config=config, outcome=outcome, phase=phase, message="with", route=Route.TOGETHER), "")
         return Leftovers(raised_at=places)
 
-    side_tasks.settle(left, confirmed, lambda index, trial, log: trials.setdefault(index, trial), run_there)
+    side_tasks.settle(left, finish, run_there)
     return trials, runs
 
 
 def test_errors_are_final_where_one_of_their_place_is_raised_on_the_device() -> None:
     error, ok = (Outcome.ERROR, Phase.COMPILE), (Outcome.OK, Phase.MEASURE)
     left = unconfirmed(c0="a", c1="b", c2="a", c3="b", c4="sure")
-    confirmed = {"sure"}
-    trials, runs = settled(left, confirmed, {0: error, 1: ok, 3: ok})
+    left.confirmed = {"sure"}
+    trials, runs = settled(left, {0: error, 1: ok, 3: ok})
     assert runs == [[0, 1], [3]]
-    assert confirmed == {"sure", "a"}
+    assert left.confirmed == {"sure", "a"}
     assert {index: (trial.outcome.value, trial.message) for index, trial in trials.items()} == {
         0: ("error", "with"),
         1: ("ok", "with"),
@@ -214,10 +215,10 @@ def test_errors_are_final_where_one_of_their_place_is_raised_on_the_device() -> 
 
 def test_another_error_on_the_device_confirms_nothing() -> None:
     error, ok = (Outcome.ERROR, Phase.COMPILE), (Outcome.OK, Phase.MEASURE)
-    confirmed: set[str] = set()
-    trials, runs = settled(unconfirmed(c0="a", c1="a", c2="a"), confirmed, {0: error, 1: ok, 2: error}, c0="b", c2="b")
+    left = unconfirmed(c0="a", c1="a", c2="a")
+    trials, runs = settled(left, {0: error, 1: ok, 2: error}, c0="b", c2="b")
     assert runs == [[0], [1, 2]]
-    assert confirmed == set()
+    assert left.confirmed == set()
     assert [(trials[index].outcome.value, trials[index].message) for index in range(3)] == [
         ("error", "with"),
         ("ok", "with"),
@@ -227,11 +228,13 @@ def test_another_error_on_the_device_confirms_nothing() -> None:
 
 def test_an_error_while_running_on_the_device_confirms_no_error_of_compiling() -> None:
     ran = (Outcome.ERROR, Phase.CHECK)
-    trials, runs = settled(unconfirmed(c0="a", c1="a"), set(), {0: ran, 1: ran})
+    trials, runs = settled(unconfirmed(c0="a", c1="a"), {0: ran, 1: ran})
     assert runs == [[0], [1]]
     assert all(trial.message == "with" for trial in trials.values())
 
 
 def test_nothing_runs_where_every_error_is_confirmed() -> None:
-    assert settled(Leftovers(), set(), {}) == ({}, [])
-    assert settled(unconfirmed(c0="a"), {"a"}, {})[1] == []
+    assert settled(Leftovers(), {}) == ({}, [])
+    left = unconfirmed(c0="a")
+    left.confirmed = {"a"}
+    assert settled(left, {})[1] == []

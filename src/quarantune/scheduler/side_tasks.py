@@ -176,9 +176,8 @@ def _failed(verdict: WorkerVerdict) -> ReferenceFailedError:
 
 def settle(
     left: Leftovers,
-    confirmed: set[str],
     finish: Finish,
-    run: Callable[[dict[int, Config], Finish, ConfigSource], Leftovers],
+    run: Callable[[dict[int, Config], ConfigSource], Leftovers],
     source: ConfigSource = NOTHING_MORE,
 ) -> None:
     """Settles the configs that failed where there was no device.
@@ -188,18 +187,16 @@ def settle(
     says nothing of them: the device may have let the config get further.
 
     Args:
-        left: those configs.
-        confirmed: the places whose errors are true; more are added.
-        finish: receives the trials.
-        run: runs configs with the device, gives their trials to a function like `finish`, stops when a source says, and
-            returns where exceptions were raised.
+        left: those configs; more places are confirmed there.
+        finish: receives the trials of those that do not run again.
+        run: runs configs with the device, stops when a source says, and returns where exceptions were raised.
         source: says when to stop, but for the configs that confirm others; it gives no further configs.
     """
-    errors = left.unconfirmed
+    errors, confirmed = left.unconfirmed, left.confirmed
     firsts = {index for place, index in left.first_at.items() if place not in confirmed}
     if firsts:
         configs = {index: error.trial.config for index, error in errors.items() if index in firsts}
-        raised_at = run(configs, finish, NOTHING_MORE).raised_at
+        raised_at = run(configs, NOTHING_MORE).raised_at
         confirmed.update(errors[index].place for index in firsts if raised_at.get(index) == errors[index].place)
     again = {}
     for index, error in errors.items():
@@ -210,4 +207,4 @@ def settle(
         else:
             again[index] = error.trial.config
     if again:
-        run(again, finish, source)
+        run(again, source)

@@ -106,15 +106,13 @@ class Routes:
         self._on_tpu = request.problem.platform == "tpu"
         # A TPU belongs to the process that uses it.
         self._device_is_taken = self._on_tpu and (self._measures_here or jax_internals.backends_initialized())
-        # libtpu compiles alike with its device and without it: there, errors need no confirmation.
-        self._confirmed: set[str] = set()
         self._devices, self._target = devices, target
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
         """Runs configs to their outcomes, adds their trials to `measured`, and compares the fastest there."""
         if not self._load(configs):
             return Swept()
-        with contextlib.ExitStack() as self._schedulers:
+        with self._schedulers:
             self._reference, configs = self._reference_for(configs, measured)
             self._schedulers.callback(self._reference.close)
             self._reference.is_coming = callable(self._request.options.ref_fn) and bool(configs)
@@ -125,7 +123,7 @@ class Routes:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.settle(finish)
             contenders = self._reference.contenders(measured, self._problem.default) if self._request.has_final else {}
-            last = self._opened[-1] if self._opened else self._new_scheduler(self._route_with_device, self._finish)
+            last = self._opened[-1] if self._opened else self._new_scheduler(self._route_with_device)
             # The last route may have run nothing but the config that confirms an error.
             comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
             final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
@@ -139,11 +137,11 @@ class Routes:
         Where no worker can compile a program, its trial is that of a config that was compiled, without an executable.
         """
         if self._load(configs):
-            with contextlib.ExitStack() as self._schedulers:
+            with self._schedulers:
                 if self._request.target is None:
                     self._run_routes(configs)
                 else:
-                    self._run_route(Route.APART, self._ordered(configs), self._finish)
+                    self._run_route(Route.APART, self._ordered(configs))
         # The caller runs a program without the gradient that it was compiled with.
         return Swept(executables={} if self._request.options.time_grad else self._race.executables()[0])
 
@@ -166,14 +164,14 @@ class Routes:
             return
         ordered = self._ordered(configs)
         if not self._can_part():
-            self._run_with_device(ordered, self._finish, source)
+            self._run_with_device(ordered, source)
             return
-        left = self._run_route(Route.APART, ordered, self._finish, source)
+        left = self._run_route(Route.APART, ordered, source)
         if left.unfit:
-            self._run_with_device(left.unfit, self._finish, source)
-        # The configs that failed where there was no device.
-        self._confirmed |= left.first_at.keys() if self._on_tpu else left.confirmed
-        settle(left, self._confirmed, self._finish, self._run_with_device, source)
+            self._run_with_device(left.unfit, source)
+        if self._on_tpu:  # libtpu compiles alike with its device and without it
+            left.confirmed.update(left.first_at)
+        settle(left, self._finish, self._run_with_device, source)
 
     def _can_part(self) -> bool:
         """Returns whether one worker compiles a config and another process measures it."""
@@ -202,25 +200,23 @@ class Routes:
         is_here = self._is_alone or (self._measures_here and self._device_is_taken)
         return Route.IN_PROCESS if is_here else Route.TOGETHER
 
-    def _run_with_device(self, configs: dict[int, Config], finish: Finish, source: ConfigSource) -> Leftovers:
+    def _run_with_device(self, configs: dict[int, Config], source: ConfigSource) -> Leftovers:
         if not (self._compile_only and self._device_is_taken):
             raised_at = {}
             if self._can_hand_over(configs, source):
-                left = self._run_route(Route.HANDED_OVER, configs, finish, source)
+                left = self._run_route(Route.HANDED_OVER, configs, source)
                 if not left.unfit:
                     return left
                 configs, raised_at = left.unfit, left.raised_at
-            left = self._run_route(self._route_with_device, configs, finish, source)
+            left = self._run_route(self._route_with_device, configs, source)
             left.raised_at = raised_at | left.raised_at
             return left
         for index, config in configs.items():
-            finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
+            self._finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
         return Leftovers()
 
-    def _run_route(
-        self, route: Route, configs: dict[int, Config], finish: Finish, source: ConfigSource = NOTHING_MORE
-    ) -> Leftovers:
-        left = self._new_scheduler(route, finish, source).run(configs)
+    def _run_route(self, route: Route, configs: dict[int, Config], source: ConfigSource = NOTHING_MORE) -> Leftovers:
+        left = self._new_scheduler(route, source).run(configs)
         if left.unfit:
             name = self._problem.name
             _logger.info("%s: the programs take another route than %s, because %s", name, route, left.why_unfit)
@@ -229,14 +225,14 @@ class Routes:
                     _unfit[route].add(self._problem.fn)
         return left
 
-    def _new_scheduler(self, route: Route, finish: Finish, source: ConfigSource = NOTHING_MORE) -> Scheduler:
+    def _new_scheduler(self, route: Route, source: ConfigSource = NOTHING_MORE) -> Scheduler:
         if self._opened:
             self._opened[-1].free_devices()
         here, events = route is Route.IN_PROCESS, self._request.events
         scheduler = Scheduler(
             self._sandbox,
             self._plan(route, is_closed=source.is_closed),
-            on_trial=finish,
+            on_trial=self._finish,
             on_tick=events.on_tick,
             # Nothing waits where configs are compiled one by one.
             on_phase=lambda index, phase: None if here and phase == READY else events.on_phase(index, phase),
@@ -249,7 +245,6 @@ class Routes:
         if self._opened:
             scheduler.take_standby_workers(self._opened[-1])
         self._opened.append(scheduler)
-        self._schedulers.callback(self._opened.remove, scheduler)
         self._schedulers.callback(scheduler.close)
         self._schedulers.callback(scheduler.free_devices)
         return scheduler
