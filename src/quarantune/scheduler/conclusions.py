@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 
 from quarantune.host import machine
@@ -174,15 +173,13 @@ class Conclusions:
             verdict = WorkerVerdict(Outcome.SLOW, message)
         else:
             race.note_time(job.index, reply.ranking_ms)
-        is_default = run.reference.is_default(job.index)
-        # Other slow configs may be in the final, if they were disturbed.
-        is_kept = is_default or not (reply.is_slow and reply.clock == "device")
         run.jobs.finish(
             job,
             worker,
             verdict,
             Phase.MEASURE,
-            (lambda merit: race.keep_executable(job, -math.inf if is_default else merit)) if is_kept else None,
+            # Slow configs may be in the final, if they were disturbed.
+            keeps=run.reference.is_default(job.index) or not (reply.is_slow and reply.clock == "device"),
             time_ms=statistics.median(reply.samples_ms),
             samples_ms=reply.samples_ms,
             own_ms=reply.ranking_ms,

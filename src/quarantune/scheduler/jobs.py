@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,6 @@ class Jobs:
         self._first_with: dict[str, Job] = {}
         self._places: set[str] = set()
         self._source_waits = False
-        self._is_left = False
         self._plan = plan
         self._reference = reference
         self._devices = devices
@@ -83,7 +83,7 @@ class Jobs:
     @property
     def may_come(self) -> bool:
         """Whether the source may have further configs, now or later."""
-        return not (self._source.is_closed or self._is_left) and bool(self._devices)
+        return not (self._source.is_closed or self.leftovers.unfit) and bool(self._devices)
 
     @property
     def ended(self) -> int:
@@ -172,7 +172,7 @@ class Jobs:
         worker: Worker | None,
         verdict: WorkerVerdict,
         phase: Phase | None,
-        keep: Callable[[float], None] | None = None,
+        keeps: bool = False,
         **times: Any,
     ) -> None:
         """Ends a job, and with it all that wait for its outcome.
@@ -182,7 +182,7 @@ class Jobs:
             worker: its worker; None where it has none.
             verdict: its outcome.
             phase: the phase that it ended in.
-            keep: keeps its executable, with the figure that its trial is ranked by.
+            keeps: whether its executable is kept for the final, where it may be among the best.
             **times: fields of its trial.
         """
         log = ""
@@ -204,8 +204,9 @@ class Jobs:
         )
         trial = scored(trial, self._plan.objective)
         outcome = trial.outcome
-        if keep is not None and trial.merit is not None:
-            keep(trial.merit)
+        if keeps and trial.merit is not None:
+            is_default = self._reference.is_default(job.index)
+            self._race.keep_executable(job, -math.inf if is_default else trial.merit)
         job.close_executable()
         if outcome is Outcome.ERROR:
             self._places.add(job.raised_at)
@@ -225,7 +226,6 @@ class Jobs:
 
     def leave_unfit(self, job: Job, reason: str) -> None:
         """Leaves a job to the other route, with those not yet begun: their programs are of the same kind."""
-        self._is_left = True
         ready = list(self.ready) if self.unloadable else []
         unfits = [job, *ready, *(same for each in [job, *ready] for same in each.same_program), *self.pending]
         self._forget_programs(unfits)
