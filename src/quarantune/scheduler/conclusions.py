@@ -90,12 +90,12 @@ class Conclusions:
                     self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
                     worker.job = None
                     self._run.workers.retire(worker)
-            case FirstRun(was_ended=True) if state is WorkerState.MEASURING:
-                self._route.on_ended_run(worker, reply)
-            case FirstRun() if state is WorkerState.MEASURING and device is not None:
-                self._route.on_first_run(worker, device, reply)
-            case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
-                self._on_measured(worker, job, device, reply)
+            case FirstRun(was_ended=True) if state is WorkerState.MEASURING and job is not None:
+                self._route.on_ended_run(worker, job, reply)
+            case FirstRun() if state is WorkerState.MEASURING and job is not None:
+                self._route.on_first_run(worker, job, reply)
+            case Measured() if state is WorkerState.MEASURING and job is not None:
+                self._on_measured(worker, job, reply)
             case ReferenceComputed(is_compared=False) if state is WorkerState.SIDE_TASK and worker.reply is None:
                 worker.reply = reply  # comparing shapes comes next
                 worker.deadline = self._run.clock() + min(_SHAPES_S, self._run.plan.compile_timeout_s)
@@ -152,7 +152,7 @@ class Conclusions:
         if worker.is_compiling and worker.began_at is not None:
             self._run.jobs.compile_times.add(job, self._run.clock() - worker.began_at)
 
-    def _on_measured(self, worker: Worker, job: Job, device: DeviceState, reply: Measured) -> None:
+    def _on_measured(self, worker: Worker, job: Job, reply: Measured) -> None:
         run, race = self._run, self._run.race
         if reply.cpu_ms:
             race.noise.add(reply.cpu_ms, min(reply.cpu_ms))
@@ -163,7 +163,7 @@ class Conclusions:
         elif (
             not reply.is_slow
             and is_unreliable(reply.samples_ms, reply.cpu_ms)
-            and self._route.measure_again(worker, device, reply)
+            and self._route.measure_again(worker, job, reply)
         ):
             race.note_time(job.index, reply.ranking_ms)  # it takes no longer than that
             return

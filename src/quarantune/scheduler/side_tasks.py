@@ -123,8 +123,7 @@ class SideTasks:
         self._computing = None
 
     def _give(self, worker: Worker, differs: str | None) -> None:
-        if worker.device is not None and worker.device.measuring is worker:
-            worker.device.measuring = None  # a process with a device takes a third of a second to die
+        worker.return_device()  # a process with a device takes a third of a second to die
         self._run.reference.give(self._fd)
         self.close()
         if differs:

@@ -59,7 +59,7 @@ class RouteSteps:
         self._saves = saves
         self._pauses = pauses
         self._compiles_on_device = run.plan.route is not Route.APART
-        self.waits_in_files = saves and (run.plan.measures_here or run.plan.route is Route.HANDED_OVER)
+        self.waits_in_files = run.plan.measures_here or run.plan.route is Route.HANDED_OVER
 
     # What differs between routes
 
@@ -71,7 +71,7 @@ class RouteSteps:
         """Takes note that a worker has compiled its job, which is to be measured."""
         raise NotImplementedError
 
-    def on_first_run(self, worker: Worker, device: DeviceState, reply: FirstRun) -> None:
+    def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Has a job wait again after an informative first run."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class RouteSteps:
     def on_lowered(self, outputs: tuple[ArrayKind, ...]) -> None:
         """Takes note of the outputs that configs have."""
 
-    def measure_again(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
+    def measure_again(self, worker: Worker, job: Job, reply: Measured) -> bool:
         """Has a job whose runs were disturbed measured once more; returns whether that is possible."""
         return False
 
@@ -183,11 +183,11 @@ class RouteSteps:
             job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
             worker.deadline += job.compile_s
 
-    def on_ended_run(self, worker: Worker, reply: FirstRun) -> None:
+    def on_ended_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Ends a job whose first run was ended, because it took too long."""
         fastest_ms = self._run.race.fastest_ms or reply.run_ms
         message = f"its first run was stopped after {reply.run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
-        self._end_as_slow(worker, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
+        self._end_as_slow(worker, job, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
         self._run.workers.retire(worker)  # the run goes on in it
 
     def _assign(self, device: DeviceState, worker: Worker) -> None:
@@ -230,19 +230,18 @@ class RouteSteps:
         may_stop = self._pauses and not job.is_saved and job.first_run is None
         return run.race.stop_ms if may_stop and not is_needed else None
 
-    def _note_first_run(self, worker: Worker, device: DeviceState, reply: FirstRun) -> None:
+    def _note_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Records the first run of a worker's job, which waits for the device again."""
-        if (job := worker.job) is not None:
-            job.first_run = (reply.run_ms, reply.cpu_ms)
-            job.was_disturbed = job.was_disturbed or reply.is_disturbed
-            self._run.race.note_first_run(job.index, *job.first_run)
-        self._take_device(worker, device)
+        job.first_run = (reply.run_ms, reply.cpu_ms)
+        job.was_disturbed = job.was_disturbed or reply.is_disturbed
+        self._run.race.note_first_run(job.index, *job.first_run)
+        self._take_device(worker, job)
 
-    def _take_device(self, worker: Worker, device: DeviceState) -> None:
-        if worker.job is not None:
-            worker.job.held_s += self._run.clock() - worker.assigned_at
-            self._run.on_phase(worker.job.index, READY)
-        worker.deadline, device.measuring = NEVER, None
+    def _take_device(self, worker: Worker, job: Job) -> None:
+        job.held_s += self._run.clock() - worker.assigned_at
+        self._run.on_phase(job.index, READY)
+        worker.deadline = NEVER
+        worker.return_device()
 
     def _rule_out(self, worker: Worker) -> bool:
         """Ends the job of a worker if its first run was too slow; returns whether it was."""
@@ -253,14 +252,13 @@ class RouteSteps:
         if (fastest_ms := run.race.hopeless_beside_ms(run_ms, cpu_ms)) is None:
             return False
         message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
-        self._end_as_slow(worker, message, run_ms, cpu_ms, Phase.MEASURE)
+        self._end_as_slow(worker, job, message, run_ms, cpu_ms, Phase.MEASURE)
         return True
 
-    def _end_as_slow(self, worker: Worker, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
-        if (job := worker.job) is not None:
-            times: Any = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
-            self._run.jobs.finish(job, worker, WorkerVerdict(Outcome.SLOW, message), phase, **times)
-            worker.job = None
+    def _end_as_slow(self, worker: Worker, job: Job, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
+        times: Any = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
+        self._run.jobs.finish(job, worker, WorkerVerdict(Outcome.SLOW, message), phase, **times)
+        worker.job = None
 
 
 class CombinedRoute(RouteSteps):
@@ -281,17 +279,16 @@ class CombinedRoute(RouteSteps):
         worker.transition(WorkerState.PARKED)
         worker.deadline = NEVER
 
-    def on_first_run(self, worker: Worker, device: DeviceState, reply: FirstRun) -> None:
+    def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Parks a worker again after an informative first run of its job."""
-        self._note_first_run(worker, device, reply)
+        self._note_first_run(worker, job, reply)
         self._park(worker)
 
-    def measure_again(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
+    def measure_again(self, worker: Worker, job: Job, reply: Measured) -> bool:
         """Parks a worker whose runs were disturbed, to measure its job once more after those that wait."""
-        if (job := worker.job) is not None:
-            job.unreliable_times, job.was_disturbed = reply, True
-            job.first_run = (max(reply.samples_ms), job.first_run[1] if job.first_run else 0.0)
-        self._take_device(worker, device)
+        job.unreliable_times, job.was_disturbed = reply, True
+        job.first_run = (max(reply.samples_ms), job.first_run[1] if job.first_run else 0.0)
+        self._take_device(worker, job)
         self._park(worker)
         return True
 
@@ -420,11 +417,11 @@ class SplitRoute(RouteSteps):
             worker.deadline = NEVER
             device.standby.append(worker)
 
-    def on_first_run(self, worker: Worker, device: DeviceState, reply: FirstRun) -> None:
+    def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Has a job wait again after an informative first run."""
-        if worker.job is not None and self._pauses:
-            self._note_first_run(worker, device, reply)
-            self._run.jobs.ready.append(worker.job)
+        if self._pauses:
+            self._note_first_run(worker, job, reply)
+            self._run.jobs.ready.append(job)
             self.free(worker)
 
     def prepare_on(self, device: DeviceState) -> None:

@@ -237,10 +237,19 @@ class Worker:
     def release(self) -> None:
         """Takes its job and its device from it."""
         self.keep_peak()
-        if self.device is not None and self.device.measuring is self:
-            self.device.measuring = None
+        self.return_device()
         self.job, self.traceback = None, ""
         self.used += 1
+
+    def return_device(self) -> None:
+        """Lets another worker have its device, if that is assigned to it."""
+        if self.device is not None and self.device.measuring is self:
+            self.device.measuring = None
+
+    def leave_standby(self) -> None:
+        """Is no standby worker any more, if it was one."""
+        if self.device is not None and self in self.device.standby:
+            self.device.standby.remove(self)
 
     @property
     def is_compiling(self) -> bool:
@@ -379,8 +388,7 @@ class Workers:
 
     def retire(self, worker: Worker) -> None:
         """Ends a worker that has nothing to do."""
-        if worker.device is not None and worker in worker.device.standby:
-            worker.device.standby.remove(worker)
+        worker.leave_standby()
         worker.verdict, worker.killed_in = WorkerVerdict(Outcome.OK, ""), None
         self._begin_to_die(worker)
         self._sandbox.finish(worker.number)
@@ -401,11 +409,8 @@ class Workers:
 
     def remove(self, worker: Worker) -> None:
         """Forgets a worker that has ended, or that cannot be killed."""
-        if (device := worker.device) is not None:
-            if device.measuring is worker:
-                device.measuring = None
-            if worker in device.standby:
-                device.standby.remove(worker)
+        worker.return_device()
+        worker.leave_standby()
         worker.close_output()
         del self._by_number[worker.number]
         self._sandbox.forget(worker.number)
