@@ -75,7 +75,7 @@ class Conclusions:
             case PhaseEntered():
                 self._run.jobs.has_loaded |= state is WorkerState.MEASURING and worker.phase is not Phase.LOAD
                 self._begin(worker)
-            case Ready() if device is not None and worker.is_standby:
+            case Ready() if state is WorkerState.PREPARING and device is not None:
                 self._on_ready(worker, device, reply)
             case Traced() if state is WorkerState.COMPILING and job is not None:
                 self._run.plan.proof.show(job.config, reply.lines)
@@ -355,12 +355,10 @@ class Conclusions:
         run = self._run
         device.lease.release()
         run.devices.remove(device)
-        if not run.devices:
+        if run.devices:
+            verdict = WorkerVerdict(Outcome.LOST, verdict.message)  # another device will do
+        else:
             run.jobs.end_waiting(verdict, Phase.CHECK)
         for worker in run.workers:
-            if not run.devices:
+            if worker.device is device or not run.devices:
                 run.workers.kill_with_verdict(worker, verdict)
-            elif worker.device is device:
-                run.workers.kill_with_verdict(
-                    worker, WorkerVerdict(Outcome.LOST, verdict.message)
-                )  # another device will do

@@ -55,7 +55,6 @@ class Reference:
         self.noise: float | None = None
         self._is_given = False
         self._calibrates = calibrates
-        self._default = default
         self._defaults = {default} if default is not None else set()
         self._default_end = ""
         self._is_first = is_first
@@ -85,7 +84,7 @@ class Reference:
     @property
     def is_open(self) -> bool:
         """Whether outputs are compared and none is known to be right."""
-        return self.compares and not self.is_awaited and self._standard() is None
+        return self.compares and not self.is_awaited and self.standard is None
 
     def is_default(self, index: int) -> bool:
         """Whether a config is that of the function's defaults, or lowers to their program."""
@@ -93,13 +92,16 @@ class Reference:
 
     @property
     def standard(self) -> int | None:
-        """The position in `fds` of the output that is right; None where that is not known."""
-        return 0 if self._is_given else self._standard()
+        """The position in `fds` of the output that is right, that of `ref_fn` or the defaults; None where none is."""
+        if self._is_given:
+            return 0
+        groups = [self._group_of[index] for index in self._defaults if index in self._group_of]
+        return next((group for group in groups if group is not None), None)
 
     @property
     def keeps(self) -> bool:
         """Whether an output that differs from all in `fds` is kept."""
-        most = _MOST_GROUPS if self._standard() is None else 1 + _MOST_WRONG_GROUPS
+        most = _MOST_GROUPS if self.standard is None else 1 + _MOST_WRONG_GROUPS
         return (self.compares and len(self.fds) < most) or (self._calibrates and self.is_awaited)
 
     def note(self, index: int, group: int | None, *, offered: int, fd: int, noise: float | None = None) -> None:
@@ -144,11 +146,6 @@ class Reference:
             self.is_awaited = False
             self._default_end = end or self._default_end
 
-    def _standard(self) -> int | None:
-        """Returns the group of the defaults, which is right; None where they have none."""
-        groups = [self._group_of[index] for index in self._defaults if index in self._group_of]
-        return next((group for group in groups if group is not None), None)
-
     # In the end
 
     def hold(self, finish: Finish, on_untuned: Callable[[Trial], None] = lambda trial: None) -> Finish:
@@ -182,7 +179,7 @@ class Reference:
                 finish(index, trial, log)
                 continue
             message = "its output is not that of the configs that agree with each other"
-            if self._standard() is not None:
+            if self.standard is not None:
                 message = "its output is not that of the defaults"
             wrong = dataclasses.replace(
                 trial,
@@ -211,7 +208,7 @@ class Reference:
     def complaint(self) -> str:
         """Returns the warning for the author on how outputs disagree; empty where they do not."""
         groups = {index: group for index, group in sorted(self._group_of.items()) if index != UNTUNED}
-        right, standard = self._right(), self._standard()
+        right, standard = self._right(), self.standard
         if not self.compares or right is None or not groups:
             return ""
         if standard is not None:
@@ -223,14 +220,14 @@ class Reference:
                 f"({self._show(groups, right, 'like the defaults')}); if the defaults are not right, give ref_fn"
             )
         agree = f"{self._show(groups, right, 'taken to be right')}; {_ADVICE}"
-        if self._default is not None:
+        if self._defaults:
             reason = f" ({self._default_end})" if self._default_end else ""
             return f"its defaults failed{reason}, so that configs were compared with each other: {agree}"
         return f"configs compute different things: {agree}" if len(set(groups.values())) > 1 else ""
 
     def _right(self) -> int | None:
         """Returns the group that is right: that of the defaults, else the largest, else the one of the first config."""
-        if (standard := self._standard()) is not None:
+        if (standard := self.standard) is not None:
             return standard
         known = sorted((index, group) for index, group in self._group_of.items() if group is not None)
         groups = [group for _, group in known]

@@ -47,7 +47,7 @@ _MOVES = {
     WorkerState.BETWEEN: {WorkerState.COMPILING},
     WorkerState.PARKED: {WorkerState.MEASURING, WorkerState.BETWEEN},
     WorkerState.PREPARING: {WorkerState.IDLE},
-    WorkerState.IDLE: {WorkerState.IDLE, WorkerState.MEASURING, WorkerState.SIDE_TASK},
+    WorkerState.IDLE: {WorkerState.MEASURING, WorkerState.SIDE_TASK},
     WorkerState.MEASURING: {WorkerState.PARKED, WorkerState.IDLE, WorkerState.BETWEEN},
     WorkerState.SIDE_TASK: set(),
     WorkerState.DYING: set(),
@@ -375,8 +375,7 @@ class Workers:
 
     def share_modules(self, names: Sequence[str]) -> None:
         """Imports in the template the modules that a worker had to import, for later workers."""
-        if names:
-            self._sandbox.share_modules(names)
+        self._sandbox.share_modules(names)
 
     def kill_with_verdict(self, worker: Worker, verdict: WorkerVerdict) -> None:
         """Decides the meaning of a worker's end, and brings it about."""
