@@ -71,3 +71,6 @@ def test_a_symbolic_shape_is_tuned_with_the_given_arrays(key_fn: Any, sweeps: li
     assert fn.lookup(X, jnp.float32(7)) == {"n": 2}
     with quarantune.set_autotune_inputs(X, jnp.float32(7)), pytest.raises(ValueError, match="make dtypes"):
         exported(fn, "b, 4")
+    mixed = quarantune.set_autotune_inputs([X, jnp.float32(7)], factor=jnp.float32(8))
+    with mixed, pytest.raises(ValueError, match="make dtypes"):
+        exported(fn, "b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
 import reprlib
@@ -91,7 +92,11 @@ def arguments(
     """
     call = args, dict(kwargs)
     if (block := _block()) is not None:
-        return _given_for_block(block, call, fn)
+        *first, last = _readings(block)
+        for given in first:
+            with contextlib.suppress(ValueError):
+                return _spelt_alike(given, call, fn, _REAL)
+        return _spelt_alike(last, call, fn, _REAL)
     leaves = jax.tree.leaves(call)
     if not callable(supply) or not any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in leaves):
         return call
@@ -109,8 +114,7 @@ def in_place_of_symbolic(call: Arguments) -> Arguments | None:
     """
     if (block := _block()) is None:
         return None
-    one = block.args[0] if len(block.args) == 1 and isinstance(block.args[0], (list, tuple)) else ()
-    for given in ((block.args, block.kwargs), (tuple(one), {})):
+    for given in _readings(block):
         if _outline(given) == _outline(call):
             return given
     raise ValueError(f"{_REAL} gives {_outline(block.args)} for {_outline(call[0])}: make dtypes and dimensions alike")
@@ -121,14 +125,12 @@ def _outline(values: Any) -> Any:
     return jax.tree.map(lambda leaf: f"{leaf.dtype}[{leaf.ndim}]" if is_array(leaf) else leaf, values)
 
 
-def _given_for_block(given: set_autotune_inputs, call: Arguments, fn: Callable[..., Any]) -> Arguments:
-    """Returns the arguments of the block; one list or tuple holds all of them, unless the call has such an argument."""
-    try:
-        return _spelt_alike((given.args, given.kwargs), call, fn, _REAL)
-    except ValueError:
-        if given.kwargs or len(given.args) != 1 or not isinstance(given.args[0], (list, tuple)):
-            raise
-    return _spelt_alike((tuple(given.args[0]), {}), call, fn, _REAL)
+def _readings(block: set_autotune_inputs) -> list[Arguments]:
+    """Returns the arguments of a block: as they are, then those in its only one where that is a list or tuple."""
+    match block.args:
+        case ((list() | tuple()) as one,) if not block.kwargs:
+            return [(block.args, {}), (tuple(one), {})]
+    return [(block.args, block.kwargs)]
 
 
 def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], source: str) -> Arguments:
