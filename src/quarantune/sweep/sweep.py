@@ -87,22 +87,12 @@ def run(
         SandboxError: the sandbox itself failed.
     """
     request = dataclasses.replace(request, compile_only=request.compile_only or request.target is not None)
-    possible = request.possible(configs)
+    problem, possible = request.problem, request.possible(configs)
     if packed is None:
         is_sent = _isolation(request) is not Isolation.NONE
-        packed = pack(request.problem, possible, request.options, is_sent=is_sent)
-    return _run(request, packed, dict(configs), dict(known or {}), possible)
-
-
-def _run(
-    request: SweepRequest,
-    packed: PackedCall,
-    configs: dict[int, Config],
-    measured: dict[int, Trial],
-    possible: Sequence[Config],
-) -> Swept:
-    """Runs configs where the isolation wants it, and adds their trials to `measured`."""
-    finish, problem = _finisher(request, measured), request.problem
+        packed = pack(problem, possible, request.options, is_sent=is_sent)
+    configs, measured = dict(configs), dict(known or {})
+    finish = _finisher(request, measured)
     if request.options.objective != TIME and not request.compile_only:
         request = dataclasses.replace(request, measures_energy=_needs_energy(request, packed, possible))
     isolation = _isolation(request)
