@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no
 
 def test_an_error_raised_where_there_was_no_device_waits_for_confirmation() -> None:
     act = for_config(1, when("Compile", lambda worker: [(0.1, worker.raises("compile"))]))
-    result = run(plan_for(Route.APART, target=TARGET), 3, act)
+    result = run(plan_for(Route.APART, target=TARGET, errors_are_final=False), 3, act)
     assert set(result.trials) == {0, 2}
     error = result.leftovers.unconfirmed[1]
     assert error.trial.outcome is Outcome.ERROR
@@ -156,6 +156,8 @@ def test_nothing_is_confirmed_where_that_is_not_planned_or_errors_need_it_not(ch
     result = run(confirming_plan(**changes), 3, confirming(raises_on_the_device, 1))
     assert all(worker.trial is not None for worker in result.given("Compile"))
     assert not result.leftovers.confirmed
+    assert not result.leftovers.unconfirmed
+    assert result.outcomes == ["ok", "error", "ok"]
 
 
 def unconfirmed(**places: str) -> Leftovers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import signal
 import uuid
@@ -151,6 +152,7 @@ def test_a_measuring_worker_goes_on_after_an_exception_that_a_fresh_one_has_rais
 @pytest.mark.parametrize("is_check", [True, False])
 def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
     plan = plan_for(Route.APART, slots=1, compiles_per_worker=4, compile_only=True, is_check=is_check, target=TARGET)
+    plan = dataclasses.replace(plan, errors_are_final=is_check)
     result = run(plan, 12, raising(dict.fromkeys((2, 5, 7), "here")))
     left = result.leftovers.unconfirmed
     assert sorted(left) == ([] if is_check else [2, 5, 7])

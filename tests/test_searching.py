@@ -516,7 +516,7 @@ def test_a_search_learns_of_an_error_before_the_device_has_confirmed_it() -> Non
     act = for_config(2, lambda worker: [(0.1, worker.raises("compile"))])
     scheduler = Scheduler(
         FakeSandbox(clock, act),
-        plan_for(Route.APART, target=TARGET),
+        plan_for(Route.APART, target=TARGET, errors_are_final=False),
         on_trial=lambda *_: None,
         source=source,
         clock=clock,

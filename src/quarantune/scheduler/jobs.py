@@ -279,7 +279,7 @@ class Jobs:
         self._source_waits = False
         self._source.ended(job.index, trial)
         is_error = trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE
-        if is_error and self._plan.target is not None and not self._plan.is_check:
+        if is_error and self._plan.target is not None and not self._plan.errors_are_final:
             self.leftovers.add_unconfirmed(job.index, Unconfirmed(trial, log, job.raised_at))
         else:
             if is_error:

@@ -110,7 +110,7 @@ class Plan:
         measures_here: whether the caller's own process measures what workers compile.
         has_final: whether the fastest configs are compared at the end.
         troubled: the indices of configs that hung or crashed before, and come last.
-        errors_are_final: whether a config that cannot be compiled without the device cannot be compiled on it either.
+        errors_are_final: whether errors raised without the device count as they are, and are not confirmed on it.
         proof: compares the program of one config with the caller's.
         objective: the author's objective, by which trials are ranked.
     """
@@ -150,7 +150,7 @@ class Plan:
     @property
     def confirms(self) -> bool:
         """Whether errors raised without the device are repeated on it while other configs go on."""
-        return not (self.errors_are_final or self.compile_only or self.measures_here or self.is_check)
+        return not (self.errors_are_final or self.compile_only or self.measures_here)
 
 
 @dataclasses.dataclass

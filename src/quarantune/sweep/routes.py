@@ -169,8 +169,6 @@ class Routes:
         left = self._run_route(Route.APART, ordered, source)
         if left.unfit:
             self._run_with_device(left.unfit, source)
-        if self._on_tpu:  # libtpu compiles alike with its device and without it
-            left.confirmed.update(left.first_at)
         settle(left, self._finish, self._run_with_device, source)
 
     def _can_part(self) -> bool:
@@ -292,7 +290,8 @@ class Routes:
             measures_here=measures_here,
             has_final=self._request.has_final,
             troubled=self._request.troubled,
-            errors_are_final=self._on_tpu,
+            # libtpu compiles alike with its device and without it.
+            errors_are_final=self._on_tpu or self._request.target is not None,
             proof=self._request.proof,
             objective=self._request.options.objective,
         )
