@@ -115,6 +115,22 @@ def test_a_busy_tuner_gives_a_waiting_one_its_turn(device: Device) -> None:
     assert turns.count("waiting") >= 10
 
 
+def test_a_tuner_that_always_has_something_to_measure_gives_waiting_ones_their_turns(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    tuners = [Lease(device) for _ in range(3)]
+    turns = []
+    for step in range(4000):  # each asks 20 times a second, and never releases the lease by itself
+        for number, tuner in enumerate(tuners):
+            if tuner.acquire(0.05 * step) and turns[-1:] != [number]:
+                turns.append(number)
+    for tuner in tuners:
+        tuner.release()
+    assert min(turns.count(number) for number in range(3)) >= 8
+    assert len(turns) < 50, "a turn takes seconds"
+    assert not caplog.messages
+
+
 def test_a_released_lease_goes_to_the_waiting_tuner_first(device: Device) -> None:
     busy, waiting = Lease(device), Lease(device)
     assert busy.acquire(0.0)

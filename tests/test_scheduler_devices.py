@@ -98,6 +98,28 @@ def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Rou
 
 
 @ROUTES
+def test_another_tuner_has_turns_on_the_device_though_compiled_configs_always_wait(
+    route: Route, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    plan = plan_for(route, parked=60, timeout_s=10.0, configs_per_worker=1 if route is Route.TOGETHER else 100)
+    rival, turns = Lease(plan.devices[0]), []
+
+    def asks() -> None:
+        now = clock() - 1000.0
+        if not 40 < now < 90:
+            rival.release()
+        elif rival.acquire(now):
+            turns.append(now)
+            rival.release()
+
+    act = when("Measure", lambda worker: measures(worker, seconds=2.0))
+    assert run(plan, 60, act, clock=clock, on_tick=asks).outcomes == ["ok"] * 60
+    assert len(turns) > 4
+    assert "measuring beside it" not in caplog.text
+
+
+@ROUTES
 def test_two_devices_share_the_configs(route: Route) -> None:
     plan = plan_for(route, devices=fake_devices(2), parked=8, timeout_s=10.0)
     result = run(plan, 16, when("Measure", lambda worker: measures(worker, seconds=3.0)))

@@ -18,6 +18,8 @@ _NAMESPACE = "_QUARANTUNE_LEASE_NAMESPACE"
 """Environment variable with a prefix for the names of leases, so that parallel tests do not wait for each other."""
 _PATIENCE_S = 60.0
 """A lease that another tuner has held for this long is considered stuck."""
+_TURN_S = 5.0
+"""A tuner that goes on measuring asks after this long whether others wait, well before they lose their patience."""
 _YIELD_S = 0.12
 """After a turn, a tuner leaves the lease to waiting tuners for this long: over two of their polling intervals."""
 _CHECK_S = 0.5
@@ -53,6 +55,7 @@ class Lease:
         self._waiting: dict[str, socket.socket] = {}
         self._waits_since: float | None = None
         self._had_turn = False
+        self._turn_ends = 0.0
         self._not_before = 0.0
         self._is_passed_over = False
         self._next_check = 0.0
@@ -61,14 +64,20 @@ class Lease:
     def acquire(self, now: float) -> bool:
         """Takes the lease if it is free; never waits.
 
+        To be called before each measurement: a lease that was held for a whole turn is given up if other tuners wait.
+
         Args:
             now: seconds on any monotonic clock.
 
         Returns:
             Whether measuring may begin: the lease is held now, or its holder is passed over.
         """
-        if self._held or not self._device.platform:
+        if not self._device.platform:
             return True
+        if self._held:
+            if now < self._turn_ends:
+                return True
+            self.release()
         if self._had_turn:
             self._had_turn = False
             probes = _bind_all(self._names("queue"))
@@ -78,6 +87,7 @@ class Lease:
             return False
         self._held = _bind_all(self._names("lease"))
         if self._held:
+            self._turn_ends = now + _TURN_S
             for claimed in self._held:
                 claimed.listen(_BACKLOG)
             if self._thread is not None:
