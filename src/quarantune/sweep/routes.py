@@ -71,7 +71,7 @@ class Routes:
         target: CompileTarget | None,
         on_many_devices: bool,
         isolation: Isolation,
-        stops: Stops | None = None,
+        stops: Stops,
     ) -> None:
         """Sets up the routes; no worker is started.
 
@@ -83,7 +83,7 @@ class Routes:
             target: the device that workers without one compile for; None where they cannot.
             on_many_devices: whether one trial needs several devices.
             isolation: the steps of a trial that run in workers.
-            stops: notices when this process is stopped; None for what notices all that it does as well.
+            stops: notices when this process is stopped.
         """
         self._sandbox = sandbox
         self._stops = stops

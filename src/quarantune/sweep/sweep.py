@@ -237,8 +237,8 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
     options = BenchOptions.of(problem.platform, request.options, energy=request.measures_energy)
     with spawning.standard_descriptors(), _spooled(packed, options) as (payload_fd, arrays_fd):
         make: Callable[..., pool.Sandbox] = pool.Sandbox
-        stops = None if isolation is Isolation.PROCESS else Stops(time.monotonic)
-        if stops is not None:
+        stops = Stops(time.monotonic)
+        if isolation is not Isolation.PROCESS:
             from quarantune.sweep.this_process import ThisProcess  # with all that a worker needs
 
             measures_on = None if is_alone else devices[0]
