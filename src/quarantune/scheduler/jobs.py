@@ -91,16 +91,15 @@ class Jobs:
         return len(self.begun) - self.unfinished
 
     def refill(self, room: int) -> bool:
-        """Takes configs from the source where none is pending; returns whether any is pending now.
+        """Takes configs from the source; returns whether there were any.
 
         Args:
             room: how many more configs may begin to compile.
         """
-        if not self.pending and self.may_grow:
-            taken = self._source.take(room)
-            self._source_waits = len(taken) < room
-            self._add([Job(index, config) for index, config in taken.items()])
-        return bool(self.pending)
+        taken = self._source.take(room)
+        self._source_waits = len(taken) < room
+        self._add([Job(index, config) for index, config in taken.items()])
+        return bool(taken)
 
     def put_longest_first(self, compiling_s: Mapping[Job, float]) -> None:
         """Orders those that are pending by their predicted compile times, once there is something to predict them by.
@@ -133,9 +132,9 @@ class Jobs:
         reference = self._reference
         return reference.is_awaited and any(reference.is_default(job.index) for job in self.pending)
 
-    def may_be_compared(self, job: Job | None) -> bool:
+    def may_be_compared(self, job: Job) -> bool:
         """Whether a config need not wait for the defaults."""
-        return not self._reference.is_awaited or (job is not None and self._reference.is_default(job.index))
+        return not self._reference.is_awaited or self._reference.is_default(job.index)
 
     def again(self, job: Job) -> None:
         """Has a job tried again from the last step that it finished."""

@@ -190,10 +190,9 @@ class RouteSteps:
         self._end_as_slow(worker, job, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
         self._run.workers.retire(worker)  # the run goes on in it
 
-    def _assign(self, device: DeviceState, worker: Worker) -> None:
+    def _assign(self, device: DeviceState, worker: Worker, job: Job) -> None:
         """Gives a worker a device to measure its job on; from now on its time counts."""
-        run, job = self._run, worker.job
-        assert job is not None
+        run = self._run
         worker.transition(WorkerState.MEASURING)
         device.measuring = worker
         worker.phase = Phase.CHECK
@@ -243,10 +242,10 @@ class RouteSteps:
         worker.deadline = NEVER
         worker.return_device()
 
-    def _rule_out(self, worker: Worker) -> bool:
+    def _rule_out(self, worker: Worker, job: Job) -> bool:
         """Ends the job of a worker if its first run was too slow; returns whether it was."""
-        run, job = self._run, worker.job
-        if job is None or job.first_run is None or job.was_disturbed or run.reference.is_open:
+        run = self._run
+        if job.first_run is None or job.was_disturbed or run.reference.is_open:
             return False
         run_ms, cpu_ms = job.first_run
         if (fastest_ms := run.race.hopeless_beside_ms(run_ms, cpu_ms)) is None:
@@ -296,19 +295,19 @@ class CombinedRoute(RouteSteps):
         """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""
         run = self._run
         parked = [
-            worker
+            (worker, job)
             for worker in run.workers.in_state(WorkerState.PARKED)
-            if worker.device is device and run.jobs.may_be_compared(worker.job)
+            if worker.device is device and (job := worker.job) is not None and run.jobs.may_be_compared(job)
         ]
-        for worker in sorted(parked, key=lambda worker: worker.job.first_ms if worker.job else 0.0):
-            if self._rule_out(worker):
+        for worker, job in sorted(parked, key=lambda pair: pair[1].first_ms):
+            if self._rule_out(worker, job):
                 self.free(worker)
                 continue
             if device.lease.acquire(run.clock()):
-                if worker.job is not None and worker.job.first_run is None:
-                    worker.job.close_executable()  # of an earlier try
-                    worker.job.executable_fd = spool.create("executable")
-                self._assign(device, worker)
+                if job.first_run is None:
+                    job.close_executable()  # of an earlier try
+                    job.executable_fd = spool.create("executable")
+                self._assign(device, worker, job)
             return
         device.lease.release()
 
@@ -484,9 +483,9 @@ class SplitRoute(RouteSteps):
         worker.job = job = run.jobs.ready.popleft()
         if run.plan.measures_here:
             job.route = job.route or Route.COMPILED_APART
-        if not self._rule_out(worker):
+        if not self._rule_out(worker, job):
             device.standby.remove(worker)
-            self._assign(device, worker)
+            self._assign(device, worker, job)
 
     def _unmeasured(self) -> int:
         """Returns how many jobs have yet to be given to a measuring worker."""
