@@ -227,12 +227,7 @@ class Conclusions:
             self._repeat_beside_fewer(worker)
         elif worker.job is not None:
             self._settle(worker.job, worker, verdict)
-        elif (
-            device in self._run.devices
-            and worker in device.standby
-            and not worker.used
-            and verdict.outcome is not Outcome.OK
-        ):
+        elif device in self._run.devices and worker in device.standby and not worker.used:
             self._blame_device(device, worker, verdict)
         self._run.workers.remove(worker)
 

@@ -495,12 +495,11 @@ class SplitRoute(RouteSteps):
 
     def _start_standby(self, device: DeviceState) -> None:
         run = self._run
-        is_ahead = run.workers.on(device) > 0
         has_programs = self._has_comparisons()
         fds = [*([self._comparisons_fd] if has_programs else []), *run.reference.fds]
         task = Prepare(has_programs=has_programs)
         worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=fds)
-        worker.is_ahead = is_ahead
+        worker.is_ahead = run.workers.on(device) > 1
         device.standby.append(worker)
         self._expect_outputs(worker, has_programs=has_programs)
 

@@ -302,12 +302,10 @@ class DeviceState:
 class Workers:
     """The workers that live, or have not yet been seen to end."""
 
-    def __init__(
-        self, sandbox: Sandbox, clock: Callable[[], float], compiler_environ: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, sandbox: Sandbox, clock: Callable[[], float], compiler_environ: Mapping[str, str]) -> None:
         self._sandbox = sandbox
         self._clock = clock
-        self._compiler_environ = compiler_environ or {}
+        self._compiler_environ = compiler_environ
         self._by_number: dict[int, Worker] = {}
 
     def __iter__(self) -> Iterator[Worker]:
