@@ -274,8 +274,8 @@ class Scheduler:
 
     def _until_next_deadline(self) -> float:
         now = self._clock()
-        soonest = min([worker.deadline for worker in self._run.workers], default=now + TICK_S)
-        return max(0.0, min(soonest, max(self._next_tick, now + 0.001), now + TICK_S) - now)
+        deadlines = [worker.deadline for worker in self._run.workers]
+        return max(0.0, min([*deadlines, max(self._next_tick, now + 0.001)]) - now)
 
     def _watch(self) -> None:
         """Kills workers that are overdue or hold too much memory, and gives up those that do not die."""
