@@ -35,7 +35,7 @@ from quarantune.measure import finals
 from quarantune.resolve import sweep_records
 from quarantune.resolve.sweep_records import ended_processes
 from quarantune.sweep import sweep
-from quarantune.sweep.limits import Isolation, SweepLimits, choose
+from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.this_process import Watched
 from quarantune.transport import executable
@@ -64,9 +64,12 @@ in_this_process = quarantune.settings(isolation="compile")
     ],
 )
 def test_the_isolation_follows_the_platform_and_its_holder(
-    setting: str, platform: str, is_held: bool, is_jitted: bool, chosen: str
+    setting: str, platform: str, is_held: bool, is_jitted: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choose(setting, platform, is_held=is_held, is_jitted=is_jitted) is Isolation(chosen)
+    monkeypatch.setattr(jax_internals, "backends_initialized", lambda: is_held)
+    fn: Callable[..., Any] = jax.jit(jnp.negative) if is_jitted else lambda x: -x
+    problem = Problem(name="f", fn=fn, args=(), kwargs={}, platform=platform, device_kind="any")
+    assert isolation_of(dataclasses.replace(current(), isolation=setting), problem) is Isolation(chosen)
 
 
 def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:

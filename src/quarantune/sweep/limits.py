@@ -205,27 +205,14 @@ class Isolation(enum.Enum):
 
 
 def isolation_of(settings: Settings, problem: Problem) -> Isolation:
-    """Returns the isolation of a sweep, by the operator's setting and the platform."""
-    return choose(
-        settings.isolation,
-        problem.platform,
-        is_held=jax_internals.backends_initialized(),
-        is_jitted=jax_internals.is_jitted(problem.fn),
-    )
+    """Returns the isolation of a sweep, by the setting, the platform, and whether there is anything to compile.
 
-
-def choose(setting: str, platform: str, *, is_held: bool, is_jitted: bool) -> Isolation:
-    """Returns the isolation of a sweep.
-
-    Args:
-        setting: the operator's setting.
-        platform: the platform of the call.
-        is_held: whether this process has initialised its backends. Only one process can use a TPU, so that no worker
-            can measure on one that this process holds.
-        is_jitted: whether there is anything to compile.
+    Only one process can use a TPU, so that no worker can measure on one that this process holds.
     """
+    setting = settings.isolation
     if setting == AUTO:
-        setting = Isolation.COMPILE.value if platform == "tpu" and is_held else Isolation.PROCESS.value
-    if setting == Isolation.COMPILE.value and not is_jitted:
+        is_held = problem.platform == "tpu" and jax_internals.backends_initialized()
+        setting = (Isolation.COMPILE if is_held else Isolation.PROCESS).value
+    if setting == Isolation.COMPILE.value and not jax_internals.is_jitted(problem.fn):
         return Isolation.NONE
     return Isolation(setting)
