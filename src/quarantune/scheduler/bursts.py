@@ -151,6 +151,5 @@ class Bursts:
     def _is_quiet(self) -> bool:
         """Whether no config waits to be measured and no worker lives but those made ready ahead."""
         run = self._run
-        ahead = [worker for device in run.devices for worker in device.standby]
         is_none_ready = not run.jobs.ready or run.jobs.default_is_pending()
-        return is_none_ready and all(worker in ahead for worker in run.workers)
+        return is_none_ready and all(worker.is_standby for worker in run.workers)

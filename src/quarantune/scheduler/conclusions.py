@@ -28,7 +28,7 @@ from quarantune.scheduler.steps import RouteSteps
 from quarantune.scheduler.verdicts import raised, shortage, too_large
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
-from quarantune.values.trial import READY, Outcome, Phase
+from quarantune.values.trial import READY, Outcome, Phase, Route
 
 _logger = logging.getLogger("quarantune")
 
@@ -314,8 +314,9 @@ class Conclusions:
         plan = self._run.plan
         if job.is_alone or outcome not in (Outcome.OOM, Outcome.DEVICE_OOM):
             return False
-        if outcome is Outcome.DEVICE_OOM:
-            return self._route.lacks_memory_beside(worker)
+        if outcome is Outcome.DEVICE_OOM:  # workers that are done with a config may hold that memory
+            is_reused = plan.route is not Route.APART and plan.compiles_per_worker > 1
+            return is_reused and worker.device is not None and self._run.workers.on(worker.device) > 1
         if job.peak_bytes > plan.memory_limit_bytes:
             return plan.may_exceed_alone
         return any(other is not job for other in self._run.workers.jobs())

@@ -170,11 +170,6 @@ class RouteSteps:
         else:
             run.workers.retire(worker)
 
-    def lacks_memory_beside(self, worker: Worker) -> bool:
-        """Whether the device's memory is held by workers that are done with a config."""
-        is_reused = self._compiles_on_device and self._run.plan.compiles_per_worker > 1
-        return is_reused and worker.device is not None and self._run.workers.on(worker.device) > 1
-
     # What they share: measuring
 
     def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
