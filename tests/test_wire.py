@@ -118,6 +118,22 @@ def test_messages_before_the_damage_are_received(ends: tuple[Connection, socket.
             look()
 
 
+def test_a_message_that_names_too_many_descriptors_costs_none_of_those_before_it(
+    ends: tuple[Connection, socket.socket],
+) -> None:
+    ours, theirs = ends
+    null = os.open(os.devnull, os.O_RDONLY)
+    before = len(open_fds())
+    socket.send_fds(theirs, [encode({"type": "good", "fds": 1}) + encode({"type": "forged", "fds": 5})], [null])
+    ((message, fds),) = ours.receive()
+    assert message == {"type": "good"}
+    assert os.path.samestat(os.fstat(fds[0]), os.stat(os.devnull))
+    with pytest.raises(DamageError, match="descriptors"):
+        ours.receive()
+    wire.close_all([*fds, null])
+    assert len(open_fds()) == before - 1
+
+
 def test_messages_before_an_unexpected_one_are_received(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     other = Connection(theirs)

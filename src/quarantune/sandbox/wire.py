@@ -126,10 +126,10 @@ class Connection:
                 raise WireClosedError("the other end is closed")
             if len(self._fds) > 2 * _MAX_FDS:  # more than an incomplete message and the next one have
                 raise DamageError("more descriptors came than messages name")
-            paired = [(message, self._take(message.pop("fds", 0))) for message in self._decoded(data)]
-            self._note_partial(is_new=bool(paired))
-            if paired or self._socket.getblocking():
-                return paired
+            received = self._decoded(data)
+            self._note_partial(is_new=bool(received))
+            if received or self._socket.getblocking():
+                return received
 
     def send_message(self, message: object, fds: Sequence[int] = (), *, within_s: float = 0.0) -> None:
         """Sends a message dataclass; arguments and exceptions are those of `send`."""
@@ -163,18 +163,18 @@ class Connection:
         if self._damage is not None:
             raise self._damage
 
-    def _decoded(self, data: bytes) -> list[JsonObject]:
+    def _decoded(self, data: bytes) -> list[tuple[JsonObject, list[int]]]:
         """Returns the messages that further bytes complete; damage behind them is raised by the next call."""
         self._buffer += data
-        messages: list[JsonObject] = []
+        received: list[tuple[JsonObject, list[int]]] = []
         try:
             while (message := self._next()) is not None:
-                messages.append(message)
+                received.append((message, self._take(message.pop("fds", 0))))
         except DamageError as error:
             self._damage = error
-            if not messages:
+            if not received:
                 raise
-        return messages
+        return received
 
     def _next(self) -> JsonObject | None:
         if len(self._buffer) < _HEADER.size:
