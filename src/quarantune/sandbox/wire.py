@@ -110,14 +110,16 @@ class Connection:
 
         Raises:
             WireClosedError: the other end is closed.
-            DamageError: the stream is damaged.
+            DamageError: the stream is damaged, or a frame was begun and is over its deadline.
         """
-        self._check_damage()
+        if self._damage is not None:
+            raise self._damage
         while True:
             try:
                 data, fds = _receive_with_fds(self._socket)
             except BlockingIOError:
-                self.check()
+                if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
+                    raise DamageError("a frame was begun and never finished") from None
                 return []
             except OSError as error:
                 raise WireClosedError(f"cannot receive: {error.strerror or error}") from error
@@ -159,10 +161,6 @@ class Connection:
                 break
         return received
 
-    def _check_damage(self) -> None:
-        if self._damage is not None:
-            raise self._damage
-
     def _decoded(self, data: bytes) -> list[tuple[JsonObject, list[int]]]:
         """Returns the messages that further bytes complete; damage behind them is raised by the next call."""
         self._buffer += data
@@ -203,12 +201,6 @@ class Connection:
             self._partial_since = None
         elif is_new or self._partial_since is None:
             self._partial_since = time.monotonic()
-
-    def check(self) -> None:
-        """Raises `DamageError` where damage followed the last message, or an incomplete frame is over its deadline."""
-        self._check_damage()
-        if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
-            raise DamageError("a frame was begun and never finished")
 
     def _take(self, count: object) -> list[int]:
         if not isinstance(count, int) or not 0 <= count <= len(self._fds):
