@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import mmap
 import os
@@ -221,6 +222,17 @@ def enlarge_mapped() -> None:
 _kept: list[mmap.mmap] = []
 
 
+def flood_and_seal() -> None:
+    """Prints too much, then forbids all changes of the files that it was given."""
+    flood()
+    every = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:quarantune" in os.readlink(f"/proc/self/fd/{name}"):
+                fcntl.fcntl(int(name), fcntl.F_ADD_SEALS, every)
+    time.sleep(1.0)  # while the output is shortened
+
+
 def starve_in_a_memfd() -> NoReturn:
     """Writes 1 GB to a file in memory that it never maps."""
     fd = os.memfd_create("balloon")
@@ -385,6 +397,7 @@ MISDEEDS: dict[str, Callable[[], object]] = {
         bomb,
         flood,
         flood_forever,
+        flood_and_seal,
         scribble,
         close_everything,
         replace_stdout,

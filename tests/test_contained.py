@@ -72,6 +72,7 @@ ENDS = {
     "leave_a_daemon": (("ok", ""), ("ok", "")),
     "flood": (("ok", ""), ("ok", "")),
     "flood_forever": (("timeout", "compiling.*longer than"), ("timeout", "measuring.*longer than")),
+    "flood_and_seal": (("ok", ""), ("ok", "")),
     "scribble": (("crashed", "damaged its own connection"), ("crashed", "damaged its own connection")),
     "close_everything": (("crashed", "without a result"), ("crashed", "without a result")),
     "replace_stdout": (("ok", ""), ("ok", "")),

@@ -1012,6 +1012,18 @@ def test_a_log_is_shortened_where_files_have_no_holes(monkeypatch: pytest.Monkey
     os.close(fd)
 
 
+def test_a_log_that_is_cut_while_it_is_shortened_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = spool.create_log()
+    os.write(fd, b"blah\n" * 1_000_000)
+    about = os.fstat(fd)
+    os.ftruncate(fd, 0)
+    with monkeypatch.context() as as_before:
+        as_before.setattr(os, "fstat", lambda _: about)
+        spool.trim_log(fd)
+    assert spool.read_log(fd) == "[...]\n"
+    os.close(fd)
+
+
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_no_worker_can_change_the_payload_or_the_arrays(method: str, load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act, np.ones(100_000), method=method) as sandbox:

@@ -145,9 +145,11 @@ def _protected_copy(fd: int) -> int:
 
 
 def create_log() -> int:
-    """Returns a descriptor of a new anonymous file that several processes may append to."""
+    """Returns a descriptor of a new anonymous file that several processes may append to, and none may protect."""
     fd = create("log")
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    with contextlib.suppress(OSError, AttributeError):  # it lies on the disk
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
     return fd
 
 
@@ -168,7 +170,8 @@ def trim_log(fd: int) -> None:
     try:
         with mmap.mmap(fd, hole_bytes) as hole:
             hole.madvise(mmap.MADV_REMOVE)
-    except (OSError, AttributeError):  # a system without holes: a few lines may be lost, but no memory
+    except (OSError, ValueError, AttributeError):
+        # A system without holes, or the config has cut the file meanwhile: a few lines may be lost, but no memory.
         kept = os.pread(fd, _LOG_KEPT_BYTES, stat.st_size - _LOG_KEPT_BYTES)
         os.ftruncate(fd, 0)
         os.write(fd, b"[...]\n" + kept)
