@@ -399,6 +399,29 @@ def test_an_infinity_or_nan_is_wrong_in_a_single_element_whatever_the_noise() ->
         assert compare.compare_numbers(both, got, allowance, "output", is_exact=False) is None
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("size", [1e15, 1e20, 1e26])
+def test_large_numbers_have_the_noise_of_small_ones(size: float, on_device: bool) -> None:
+    small = np.random.default_rng(0).standard_normal(10_000).astype(np.float32)
+    wanted, comparer = small * np.float32(size), compare.Comparer()
+    run, place = (comparer.run, jnp.asarray) if on_device else (None, np.asarray)
+    noise = rounding.RoundingNoise(place(wanted), coarsest=None, run=run)
+    for seed in range(4):
+        noise.add(place(rounding.moved(np, wanted, np.uint32(seed), np.int32(0))))
+    allowance = noise.allowance()
+    assert allowance.noise == pytest.approx(4.4e-8, rel=0.1)
+
+    def differs(got: Any) -> bool:
+        found = comparer(place(got), wanted, allowance) if on_device else None
+        if found is not None:
+            return found.disagree(got.size, allowance)
+        return compare.compare_numbers(got, wanted, allowance, "output", is_exact=False) is not None
+
+    assert not differs(rounding.moved(np, wanted, np.uint32(9), np.int32(0)))
+    assert differs(wanted * np.float32(1.001))
+    assert differs(np.where(np.arange(10_000) < 9_900, wanted, 0))
+
+
 def test_neighbouring_numbers_below_the_normal_range_agree() -> None:
     wanted = np.repeat(np.array([3 * 2.0**-24, 0.01], np.float16), 640)
     noise = rounding.RoundingNoise(wanted, coarsest=None)

@@ -595,7 +595,7 @@ def _judge(got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Arra
     excess = excess_of(jnp, mine, its, limit)
     worst = jnp.argmax(excess)
     counts = jnp.sum(excess > 0), jnp.sum(is_far(jnp, excess, limit, limits[2])), worst
-    sums = rounding.deviations(jnp, mine, its)[1]
+    sums = rounding.deviations(jnp, mine, its, rounding.unit_of(jnp, its))[1]
     floats = jnp.concatenate([sums, jnp.stack([mine[worst], its[worst], limit[worst]])])
     return jnp.concatenate(
         [jnp.stack(counts).astype("int32"), jax.lax.bitcast_convert_type(floats.astype("float32"), "int32")]

@@ -51,6 +51,9 @@ _NARROWEST = 7
 """The bits in the mantissas of bfloat16, the coarsest type that kernels round intermediate values to unasked."""
 _COMMON = 0.01
 """The scale or offset that all differences may have in common, relative to the output's RMS."""
+_LARGE, _MASK = 1e12, 1e29
+"""The squares of elements up to the first have sums that fit into float32; larger ones are measured in another unit.
+Those over the second do not choose it: they are masks, and nothing would be left of their neighbours in such a unit."""
 _SPREAD = 5.0
 """The RMS of all differences may be so many times that of the noise."""
 
@@ -167,15 +170,21 @@ def runs(taken_s: float) -> Iterator[int]:
 # --- the noise of one output ----------------------------------------------------------------------------------------
 
 
-def deviations(xp: Any, got: Any, wanted: Any) -> tuple[Any, Any]:
-    """Returns how the finite elements of arrays differ.
+def unit_of(xp: Any, wanted: Any) -> Any:
+    """Returns the unit in which the squares of a reference's elements, and of their deviations, fit into float32."""
+    size = xp.abs(wanted).astype("float32")
+    return xp.maximum(xp.max(xp.where(size < _MASK, size, 0)) / _LARGE, 1)
+
+
+def deviations(xp: Any, got: Any, wanted: Any, unit: Any = 1) -> tuple[Any, Any]:
+    """Returns how the finite elements of arrays differ, in a unit.
 
     Returns:
         The squares of their differences; and four sums: of the differences, of their products with the wanted elements,
         of their squares, and of the squares of the wanted elements.
     """
-    known = xp.where(xp.isfinite(wanted), wanted, 0)
-    off = xp.where(xp.isfinite(got) & xp.isfinite(wanted), got - wanted, 0)
+    known = xp.where(xp.isfinite(wanted), wanted, 0) / unit
+    off = xp.where(xp.isfinite(got) & xp.isfinite(wanted), got - wanted, 0) / unit
     squares = xp.abs(off) ** 2
     parts = xp.sum(off.real), xp.sum((off * xp.conj(known)).real), xp.sum(squares), xp.sum(xp.abs(known) ** 2)
     return squares, xp.stack(parts)
@@ -198,14 +207,17 @@ def smoothed(xp: Any, squares: Any, wanted: Any, base: Any, multiple: Any) -> tu
 
     Args:
         xp: `numpy` or `jax.numpy`.
-        squares: the mean squares of the deviations, in the shape of `wanted`.
+        squares: the mean squares of the deviations, in the shape of `wanted` and in its unit.
         wanted: the reference, wide enough for its squares.
         base: what is allowed at least, relative to the RMS of the neighbours.
         multiple: what is allowed, in units of the noise.
     """
-    size = xp.where(xp.isfinite(wanted), xp.abs(wanted), 0)
+    # Whatever moves, and however far, the sum of all squares is finite.
+    unit, most = unit_of(xp, wanted), float(np.finfo(squares.dtype).max) / 1e10
+    squares, cap = xp.minimum(squares, most), min(1e18, math.sqrt(most))
+    size = xp.where(xp.isfinite(wanted), xp.abs(wanted), 0) / unit
     largest = xp.max(xp.where(squares > 0, size, 0))
-    known = xp.minimum(size, xp.where(largest > 0, xp.minimum(largest, 1e18), 1e18)) ** 2
+    known = xp.minimum(size, xp.where(largest > 0, xp.minimum(largest, cap), cap)) ** 2
     mean_square = xp.maximum(xp.mean(known), 1e-36)
     noise = xp.sqrt(xp.mean(squares) / mean_square)
     energy = (base**2 + (multiple * noise) ** 2) * known + multiple**2 * squares
@@ -219,7 +231,7 @@ def smoothed(xp: Any, squares: Any, wanted: Any, base: Any, multiple: Any) -> tu
     padded = xp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
     counts = xp.minimum(BLOCK, flat.size - BLOCK * xp.arange(padded.shape[0]))
     block = xp.sqrt(xp.maximum(padded.sum(1) / counts, padded.max(1) / 4))
-    return block, column, noise, xp.sqrt(mean_square)
+    return block * unit, column, noise, xp.sqrt(mean_square) * unit
 
 
 class RoundingNoise:
@@ -236,6 +248,7 @@ class RoundingNoise:
         """
         self._wanted, self._coarsest, self._run = wanted if run else np.asarray(wanted), coarsest, run
         self._squares: Any = None
+        self._unit: Any = None
         self._smooth: Any = None
         self._sums: list[Any] = []
         self._scale = 1.0
@@ -244,8 +257,10 @@ class RoundingNoise:
         """Takes the output of a run on moved inputs, and the share of its deviations that rounding explains."""
         self._scale = scale
         if self._squares is None:
-            shape, run = self._wanted.shape, self._run
-            self._squares = np.zeros(shape, np.float32) if run is None else run(no_squares, self._wanted)
+            if self._run is not None:
+                self._squares = self._run(no_squares, self._wanted)
+            else:
+                self._squares, self._unit = self._no_squares(), unit_of(np, self._wanted)
         if self._run is not None:
             terms = np.asarray([len(self._sums) + 1, *self._terms(is_known=True)], np.float32)
             self._squares, sums, *self._smooth = self._run(add_deviations, self._squares, moved, self._wanted, terms)
@@ -253,7 +268,7 @@ class RoundingNoise:
             sums, flat = np.zeros(4), self._squares.reshape(-1)
             with np.errstate(all="ignore"):
                 for part, mine, its in chunks(np.asarray(moved), self._wanted, wide=wide_type(self._wanted)):
-                    squares, more = deviations(np, mine, its)
+                    squares, more = deviations(np, mine, its, self._unit)
                     flat[part] += squares
                     sums += more
         self._sums.append(sums)
@@ -264,7 +279,7 @@ class RoundingNoise:
         base, multiple = self._terms(is_known=is_known)
         if self._smooth is None:
             wide = np.asarray(self._wanted, np.result_type(self._wanted.dtype, np.float32))
-            squares = self._squares / len(self._sums) if is_known else np.zeros(wide.shape, np.float32)
+            squares = self._squares / len(self._sums) if is_known else self._no_squares()
             with np.errstate(all="ignore"):
                 self._smooth = smoothed(np, squares, wide, base, multiple)
         block, column, noise, rms = (np.asarray(part, np.float32) for part in self._smooth)
@@ -283,6 +298,10 @@ class RoundingNoise:
             noise=spread if is_known else None,
             is_calibrated=True,
         )
+
+    def _no_squares(self) -> HostArray:
+        dtype = np.finfo(np.result_type(self._wanted.dtype, np.float32)).dtype
+        return np.zeros(self._wanted.shape, dtype)
 
     @property
     def _wide(self) -> float:
@@ -317,7 +336,7 @@ def add_deviations(squares: jax.Array, moved: jax.Array, wanted: jax.Array, term
         All squares, the sums of `deviations`, and what `smoothed` returns.
     """
     wide = wanted.astype("float32")
-    more, sums = deviations(jnp, moved.astype("float32"), wide)
+    more, sums = deviations(jnp, moved.astype("float32"), wide, unit_of(jnp, wide))
     return squares + more, sums, *smoothed(jnp, (squares + more) / terms[0], wide, terms[1], terms[2])
 
 
