@@ -111,7 +111,8 @@ class CallArguments:
     """Makes the arguments of one call, always with the same values.
 
     Attributes:
-        jit: the function's jit options; None for a plain callable.
+        is_plain: whether the function is not jitted.
+        jit: its jit options; none for a plain callable.
         may_be_overwritten: whether a run may write into its arguments, so that each run needs fresh ones.
     """
 
@@ -127,11 +128,10 @@ class CallArguments:
         self._arrays_fd = arrays_fd
         self._supply = supply
         self._shared: Arguments | None = None
-        self.jit: jax_internals.JitOptions | None = None
-        self.may_be_overwritten = True  # a plain callable may write into its arguments
-        if jax_internals.is_jitted(call.fn):
-            self.jit = jax_internals.jit_options(call.fn)
-            self.may_be_overwritten = bool(self.jit.donate_argnums or self.jit.donate_argnames)
+        self.is_plain = not jax_internals.is_jitted(call.fn)
+        self.jit = jax_internals.JitOptions() if self.is_plain else jax_internals.jit_options(call.fn)
+        # A plain callable may write into its arguments.
+        self.may_be_overwritten = self.is_plain or bool(self.jit.donate_argnums or self.jit.donate_argnames)
 
     def shared(self) -> Arguments:
         """Returns the call's arguments, made once, and again after a run has taken them over (`donate_argnums`)."""
@@ -142,7 +142,7 @@ class CallArguments:
     def fresh(self) -> Arguments:
         """Returns newly made arguments of the call."""
         args, kwargs = materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._supply)
-        if self.jit is None:
+        if self.is_plain:
             return args, kwargs
         # A jitted function's numpy arguments are carried to the device here and not with every timed call. jnp.asarray
         # would compile a program for that, which is half of the cost of a fresh worker.
@@ -209,16 +209,13 @@ class CallArguments:
     def _changed(self, arguments: Arguments, takes: Callable[[Any], bool], change: Callable[[Any], Any]) -> Arguments:
         """Returns the arguments with others in the place of those leaves that are taken and not static."""
         args, kwargs = arguments
-        changed = jax.tree.map(lambda leaf: change(leaf) if takes(leaf) else leaf, self._dynamic(arguments))
+        changed = jax.tree.map(lambda leaf: change(leaf) if takes(leaf) else leaf, self.jit.dynamic(*arguments))
         return tuple(changed[0].get(index, arg) for index, arg in enumerate(args)), {**kwargs, **changed[1]}
 
     def dynamic(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without the static ones, as an executable takes them."""
-        args, kwargs = self._dynamic(arguments)
+        args, kwargs = self.jit.dynamic(*arguments)
         return tuple(args.values()), kwargs
-
-    def _dynamic(self, arguments: Arguments) -> tuple[dict[int, Any], dict[str, Any]]:
-        return (self.jit or jax_internals.JitOptions()).dynamic(*arguments)
 
 
 def _with_data(like: Any, data: Any) -> Any:

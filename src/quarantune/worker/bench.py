@@ -80,7 +80,7 @@ class Bench:
 
         Then threads may spin: those of XLA sleep until there is work for them, unlike those of other libraries.
         """
-        return self._arguments.jit is None
+        return self._arguments.is_plain
 
     def take_device(self) -> None:
         """Shares what XLA finds out on the device with the other workers of the process; for a worker that uses it."""

@@ -158,7 +158,7 @@ class Judge:
         Returns:
             One sentence, or None where they may agree, or where JAX cannot trace the function with its defaults.
         """
-        if self._arguments.jit is None or "check_fn" in self._call.judges:
+        if self._arguments.is_plain or "check_fn" in self._call.judges:
             return None
         try:
             output = self._trace_defaults().out_info
@@ -198,7 +198,7 @@ class Judge:
         group: int | None = None
         noise: float | None = None
         if not has_reference:
-            if self._arguments.jit is None:
+            if self._arguments.is_plain:
                 own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
             group, reason = self._group(own, references, standard)
         if group is None and output_fd is not None:
@@ -292,7 +292,7 @@ class Judge:
                         wide = self._compared(fn(*args, **kwargs), fn, {}, (args, kwargs))
                         found[:] = wide.on_host().leaves
 
-        if self._arguments.jit is not None:
+        if not self._arguments.is_plain:
             thread = threading.Thread(target=compute, daemon=True)
             thread.start()
             thread.join(_WIDER_S)
@@ -351,12 +351,11 @@ class Judge:
 
     def _gradients(self, fn: Callable[..., Any], config: Config, arguments: Arguments) -> Any:
         args, kwargs = arguments
-        static = self._arguments.jit or jax_internals.JitOptions()
-        if self._arguments.jit is not None and jax_internals.is_jitted(fn):
+        if not self._arguments.is_plain and jax_internals.is_jitted(fn):
             config, _ = split_config(fn, config)  # JAX refuses compiler options under differentiation
             fn = jax_internals.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
-        return differentiation.gradients(bound, args, kwargs, static)
+        return differentiation.gradients(bound, args, kwargs, self._arguments.jit)
 
 
 def _write(fd: int, kept: Any) -> None:
