@@ -16,8 +16,9 @@ import shutil
 import signal
 import stat
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from quarantune.host import machine
@@ -170,19 +171,15 @@ def common_directory(token: str) -> str:
     return f"{_SHARED_MEMORY}/quarantune-{token}"
 
 
-@contextlib.contextmanager
-def directory() -> Iterator[str]:
-    """Yields a new directory in memory for small files, which is gone after the block, and however the worker ends.
+def directory() -> tempfile.TemporaryDirectory[str]:
+    """Returns a new directory in memory for small files and a `with` statement.
+
+    It is gone after the block, and however the worker ends: it is made by `os.mkdir`, which notes it.
 
     Raises:
         OSError: the system has no room for it.
     """
-    path = f"{_SHARED_MEMORY}/quarantune-{os.getpid()}-{os.urandom(8).hex()}"
-    os.mkdir(path, 0o700)  # which notes it
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix="quarantune-", dir=_SHARED_MEMORY, ignore_cleanup_errors=True)
 
 
 def _note(path: str, about: os.stat_result | None = None) -> None:

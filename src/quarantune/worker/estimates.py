@@ -147,9 +147,7 @@ def _run_apart(work: Callable[[Path], None], directory: Path, deadline: float) -
 
 def _confined(work: Callable[[Path], None], directory: Path) -> None:
     """Has this process write small files into one directory only, and print nothing: aborts print gigabytes."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(nowhere, fd)
+    contain.redirect_output(os.open(os.devnull, os.O_RDWR))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, _MOST_BYTES))
     os.environ["TMPDIR"] = str(directory)
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_OPTION}{directory}"
