@@ -130,14 +130,12 @@ class _Forker:
         self._selector = selectors.DefaultSelector()
         self._clients: list[_Client] = []
         self._children: dict[int, _Child] = {}
-        self._wakeup, self._wakeup_write = socket.socketpair()
-        for end in (self._wakeup, self._wakeup_write):
-            end.setblocking(False)
+        self._wakeup_fd, self._wakeup_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up descriptor
         # The module of a sweep's function may have blocked the signal while it was loaded.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
+        signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
+        self._selector.register(self._wakeup_fd, selectors.EVENT_READ, self._reap)
         self._lifeline_fd = _watch_process(lifeline_pid)
         if self._lifeline_fd >= 0:
             self._selector.register(self._lifeline_fd, selectors.EVENT_READ, self._end)
@@ -306,7 +304,7 @@ class _Forker:
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._wakeup.recv(4096)
+            os.read(self._wakeup_fd, 4096)
         for child in list(self._children.values()):
             pid, wait_status = os.waitpid(child.pid, os.WNOHANG)
             if pid:
@@ -319,11 +317,10 @@ class _Forker:
         """Closes, in a fork, the descriptors that belong to the process it was forked from."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for end in (self._wakeup, self._wakeup_write):
-            end.close()
         for client in self._clients:
             client.connection.close()
-        wire.close_all([self._lifeline_fd, *(child.names_fd for child in self._children.values())])
+        names_fds = [child.names_fd for child in self._children.values()]
+        wire.close_all([self._wakeup_fd, self._wakeup_write_fd, self._lifeline_fd, *names_fds])
         self._selector.close()
 
 

@@ -153,11 +153,6 @@ def create_log() -> int:
     return fd
 
 
-def clear_log(fd: int) -> None:
-    """Removes all of a log; what is written from now on begins a new one."""
-    os.ftruncate(fd, 0)
-
-
 def trim_log(fd: int) -> None:
     """Frees the memory of all but the last lines of a log that has grown over its size cap.
 
