@@ -153,6 +153,27 @@ def test_names_are_made_as_if_they_were_not_noted(made: str, tmp_path: Path) -> 
         assert said == dict.fromkeys(NOTES, said["nothing"])
 
 
+def test_a_directory_that_is_too_deep_to_be_removed_keeps_no_other_name(tmp_path: Path) -> None:
+    name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"
+    code = f"""
+        contain.note_in(fd)
+        os.mkdir("/dev/shm/{name}-deep")
+        inner = os.open("/dev/shm/{name}-deep", os.O_RDONLY)
+        for _ in range(1500):
+            os.mkdir("inner", dir_fd=inner)
+            outer, inner = inner, os.open("inner", os.O_RDONLY, dir_fd=inner)
+            os.close(outer)
+        Path("/dev/shm/{name}-plain").touch()
+    """
+    done, fd = run_noting(textwrap.dedent(code), name, tmp_path)
+    try:
+        assert done.returncode == 0, done.stderr
+        contain.remove_shared_memory(fd)
+        assert not Path(f"/dev/shm/{name}-plain").exists()
+    finally:
+        subprocess.run(["rm", "-rf", f"/dev/shm/{name}-deep", f"/dev/shm/{name}-plain"], check=True)
+
+
 @pytest.mark.parametrize("made", [made for made in MADE if made != "mkdtemp"])
 def test_what_another_process_makes_at_the_same_moment_stays(made: str, tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"

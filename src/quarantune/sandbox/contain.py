@@ -277,7 +277,7 @@ def remove_shared_memory(fd: int) -> None:
     """Removes the shared memory whose names a worker left, and closes the file of the names."""
     # The config may have enlarged the file, which then reads as zeros.
     for record in os.pread(fd, _MOST_BYTES, 0).partition(b"\0\0")[0].split(b"\0"):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # of a thousand directories in each other
             device, inode, name = record.split(b" ", 2)
             path = os.path.join(os.fsencode(_SHARED_MEMORY), name.lstrip(b"/"))
             about = os.lstat(path)
