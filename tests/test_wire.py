@@ -351,6 +351,24 @@ def test_a_peer_that_does_not_read_never_blocks_the_sender(ends: tuple[Connectio
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.parametrize("where", ["in the caller", "in the worker", "in both"])
+def test_a_default_timeout_of_the_program_ends_no_wait_for_a_message(where: str) -> None:
+    try:
+        socket.setdefaulttimeout(None if where == "in the worker" else 0.01)
+        ours, theirs = connection_pair()
+        socket.setdefaulttimeout(None if where == "in the caller" else 0.01)
+        other = Connection(socket.socket(fileno=theirs.detach()))
+    finally:
+        socket.setdefaulttimeout(None)
+    assert ours.receive() == []
+    later = threading.Timer(0.2, ours.send, [{"do": "measure"}])
+    later.start()
+    assert other.receive() == [({"do": "measure"}, [])]
+    later.join()
+    ours.close()
+    other.close()
+
+
 def test_receiving_nothing_never_waits(ends: tuple[Connection, socket.socket]) -> None:
     ours, _ = ends
     assert ours.receive() == []

@@ -57,6 +57,7 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)  # whatever the program has given `socket.setdefaulttimeout`, here or where it was made
         self._socket = sock
         self._buffer = bytearray()
         self._damage: DamageError | None = None
@@ -235,8 +236,9 @@ def _receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
 def connection_pair() -> tuple[Connection, socket.socket]:
     """Returns a `Connection` that never blocks, and the socket at its other end, for another process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = Connection(ours)
     ours.setblocking(False)
-    return Connection(ours), theirs
+    return connection, theirs
 
 
 def close_all(fds: Sequence[int]) -> None:
