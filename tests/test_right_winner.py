@@ -29,7 +29,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
 from quarantune import Outcome, Trial
-from quarantune.jax_internals.other_processes import executable_parts
+from quarantune.jax_internals.other_processes import compilation_cache_in_memory, executable_parts
 from quarantune.measure import finals
 from quarantune.resolve.tuning_job import CompilationSeeds
 from quarantune.sandbox import spool, template
@@ -531,6 +531,27 @@ def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
     with seeds.in_use(here, {"do": do}, tuple(arrays), {}):
         np.testing.assert_array_equal(here(*arrays, do=do)["sum"], x + do)
     assert cache_events == ["cache_hits" if do == 1 else "cache_misses"], "only the same program is used"
+
+
+def test_a_program_that_jax_has_the_same_key_for_is_not_lowered_to_be_found(compiles: list[str]) -> None:
+    def shifted() -> Any:
+        def shift(x: Any) -> Any:
+            return x + 7
+
+        return jax.jit(shift)
+
+    with compilation_cache_in_memory({}) as cache:
+        lowered = shifted().lower(X)
+        lowered.compile()
+    identity = programs.identity(lowered, lowered.as_text(), {}, structure_of)
+    seeds, here = CompilationSeeds(), shifted()
+    seeds.add({**cache.programs, str(identity): b"is not looked at"})
+    compiles.clear()
+    with seeds.in_use(here, {}, (X,), {}):
+        np.testing.assert_array_equal(here(X), X + 7)
+    events = [event.rpartition("/")[2] for event in compiles]
+    assert events.count("jaxpr_to_mlir_module_duration") == 1
+    assert "cache_retrieval_time_sec" in events
 
 
 @pytest.mark.parametrize("default", [1, 2, 3])

@@ -352,12 +352,18 @@ class _MemoryCache(CacheInterface):
     def __init__(self) -> None:
         self.programs: dict[str, bytes] = {}
         self.modules: dict[str, bytes] = {}
+        self.find_modules: list[Callable[[], Mapping[str, bytes]]] = []
         self.used: set[str] = set()
         self.open_blocks = 0
         self.before = contextlib.ExitStack()
 
     def get(self, key: str) -> bytes | None:
-        found = self.programs.get(key) or self.modules.pop(key.rpartition("-")[0], None)
+        found = self.programs.get(key)
+        while found is None and self.find_modules:  # which may compile in turn
+            for name, executable in self.find_modules.pop()().items():
+                whole = compilation_cache.combine_executable_and_time(executable, 0)
+                self.modules[name] = compilation_cache.compress_executable(whole)
+        found = found or self.modules.pop(key.rpartition("-")[0], None)
         if found is not None:
             self.used.add(key)
         return found
@@ -383,7 +389,10 @@ os.register_at_fork(after_in_child=_restore_compilation_cache)
 
 @contextlib.contextmanager
 def compilation_cache_in_memory(
-    programs: Mapping[str, bytes], *, modules: Mapping[str, bytes] | None = None, named: str | None = None
+    programs: Mapping[str, bytes],
+    *,
+    find_modules: Callable[[], Mapping[str, bytes]] | None = None,
+    named: str | None = None,
 ) -> Iterator[Any]:
     """Replaces JAX's persistent compilation cache by one in memory while the block runs.
 
@@ -393,8 +402,8 @@ def compilation_cache_in_memory(
 
     Args:
         programs: compiled programs by JAX's key, to start with.
-        modules: executables as serialised by XLA, by the name of the module that JAX will look for first, whatever its
-            key.
+        find_modules: called once a key is not found; returns executables as serialised by XLA, by the name of the
+            module that JAX looks for, whatever its key. None for none.
         named: the cache directory that JAX's options name meanwhile, as some versions make it part of the key; None
             leaves the option unchanged. JAX reads and writes nothing there, and XLA only what it finds out on a GPU.
 
@@ -413,9 +422,7 @@ def compilation_cache_in_memory(
         cache = _cache
         cache.open_blocks += 1
         cache.programs.update(programs)
-        for name, executable in (modules or {}).items():
-            whole = compilation_cache.combine_executable_and_time(executable, 0)
-            cache.modules[name] = compilation_cache.compress_executable(whole)
+        cache.find_modules += [] if find_modules is None else [find_modules]
     try:
         yield cache
     finally:

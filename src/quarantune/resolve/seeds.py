@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-import jax
 
 from quarantune import jax_internals
 from quarantune.jax_internals.other_processes import (
@@ -26,7 +25,8 @@ class CompilationSeeds:
     """Executables that workers compiled, until a call has used them."""
 
     def __init__(self) -> None:
-        self._unused: list[tuple[dict[str, bytes], dict[str, bytes]]] = []
+        self._by_key: dict[str, bytes] = {}
+        self._by_program: dict[str, bytes] = {}
 
     def add(self, compiled: dict[str, bytes]) -> None:
         """Seeds JAX's compilation cache with a worker's executable, now or, without such a cache, with the next call.
@@ -36,12 +36,10 @@ class CompilationSeeds:
         """
         by_program = {key: value for key, value in compiled.items() if key.startswith(programs.PREFIX)}
         by_key = {key: value for key, value in compiled.items() if key not in by_program}
-        if has_compilation_cache():
-            by_program = {}
-        if by_key and seed_compilation_cache(by_key):
-            by_key = {}
-        if by_key or by_program:
-            self._unused.append((by_key, by_program))
+        if by_program and not has_compilation_cache():
+            self._by_program |= by_program
+        if by_key and not seed_compilation_cache(by_key):
+            self._by_key |= by_key
 
     @contextlib.contextmanager
     def in_use(self, fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -53,16 +51,13 @@ class CompilationSeeds:
             args: the call's positional arguments.
             kwargs: the call's keyword arguments.
         """
-        if not self._unused or jax_internals.is_tracing():
+        if not (self._by_key or self._by_program) or jax_internals.is_tracing():
             yield
             return
-        unused, self._unused = self._unused, []
-        # A process with one device has the worker's key for a program that was compiled with the device.
-        has_one = jax.local_device_count() == 1
-        by_key = {key: value for keys, _ in unused for key, value in keys.items()}
-        by_program = {key: value for keys, whole in unused if not (keys and has_one) for key, value in whole.items()}
-        modules = _module_of(fn, config, args, kwargs, by_program) if by_program else {}
-        with compilation_cache_in_memory(by_key, modules=modules):
+        by_key, by_program = self._by_key, self._by_program
+        self._by_key, self._by_program = {}, {}
+        find = functools.partial(_module_of, fn, config, args, kwargs, by_program)
+        with compilation_cache_in_memory(by_key, find_modules=find if by_program else None):
             yield
 
 
@@ -71,8 +66,8 @@ def _module_of(
 ) -> dict[str, bytes]:
     """Returns the executable of a call, by the name of the module that JAX compiles for it; nothing if there is none.
 
-    A worker without the device compiled it, or with one of several, so that JAX has another key for it here. The
-    program's text tells whether it is the same.
+    JAX may have another key for it here: a worker without the device compiled it, or with one of several, or with other
+    names for the parts of a class that was sent by value. The program's text tells whether it is the same.
     """
     from quarantune.worker.judging import structure_of  # calls that find their result do not need it
 
