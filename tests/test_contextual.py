@@ -182,7 +182,7 @@ def test_the_first_call_of_a_jitted_function_finds_the_program_of_its_sweep(comp
     whole.tune(X)
     compiles.clear()
     np.testing.assert_array_equal(whole(X), X + 1)
-    assert any("cache_retrieval" in event or "compile_time_saved" in event for event in compiles), compiles
+    assert any("compile_time_saved" in event for event in compiles), compiles
 
 
 def test_untuned_a_function_runs_with_its_kernels_own_defaults() -> None:
