@@ -422,6 +422,18 @@ def test_large_numbers_have_the_noise_of_small_ones(size: float, on_device: bool
     assert differs(np.where(np.arange(10_000) < 9_900, wanted, 0))
 
 
+def test_numbers_beyond_the_range_of_float32_are_told_apart() -> None:
+    wanted = 1e40 * np.random.default_rng(0).standard_normal(10_000)
+    noise = rounding.RoundingNoise(wanted, coarsest=None)
+    with np.errstate(all="raise"):  # as the author's module may have it
+        for seed in range(4):
+            noise.add(rounding.moved(np, wanted, np.uint32(seed), np.int32(0)))
+        allowance = noise.allowance()
+        near = rounding.moved(np, wanted, np.uint32(9), np.int32(0))
+        assert compare.compare_numbers(near, wanted, allowance, "output", is_exact=False) is None
+        assert compare.compare_numbers(wanted * 1.001, wanted, allowance, "output", is_exact=False) is not None
+
+
 def test_neighbouring_numbers_below_the_normal_range_agree() -> None:
     wanted = np.repeat(np.array([3 * 2.0**-24, 0.01], np.float16), 640)
     noise = rounding.RoundingNoise(wanted, coarsest=None)

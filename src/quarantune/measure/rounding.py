@@ -256,14 +256,16 @@ class RoundingNoise:
     def add(self, moved: Any, scale: float = 1.0) -> None:
         """Takes the output of a run on moved inputs, and the share of its deviations that rounding explains."""
         self._scale = scale
+        shape, run = self._wanted.shape, self._run
         if self._squares is None:
-            if self._run is not None:
-                self._squares = self._run(no_squares, self._wanted)
+            if run is not None:
+                self._squares = run(no_squares, self._wanted)
             else:
-                self._squares, self._unit = self._no_squares(), unit_of(np, self._wanted)
-        if self._run is not None:
+                with np.errstate(all="ignore"):
+                    self._squares, self._unit = np.zeros(shape, self._float), unit_of(np, self._wanted)
+        if run is not None:
             terms = np.asarray([len(self._sums) + 1, *self._terms(is_known=True)], np.float32)
-            self._squares, sums, *self._smooth = self._run(add_deviations, self._squares, moved, self._wanted, terms)
+            self._squares, sums, *self._smooth = run(add_deviations, self._squares, moved, self._wanted, terms)
         else:
             sums, flat = np.zeros(4), self._squares.reshape(-1)
             with np.errstate(all="ignore"):
@@ -279,10 +281,10 @@ class RoundingNoise:
         base, multiple = self._terms(is_known=is_known)
         if self._smooth is None:
             wide = np.asarray(self._wanted, np.result_type(self._wanted.dtype, np.float32))
-            squares = self._squares / len(self._sums) if is_known else self._no_squares()
+            squares = self._squares / len(self._sums) if is_known else np.zeros(wide.shape, self._float)
             with np.errstate(all="ignore"):
                 self._smooth = smoothed(np, squares, wide, base, multiple)
-        block, column, noise, rms = (np.asarray(part, np.float32) for part in self._smooth)
+        block, column, noise, rms = (np.asarray(part, self._float) for part in self._smooth)
         # The scales and offsets of the deviations themselves.
         common = np.asarray([_together(sums, self._wanted.size)[:2] for sums in self._sums] or [(0.0, 0.0)])
         scale, offset = map(float, _COMMON + 5 * self._scale * np.sqrt(np.mean(common**2, 0)))
@@ -299,9 +301,10 @@ class RoundingNoise:
             is_calibrated=True,
         )
 
-    def _no_squares(self) -> HostArray:
-        dtype = np.finfo(np.result_type(self._wanted.dtype, np.float32)).dtype
-        return np.zeros(self._wanted.shape, dtype)
+    @property
+    def _float(self) -> Any:
+        """The type of the squares and of the allowances: float32 at least."""
+        return np.finfo(np.result_type(self._wanted.dtype, np.float32)).dtype
 
     @property
     def _wide(self) -> float:
