@@ -39,6 +39,14 @@ def run(script: str, *args: str, cwd: Path, environ: dict[str, str | None] | Non
     python("-c", script, *args, cwd=cwd, **(environ or {}))
 
 
+@pytest.mark.parametrize("where", ["environment", "module"])
+def test_a_program_that_disables_jit_tunes(where: str, tmp_path: Path) -> None:
+    disables = "import jax\njax.config.update('jax_disable_jit', True)\n" if where == "module" else ""
+    (tmp_path / "without_jit.py").write_text(disables + KERNEL)
+    environ = {"JAX_DISABLE_JIT": "1" if where == "environment" else None}
+    run("import without_jit; without_jit.agree()", cwd=tmp_path, environ=environ)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_modules_of_the_working_directory_do_not_shadow_python_modules(method: str, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import traceback
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NoReturn
 
+import jax
+
 from quarantune import jax_internals
 from quarantune.host.process import SANDBOX_MARK
 from quarantune.host.waits import RunTime, run_limit
@@ -373,6 +375,7 @@ def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> C
     call = payload.unpack_call(blob)
     if not (is_check and deviceless.asked_at_import):
         program_values.adopt(call.program_values)
+    jax.config.update("jax_disable_jit", False)  # which the environment, or a module, may have set: it compiles nothing
     loaded: BenchOptions = pickle.loads(options)
     common = contain.common_directory(os.environ.get(SANDBOX_MARK, ""))
     if loaded.on_gpu and shares_what_xla_finds() and os.path.isdir(common):
