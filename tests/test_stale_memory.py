@@ -74,6 +74,15 @@ def test_large_outputs_are_overwritten_fewer_times_or_not_at_all(monkeypatch: py
         assert len(memory.made) == copies
 
 
+def test_memory_is_filled_where_the_author_looks_for_nan() -> None:
+    memory = Recorded()
+    memory.note(jnp.ones(8))
+    with jax.debug_nans(True):
+        memory.overwrite()
+        memory.overwrite()
+    assert len(memory.made) == 6
+
+
 def test_a_lack_of_memory_is_met_once_and_raises_nothing() -> None:
     memory = Recorded()
     memory.note(jnp.ones(8))

@@ -436,7 +436,8 @@ class StaleMemory:
         size = sum(like.dtype.itemsize * like.size for like in self._outputs)
         copies = min(_STALE_COPIES, _MOST_STALE_BYTES // size) if size else 0
         try:
-            jax.block_until_ready([self._filled(like) for _ in range(copies) for like in self._outputs])
+            with jax.debug_nans(False):  # they may be NaN
+                jax.block_until_ready([self._filled(like) for _ in range(copies) for like in self._outputs])
         except Exception:
             self._is_shared = False  # there is too little memory, and waiting for more takes seconds each time
 
