@@ -155,8 +155,8 @@ def compare(
         return pairs
     truths = truths or [None] * len(pairs)
     for (where, output_leaf, expected_leaf), allowance, truth in zip(pairs, allowances, truths, strict=True):
-        if same_dtypes and _describe(output_leaf) != _describe(expected_leaf):
-            return f"{where} is {_describe(output_leaf)}, expected {_describe(expected_leaf)}"
+        if (differ := _kinds_differ(where, output_leaf, expected_leaf, same_dtypes=same_dtypes)) is not None:
+            return differ
         difference = _compare_leaf(output_leaf, expected_leaf, allowance, where, shortcut)
         if difference and not is_as_near(output_leaf, expected_leaf, truth, allowance):
             return difference
@@ -168,10 +168,7 @@ def compare_shapes(output: Flat, expected: Flat) -> str | None:
     pairs = _pairs(output, expected)
     if isinstance(pairs, str):
         return pairs
-    for where, output_leaf, expected_leaf in pairs:
-        if not _may_agree(output_leaf, expected_leaf):
-            return f"{where} is {_describe(output_leaf)}, expected {_describe(expected_leaf)}"
-    return None
+    return next((differ for pair in pairs if (differ := _kinds_differ(*pair)) is not None), None)
 
 
 # --- structures and leaves ----------------------------------------------------------------------------------
@@ -198,8 +195,6 @@ def _show_structures(*texts: str) -> str:
 def _compare_leaf(
     output: Any, expected: Any, allowance: Allowance, where: str, shortcut: CompareArrays | None
 ) -> str | None:
-    if not _may_agree(output, expected):
-        return f"{where} is {_describe(output)}, expected {_describe(expected)}"
     found = shortcut(output, expected, allowance) if shortcut else None
     if found is not None:
         return _describe_mismatches(found, output.shape, allowance, where, is_exact=False)
@@ -215,10 +210,15 @@ def _compare_leaf(
     return f"{where} is {reprlib.repr(output)}, expected {reprlib.repr(expected)}"
 
 
-def _may_agree(output: Any, expected: Any) -> bool:
-    """Returns whether two leaves have the same shape and kind; floats may differ in width, and numbers be Python's."""
-    if _describe(output) == _describe(expected):
-        return True
+def _kinds_differ(where: str, output: Any, expected: Any, *, same_dtypes: bool = False) -> str | None:
+    """Returns how two leaves differ in shape or kind, in one sentence; None where they may agree."""
+    mine, its = _describe(output), _describe(expected)
+    may_agree = mine == its or (not same_dtypes and _are_alike(output, expected))
+    return None if may_agree else f"{where} is {mine}, expected {its}"
+
+
+def _are_alike(output: Any, expected: Any) -> bool:
+    """Returns whether two leaves have one shape and kind, though floats differ in width, or a number is Python's."""
     if any(has_dtype(output, kind) and has_dtype(expected, kind) for kind in _WIDTHS):
         return bool(output.shape == expected.shape)
     return any(
