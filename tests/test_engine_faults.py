@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -31,6 +33,9 @@ import quarantune
 from quarantune.cache.journal import Journal
 from quarantune.engine import contact, distributed, remote, shards
 from quarantune.sandbox.pool import Said
+from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepEvents
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import EngineError, Outcome, Trial
 
@@ -352,6 +357,54 @@ def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkey
     assert [trial.config["n"] for trial in result.trials] == [1, 3, 4]
     assert {trial.config["n"] for trial in result.finalists} >= {1}
     assert result.default_time_ms is not None
+
+
+def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = time.monotonic()
+    now, looks = [started], [0]
+    most_told, may_end = threading.Event(), threading.Event()
+
+    def look() -> float:
+        looks[0] += 1
+        return now[0]
+
+    def machine_of(task: Any) -> Any:
+        line = contact.reach(contact.Address.from_json(task["address"]), task["shard"], {"host": "slow"})
+        told = [{"index": index, "trial": measured(index, 1.0, "slow").to_json()} for index, _ in task["configs"]]
+        *most, last = told
+        assert all(map(line.say, most))
+        assert most_told.wait(20)
+        now[0] = started + task["deadline_s"] - 1.0
+        looks[0] = 0
+        assert may_end.wait(20)
+        assert line.say(last)
+        assert line.say(remote.End(end=remote.DONE).to_json())
+        line.close()
+        return remote.End(end=remote.DONE).to_json()
+
+    def on_tick() -> None:
+        if looks[0] > 50:
+            may_end.set()
+
+    def on_trial(index: int, trial: Trial) -> None:
+        trials[index] = trial
+        if len(trials) == len(configs) - 1:
+            most_told.set()
+
+    monkeypatch.setattr(shards, "time", types.SimpleNamespace(monotonic=look))
+    monkeypatch.setattr(remote, "run", machine_of)
+    configs: dict[int, Any] = {index: {"n": index} for index in range(16)}
+    trials: dict[int, Trial] = {}
+    limits = SweepLimits(
+        compile_timeout_s=100.0, timeout_s=20.0, memory_limit_bytes=None, compile_slots=1, configs_per_worker=None
+    )
+    request: Any = types.SimpleNamespace(
+        problem=types.SimpleNamespace(name="slow"), limits=limits, target=None, troubled=(),
+        events=SweepEvents(on_trial=on_trial, on_tick=on_tick),
+    )  # fmt: skip
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(shards.Shards(pool, b"", configs, request)) as given:
+        ends = given.run([shards.Shard(indices=[*configs])], on_trial, NOTHING_MORE)
+    assert [(shard.given, shard.deaths) for shard, _ in ends] == [(tuple(configs), ())]
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ class Shards:
         running = list(self._running())
         for shard in running:
             assert shard.began is not None
-            if now > shard.began + self._deadline_s(len(shard.indices)) + _GRACE_S:
+            if now > shard.began + self._deadline_s(len(shard.given)) + _GRACE_S:
                 self._die(shard)
         if running:
             self._silence.broken()
