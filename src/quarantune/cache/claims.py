@@ -327,18 +327,15 @@ def wait(
             return failed(left.about)
         return answer
 
-    while True:
-        if (answer := look()) is not None:
-            return answer
-        try:
+    with contextlib.ExitStack() as stack:
+        stack.push(claim)  # released unless it is returned
+        while True:
+            answer = look()
             # The holder may have saved its answer and let go between our two looks.
-            if claim.try_acquire() and (answer := look()) is None:
+            if answer is None and claim.try_acquire() and (answer := look()) is None:
+                stack.pop_all()
                 return claim
-        except BaseException:
-            claim.release()
-            raise
-        if answer is not None:
-            claim.release()
-            return answer
-        on_wait(str(claim.holder() or "another job"), time.monotonic() - started)
-        time.sleep(poll_s)
+            if answer is not None:
+                return answer
+            on_wait(str(claim.holder() or "another job"), time.monotonic() - started)
+            time.sleep(poll_s)
