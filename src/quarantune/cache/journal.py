@@ -100,14 +100,7 @@ class Journal:
     def each(self) -> Iterator[JsonObject]:
         """Yields what `records` returns, without holding all of it in memory."""
         for path in self._files():
-            damaged = 0
-            for record in _read_lines(path, below=self._root):
-                if record is None:
-                    damaged += 1
-                else:
-                    yield record
-            if damaged:
-                report_once(f"{_damage_of(path, damaged)}{_CONSEQUENCE}")
+            yield from _whole(path, _read_lines(path, below=self._root), _CONSEQUENCE)
 
     def trials(self) -> Iterator[Trial]:
         """Yields the trials of its records; a record without one is left out."""
@@ -230,10 +223,7 @@ def read(path: Path) -> list[JsonObject]:
     Raises:
         OSError: it is no regular file, is too large, or cannot be read.
     """
-    records = list(_parsed(shared_files.read(path, largest_bytes=LARGEST_READ_JOURNAL_BYTES)))
-    if damaged := records.count(None):
-        report_once(_damage_of(path, damaged))
-    return [record for record in records if record is not None]
+    return list(_whole(path, _parsed(shared_files.read(path, largest_bytes=LARGEST_READ_JOURNAL_BYTES)), ""))
 
 
 def records_below(directory: Path, suffix: str) -> Iterator[JsonObject | None]:
@@ -247,6 +237,18 @@ def damage(directory: Path) -> list[str]:
     paths = shared_files.paths(directory, "*.trials/*.jsonl", "*.trials/*.uncompiled")
     found = {path: sum(record is None for record in _read_lines(path, below=directory)) for path in paths}
     return [f"{_damage_of(path, damaged)}{_CONSEQUENCE}" for path, damaged in found.items() if damaged]
+
+
+def _whole(path: Path, records: Iterable[JsonObject | None], consequence: str) -> Iterator[JsonObject]:
+    """Yields the whole records of a file; reports once how many of its lines are damaged, and the consequence."""
+    damaged = 0
+    for record in records:
+        if record is None:
+            damaged += 1
+        else:
+            yield record
+    if damaged:
+        report_once(f"{_damage_of(path, damaged)}{consequence}")
 
 
 def _damage_of(path: Path, damaged: int) -> str:
