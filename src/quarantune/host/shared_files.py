@@ -327,15 +327,11 @@ def own_directory(parent: Path) -> Path:
 
     `Directory` refuses it where it belongs to another user.
     """
-    return parent / _own_name()
-
-
-def _own_name() -> str:
-    return f"quarantune-{os.getuid()}"
+    return parent / f"quarantune-{os.getuid()}"
 
 
 def _open_root(path: Path, *, make: bool) -> int:
-    is_own = path.name == _own_name()
+    is_own = path == own_directory(path.parent)
     if make:
         path.mkdir(mode=0o700 if is_own else 0o777, parents=True, exist_ok=True)
     fd = _open_folder(os.fspath(path), None) if is_own else os.open(path, _DIRECTORY)
