@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future, wait
 from typing import Any
 
@@ -206,7 +206,7 @@ def is_usable(trial: Trial) -> bool:
 
 
 class WholeSweeps(Executor):
-    """An executor whose tasks are whole sweeps.
+    """An engine, in the place of an executor in the settings, each of whose machines gets whole sweeps.
 
     Attributes:
         executor: the engine.
@@ -215,10 +215,6 @@ class WholeSweeps(Executor):
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
         self._is_over = threading.Event()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Submits a task to the engine."""
-        return self.executor.submit(fn, *args, **kwargs)
 
     def interrupt(self) -> None:
         """Ends the sweeps that are running."""
