@@ -234,9 +234,8 @@ class Shards:
                 continue
             try:
                 end = End.from_json(future.result())
-                if shard.indices:  # otherwise the shard has told all of them
-                    for ended in end.trials:
-                        self._note(shard, ended)
+                for ended in end.trials:
+                    self._note(shard, ended)
                 shard.host = shard.host or end.host[:100]
                 self._finish(shard, end)
             except DamageError as damage:
