@@ -18,7 +18,7 @@ from helpers import run_python
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import CacheWarning, CacheWriteError, Store
+from quarantune.cache import CacheWarning, CacheWriteError, Store, entries
 from quarantune.cache import journal as journals
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
@@ -145,6 +145,17 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(shared: Path, victim: P
     (shared / place).symlink_to(victim.parent, target_is_directory=True)
     with contextlib.suppress(CacheWriteError):
         work(shared)
+
+
+def test_a_folder_whose_name_is_a_pattern_does_not_have_trials_of_others_pruned(shared: Path) -> None:
+    append(shared)
+    Store(shared).put(*PROBLEM, ENTRY)
+    (shared / "*.trials").mkdir()
+    journal = Journal(shared, *PROBLEM)
+    for path in journal._files():
+        os.utime(path, (1e9, 1e9))
+    assert entries.prune(Store(shared), older_than_s=3600.0) == ([], [])
+    assert journal.records() == [{"n": 1}]
 
 
 @pytest.mark.parametrize("name", PLACES)

@@ -367,7 +367,8 @@ def _remains(directory: Path, now_s: float, is_chosen: Callable[[str, None], boo
 def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str, None], bool]) -> Iterator[Path]:
     """Yields old files about problems that have no result."""
     for folder in paths(store.directory, "*.trials"):
-        if not is_chosen(folder.stem, None):
+        # A folder that another program has made may have a name that stands for ours in a pattern.
+        if folder.stem != safe_name(folder.stem) or not is_chosen(folder.stem, None):
             continue
         known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
         if store.problems(folder.stem):
