@@ -19,6 +19,7 @@ from helpers import python
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
 from quarantune.cache.claims import Claim
+from quarantune.cache.entries import problems, prune
 from quarantune.cache.journal import Journal
 from quarantune.values.codec import decode_json
 from quarantune.values.trial import Outcome, Trial
@@ -304,6 +305,22 @@ def test_a_file_that_was_never_a_claim_is_set_aside_and_reported(tmp_path: Path)
     claim.release()
     (kept,) = claim._path.parent.glob("*.corrupt-*")
     assert (kept / "kept").read_text() == "kept"
+
+
+def test_an_odd_claim_that_was_set_aside_is_a_problem_until_it_is_pruned(tmp_path: Path) -> None:
+    claim = Claim(tmp_path, "f", "cpu", "key")
+    claim._path.parent.mkdir()
+    claim._path.write_bytes(b"x" * 100_000)
+    os.utime(claim._path, (1e9, 1e9))
+    with pytest.warns(CacheWarning, match="no claim of ours"), claim:
+        assert claim.try_acquire()
+    (kept,) = claim._path.parent.glob("*.corrupt-*")
+    store = Store(tmp_path)
+    assert [problem for problem in problems(store) if "set aside" in problem] == [
+        f"{str(kept)!r} was damaged and set aside: look at it, or delete it"
+    ]
+    assert prune(store) == ([], [kept])
+    assert problems(store) == []
 
 
 def test_a_claim_from_the_future_is_taken_over(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from quarantune.values.codec import decode_json
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Findings
 
-_SET_ASIDE = ("*.json.corrupt-*", "*.entries/*.json.corrupt-*")
+_SET_ASIDE = ("*.json.corrupt-*", "*.entries/*.json.corrupt-*", "*.trials/*.corrupt-*")
 
 
 class CacheKey(NamedTuple):
