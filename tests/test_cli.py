@@ -481,6 +481,8 @@ def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> Non
     from quarantune.cache import entries
 
     looked = filled.read
+    journal = Journal(filled.directory, "kernels.scale", "H200", "a")
+    journal.append({"trial": "a"})
 
     def renew_after_looking(name: str) -> Any:
         found = looked(name)
@@ -489,7 +491,10 @@ def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> Non
         return found
 
     filled.read = renew_after_looking  # type: ignore[method-assign]
-    entries.prune(filled, older_than_s=86400.0)
+    removed, _ = entries.prune(filled, older_than_s=86400.0)
+    assert ("kernels.scale", "a", "H200") not in removed
+    assert ("kernels.scale", "a", "H100") in removed
+    assert journal.records() == [{"trial": "a"}]
     assert {device: list(entries) for device, entries in looked("kernels.scale").items()} == {"H200": ["a"]}
 
 

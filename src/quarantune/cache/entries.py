@@ -349,6 +349,8 @@ def _prune_entries(
     old = [key for key, entry in entries_of(name, store.read(name)) if is_old(key.device, key.problem_size, entry)]
     if old and not dry_run:
         store.discard(name, is_old)
+        renewed = {record.key for record in entries_of(name, store.read(name))}
+        old = [key for key in old if key not in renewed]
         for key in old:
             journal.discard_all(store.directory, name, problem_hash(key.device, key.problem_size))
     return old
