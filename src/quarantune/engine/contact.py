@@ -103,15 +103,10 @@ class Contacts:
         Args:
             timeout_s: the longest wait.
         """
-        events: list[Said] = []
-        must_accept = False
-        for key, _ in self._selector.select(timeout_s):
-            if key.fileobj is self._listener:
-                must_accept = True
-            else:
-                events += self._read(key.data)
+        ready = [key.data for key, _ in self._selector.select(timeout_s)]
+        events = [said for peer in ready if peer is not None for said in self._read(peer)]
         self._drop_unknown()  # only now, when those that have named a shard are known
-        if must_accept:
+        if None in ready:  # the listener's
             self._accept()
         return events
 
