@@ -161,7 +161,8 @@ def _plain(options: Options) -> Options:
 _MOST_TEXT = 20_000
 _DEATHS = ("Killed", "Crashed", "Died", "Lost", "Terminated", "Unreachable")
 """Parts of the names of the errors by which engines report that a worker has died."""
-_ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError, ImportError)}
+_ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError)}
+"""The errors of a sweep whose call itself is at fault, which is so on every machine."""
 
 
 _Text: TypeAlias = Annotated[str, lambda text: text[:_MOST_TEXT]]
@@ -405,7 +406,7 @@ class _ShardRun:
             return early.end
         except ImportError as error:
             return End(end=REFUSED, error=str(error))
-        except (ReferenceFailedError, ValueError, TypeError) as error:
+        except tuple(_ERRORS.values()) as error:
             return End(end=INVALID, kind=type(error).__name__, error=str(error))
         except Exception as error:
             return End(end=FAILED, error=f"{type(error).__name__}: {error}")

@@ -91,7 +91,7 @@ class Shards:
 
         Raises:
             EngineError: the engine, or its machines, cannot run shards.
-            ReferenceFailedError, ValueError, TypeError, ImportError: a machine found that the call cannot be tuned.
+            ReferenceFailedError, ValueError, TypeError: a machine found that the call cannot be tuned.
             DifferentProgramError: the machines run another program than this process.
         """
         self._pending += shards
