@@ -23,6 +23,7 @@ FILES = {
             return x + OFFSET + config.BLOCK
         """,
     "kernels.py": """
+        import dataclasses
         import enum
         import functools
         import deep
@@ -66,6 +67,11 @@ FILES = {
         @dispatched.register
         def _(x: int):
             return x * 103
+        @dataclasses.dataclass(frozen=True, slots=True)
+        class Choice:
+            step: object
+            others: object = ()
+        choice = Choice(chosen, [Choice(helper)])
         layer = Layer()
         def unreached(x):
             return x / 17
@@ -184,6 +190,8 @@ FILES = {
             return kernels.dispatched(x)
         def literal(x):
             return getattr(kernels, "chosen")(x)
+        def chooses(x):
+            return kernels.choice.others[0].step(x)
         def library(x):
             return jax.nn.relu(x)
         """,
@@ -267,6 +275,8 @@ def change(tmp_path: Path, name: str, patch: pytest.MonkeyPatch, module: str, ol
         ("listed", "kernels", "x * 13", "x * 14", "class:kernels.Plain.steps"),
         ("dispatches", "kernels", "x * 103", "x * 104", "closure:kernels.dispatched[builtins.int]"),
         ("literal", "kernels", "x * 13", "x * 14", "global:kernels.chosen"),
+        ("chooses", "kernels", "x * 13", "x * 14", "global:kernels.choice"),
+        ("chooses", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
     ],
 )
 def test_an_edit_of_code_that_a_function_reaches_changes_its_part(

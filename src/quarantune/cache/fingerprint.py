@@ -23,7 +23,7 @@ import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from quarantune.cache.store import canonical_json, short_hash
@@ -135,7 +135,7 @@ class _Walk:
         self.parts: dict[str, str] = {}
         self.reached: dict[tuple[str, ...], Any] = {}
         self._seen: set[int] = set()
-        self._followed: set[int] = set()
+        self._followed: dict[int, Any] = {}  # with the objects, so that their addresses are not used again
         function = _root_function(fn)
         self._module = function.__globals__ if function else {}
         self._visit_rules(fn)
@@ -304,7 +304,7 @@ class _Walk:
         if function is not None:
             self._follow_bound(value)
             if id(function) not in self._followed:
-                self._followed.add(id(function))
+                self._followed[id(function)] = function
                 if is_library_function(function):
                     held = dict(closure_of(function))
                     self._visit_held(f"{function.__module__}.{function.__qualname__}", held)
@@ -315,10 +315,12 @@ class _Walk:
         elif isinstance(value, type):
             if is_users_class(value):
                 self._visit_class(value)
-        elif (isinstance(value, tuple) or type(value) in (list, dict)) and depth < _DEEPEST_FOLLOWED:
-            for item in value.values() if isinstance(value, dict) else value:
-                if not isinstance(item, LITERALS):
-                    self._follow(item, depth + 1)
+        elif (items := _items(value)) is not None:
+            if id(value) not in self._followed and depth < _DEEPEST_FOLLOWED:
+                self._followed[id(value)] = value
+                for item in items:
+                    if not isinstance(item, LITERALS):
+                        self._follow(item, depth + 1)
         elif not (isinstance(value, types.ModuleType) or is_users_class(type(value))):
             # What JAX's own objects hold are the rules above; one of the user's may keep what it has compiled.
             is_jaxs = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
@@ -342,6 +344,18 @@ class _Walk:
             for item in (*value.args, *value.keywords.values()):
                 self._follow(item)
             value = value.func
+
+
+def _items(value: Any) -> Iterable[Any] | None:
+    """Returns the values that a container, or a dataclass of the user's, holds; None for anything else."""
+    if isinstance(value, tuple) or type(value) is list:
+        return value
+    if type(value) is dict:
+        return value.values()
+    if dataclasses.is_dataclass(value) and is_users_class(type(value)):
+        with contextlib.suppress(Exception):  # an object may raise anything for any attribute
+            return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
 
 
 def _owner(fn: Any) -> type | None:
