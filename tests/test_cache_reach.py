@@ -58,6 +58,9 @@ FILES = {
                 self.unnamed = 1
             def __matmul__(self, x):
                 return x * 101
+            @functools.cached_property
+            def cached(self):
+                return self.weight * 107
             def weighted(self, x):
                 return x * self.weight
         plain = Plain()
@@ -192,6 +195,8 @@ FILES = {
             return getattr(kernels, "chosen")(x)
         def chooses(x):
             return kernels.choice.others[0].step(x)
+        def caches(x):
+            return kernels.plain.cached * x
         def library(x):
             return jax.nn.relu(x)
         """,
@@ -275,6 +280,7 @@ def change(tmp_path: Path, name: str, patch: pytest.MonkeyPatch, module: str, ol
         ("listed", "kernels", "x * 13", "x * 14", "class:kernels.Plain.steps"),
         ("dispatches", "kernels", "x * 103", "x * 104", "closure:kernels.dispatched[builtins.int]"),
         ("literal", "kernels", "x * 13", "x * 14", "global:kernels.chosen"),
+        ("caches", "kernels", "* 107", "* 109", "class:kernels.Plain.cached"),
         ("chooses", "kernels", "x * 13", "x * 14", "global:kernels.choice"),
         ("chooses", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
     ],
@@ -288,6 +294,7 @@ def test_an_edit_of_code_that_a_function_reaches_changes_its_part(
 @pytest.mark.parametrize(
     ("name", "module", "old", "new"),
     [
+        ("caches", "main_module", "def caches(x)", "kernels.plain.cached\ndef caches(x)"),
         ("attribute", "kernels", "x / 17", "x / 18"),
         ("attribute", "kernels", "x * 13", "x * 14"),
         ("attribute", "config", "UNREACHED = 1", "UNREACHED = 2"),

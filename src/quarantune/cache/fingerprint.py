@@ -181,7 +181,7 @@ class _Walk:
         for name, member in list(vars(cls).items()):  # describing one may add another
             if name not in _CLASS_MACHINERY and (is_own or _is_written_out(member)):
                 self.reached[cls.__module__, *cls.__qualname__.split("."), name] = member
-                self._visit("class", f"{label}.{name}", getattr(member, "fget", None) or member)
+                self._visit("class", f"{label}.{name}", _getter_of(member))
         if issubclass(cls, enum.Enum) and not is_own:
             values = {name: member.value for name, member in cls.__members__.items()}
             self.parts[f"class:{label}.values"] = _hash(describe(values))
@@ -238,10 +238,11 @@ class _Walk:
                 self._visit_state(label, value, name)
                 if value is NOTHING or not is_users_class(cls):
                     return
-                found = attribute(value, name)
-                if found is not NOTHING and _is_written_out(attribute(cls, name)):
+                member = attribute(cls, name)
+                found = member if isinstance(member, functools.cached_property) else attribute(value, name)
+                if found is not NOTHING and _is_written_out(member):
                     owner = cls.__qualname__ if self._is_own(cls) else type_name(cls)
-                    self._visit("class", f"{owner}.{name}", getattr(found, "fget", None) or found)
+                    self._visit("class", f"{owner}.{name}", _getter_of(found))
                 label = f"{label}.{name}"
             value = found
         if isinstance(value, types.ModuleType) and not is_library(value.__name__):
@@ -264,7 +265,7 @@ class _Walk:
             return
         if plain_function(value) or describe(value) != [type_name(type(value)), ""]:
             return
-        if name in fields:
+        if name in fields and not isinstance(attribute(type(value), name), functools.cached_property):
             self._visit("global", f"{label}.{name}", fields[name])
         elif is_users_class(type(value)):
             self.parts[f"global:{label}.fields"] = _hash(_describe_instance(value))
@@ -376,11 +377,17 @@ def _is_users(fn: Any) -> bool:
 
 def _is_written_out(member: Any) -> bool:
     """Returns whether a member of a class was written by its author: a function, class, constant or list of such."""
-    if isinstance(member, (type, property, *LITERALS)):
+    if isinstance(member, (type, property, functools.cached_property, *LITERALS)):
         return True
     if isinstance(member, (list, tuple, dict)):
         return any(map(plain_function, member.values() if isinstance(member, dict) else member))
     return plain_function(member) is not None
+
+
+def _getter_of(member: Any) -> Any:
+    """Returns the function of a property, which may be a cached one; any other member of a class as it is."""
+    is_cached = isinstance(member, functools.cached_property)
+    return member.func if is_cached else getattr(member, "fget", None) or member
 
 
 def _registrations(value: Any) -> list[tuple[type, Any]]:
