@@ -362,10 +362,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Returns the safe names of all functions that have a file."""
-        with contextlib.suppress(OSError):
-            files = [file.rpartition(".") for file in os.listdir(self.directory) if file[0] != "."]
-            return sorted({stem for stem, _, kind in files if kind in ("json", "entries")})
-        return []
+        return sorted({path.stem for path in paths(self.directory, "[!.]*.json", "[!.]*.entries")})
 
     def read(self, name: str) -> Contents:
         """Returns all entries in a function's files; those in no usable file are left out."""
