@@ -390,7 +390,7 @@ def test_all_about_a_result_is_shown(run: Run, filled: Store) -> None:
 
 def test_a_hostile_entry_cannot_write_to_the_terminal(run: Run, cache_dir: Path) -> None:
     hostile = entry(1, 2) | {"config": {"\x1b[2J": "\x07"}, "key_values": {"x\x1b": "\x9b"}, "created": "\x1b]0;"}
-    Store(cache_dir).merge("f", {"\x1b[31m": {"\x1b": hostile}})
+    Store(cache_dir).merge("f", {"\x1b[31m": {"\x1b": hostile | {"more\x1b[2J": 1}}})
     for command in ("list", "show"):
         code, out, _ = run("cache", command)
         assert code == 0

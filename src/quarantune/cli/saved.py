@@ -352,7 +352,7 @@ def _details(key: CacheKey, entry: Entry, width: int) -> tuple[str, Iterable[str
     rows = [("device", printable(key.device)), ("config", _config(entry))]
     if (found := Findings.from_json(entry)).time_ms > 0 or found.is_estimate:
         rows.append(("time", found.text()))
-    rows += [(name, _text(value)) for name, value in entry.items() if name not in _HIDDEN and value]
+    rows += [(printable(name), _text(value)) for name, value in entry.items() if name not in _HIDDEN and value]
     rows.append(("key", printable(key.problem_size)))
     lines = columns(wrapped(rows, width - 2), indent="  ")
     return f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})", lines
