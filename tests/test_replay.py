@@ -22,6 +22,7 @@ from quarantune import CacheWarning, Outcome, Trial
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import Store, _reported
 from quarantune.search import models
+from quarantune.values.codec import FrozenDict
 from quarantune.values.configs import Config
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "examples" / "spaces").glob("*.json.gz"))
@@ -145,6 +146,16 @@ def test_our_journals_and_trials_in_memory_replay(tmp_path: Path, monkeypatch: p
     assert re.search(r"a call without a result \(1 trial in \w+\.\w+\.jsonl\)", str(error.value))
     (file,) = (path for path in (tmp_path / "matmul.trials").iterdir() if path.read_text().count('"trial"') > 1)
     expected(quarantune.replay(file, "exhaustive", seeds=[0]))
+
+
+def test_trials_replay_whose_values_json_holds_with_a_class(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "matmul", "cpu", "key")
+    for at, phase in enumerate(quarantune.Phase):
+        config = {"alone": FrozenDict(a=(phase,)), "within": (phase,), "itself": phase}
+        journal.append({"trial": Trial(config=config, outcome=Outcome.OK, time_ms=1.0 + at).to_json()})
+    replayed = quarantune.replay(tmp_path / "matmul.trials", ("exhaustive", "surrogate"), seeds=[0])
+    assert [runs[0].failures for runs in replayed.runs.values()] == [0, 0]
+    assert (replayed.size, replayed.optimum_ms) == (len(quarantune.Phase), 1.0)
 
 
 @pytest.mark.parametrize("best", [0.0, -4.0])

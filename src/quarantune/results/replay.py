@@ -20,7 +20,7 @@ from quarantune.cache.store import problem_hash
 from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
-from quarantune.values.codec import JsonObject, decode_json, is_number, is_whole, text_of
+from quarantune.values.codec import JsonObject, decode_json, has_tag, is_number, is_whole, text_of
 from quarantune.values.configs import Config
 from quarantune.values.settings import Search, check_search
 from quarantune.values.texts import call_text, columns, shown
@@ -373,8 +373,5 @@ def _trial(config: Config, ended: str, value: Any, unit: str) -> Trial:
 
 
 def _plain(config: Config) -> Config:
-    """Returns a config with text in place of values that JSON holds with the name of their class."""
-    return {
-        name: text_of(value) if isinstance(value, Mapping) and any(key.startswith("$") for key in value) else value
-        for name, value in config.items()
-    }
+    """Returns a config with text in place of values that JSON holds with the name of their class, or that hold such."""
+    return {name: text_of(value) if has_tag(value) else value for name, value in config.items()}
