@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from browser import CHROMEDRIVER, CHROMIUM, MISSING, Browser, browser
 
@@ -261,6 +262,32 @@ def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
     assert [tunable["name"] for tunable in problem["tunables"]] == ["BM", "BN", "stages"]
     assert problem["tunables"][0]["values"] == ["32", "64", "128", "256"]
     assert trials["ended"][:3] == [0.4, 0.9, 1.4]
+
+
+def test_enums_dtypes_and_objects_without_fields_are_tunables_under_their_own_names() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Rows:
+        pass
+
+    @dataclasses.dataclass(frozen=True)
+    class Tiles:
+        size: int = 8
+
+    values = {"acc": (np.dtype("float32"), np.dtype("int8")), "order": (Rows(), Tiles()), "ends": (Outcome.OK, "ok")}
+    trials = [
+        Trial(config=dict(zip(values, row, strict=True)), outcome=Outcome.SLOW)
+        for row in zip(*values.values(), strict=True)
+    ]
+    given = data(device="cpu", key_values={}, best_config=trials[0].config, trials=trials)
+    (problem,) = page_data([given])["problems"]
+    assert problem["choice"] == [["acc", "float32"], ["order", "Rows"], ["ends", "OK"]]
+    shown = {tunable["name"]: tunable["values"] for tunable in problem["tunables"]}
+    assert shown == {
+        "acc": ["float32", "int8"],
+        "order": ["Rows", "unset"],
+        "order.size": ["8", "unset"],
+        "ends": ["ok", "OK"],
+    }
 
 
 def test_a_report_holds_the_device_memory_and_the_peaks_that_the_winner_is_compared_with() -> None:

@@ -125,6 +125,8 @@ _PAUSE_S = 60.0
 """No trial ending for this long, and for `_PAUSE_GAPS` typical gaps, is a pause of an interrupted sweep."""
 _PAUSE_GAPS = 20.0
 
+_TAGS = ("$enum", "$dtype", "$type")
+"""The keys of names, of which alone an enum's member, a dtype and an object without fields consist in JSON."""
 _UNSET: JsonObject = {"$unset": None}
 """The value of a key that a config lacks, so that the function's default holds."""
 
@@ -243,16 +245,17 @@ def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> JsonOb
     values: JsonObject = {}
     for name, value in config.items():
         plain = as_json(value)
-        if isinstance(plain, Mapping) and "$enum" not in plain and plain and depth < 4:
-            values |= _flat({key: item for key, item in plain.items() if key != "$type"}, f"{prefix}{name}.", depth + 1)
+        parts = {key: item for key, item in plain.items() if key not in _TAGS} if isinstance(plain, Mapping) else {}
+        if parts and depth < 4:
+            values |= _flat(parts, f"{prefix}{name}.", depth + 1)
         else:
             values[f"{prefix}{name}"] = plain
     return values
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Mapping) and "$enum" in value:
-        return printable(str(value["$enum"]).rpartition(".")[2])
+    if isinstance(value, Mapping) and len(value) == 1 and (tag := next(iter(value))) in _TAGS:
+        return printable(str(value[tag]).rpartition(".")[2])
     if isinstance(value, list):
         return format_value(tuple(value))
     return "unset" if value is _UNSET else format_value(value)
