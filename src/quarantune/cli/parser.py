@@ -381,13 +381,6 @@ def _commands_within(words: str) -> dict[str, Command]:
     return {name: command for (before, _, name), command in parts if before == words}
 
 
-def _options_of(words: str) -> list[tuple[list[str], Mapping[str, Any]]]:
-    """Returns the options of a command, each with its names and the keywords of `add_argument`."""
-    options = [_HELP, *COMMANDS[words].options]
-    listed = [each for option in options for each in (option if isinstance(option, list) else [option])]
-    return [(names.split(), keywords) for names, keywords in listed]
-
-
 def _texts(command: Command) -> Mapping[str, Any]:
     about = f"{command.about[0].upper()}{command.about[1:]}. {command.details}".strip()
     examples = "\n  ".join(["examples:", *command.examples]) if command.examples else None
@@ -428,7 +421,7 @@ def _bash() -> str:
     for path in COMMANDS:
         within = _commands_within(path)
         moves += [f'      "{path} {name}") command="{f"{path} {name}".strip()}" ;;' for name in within]
-        words = [*within, *(word for names, about in _options_of(path) for word in _words(names, about))]
+        words = [*within, *(word for word, _ in _words(path))]
         choices.append(f'    "{path}") words="{" ".join(words)}" ;;')
     return _BASH.format(moves="\n".join(moves), choices="\n".join(choices))
 
@@ -440,13 +433,15 @@ def _fish() -> Iterator[str]:
         first = f"{seen} && not __fish_seen_subcommand_from {' '.join(within)}" if path and within else seen
         for name, command in within.items():
             yield f"complete -c quarantune -f -n {shlex.quote(first)} -a {name} -d {shlex.quote(command.about)}"
-        for names, about in _options_of(path):
-            for word in _words(names, about):
-                flag = f"-l {word[2:]}" if word.startswith("--") else f"-s {word[1:]}" if word[0] == "-" else ""
-                how = f"{flag}{' -r' if 'metavar' in about else ''} -d {shlex.quote(about['help'])}" if flag else ""
-                yield f"complete -c quarantune -n {shlex.quote(seen)} {how or f'-f -a {word}'}"
+        for word, about in _words(path):
+            flag = f"-l {word[2:]}" if word.startswith("--") else f"-s {word[1:]}" if word[0] == "-" else ""
+            how = f"{flag}{' -r' if 'metavar' in about else ''} -d {shlex.quote(about['help'])}" if flag else ""
+            yield f"complete -c quarantune -n {shlex.quote(seen)} {how or f'-f -a {word}'}"
 
 
-def _words(names: list[str], about: Mapping[str, Any]) -> list[str]:
-    """Returns the words that may be typed for an option, or for an argument such as the name of a shell."""
-    return names if names[0].startswith("-") else list(about.get("choices", ()))
+def _words(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the words that may be typed for a command's options, or for an argument such as the name of a shell."""
+    for option in [_HELP, *COMMANDS[path].options]:
+        for names, about in option if isinstance(option, list) else [option]:
+            for word in names.split() if names.startswith("-") else about.get("choices", ()):
+                yield word, about
