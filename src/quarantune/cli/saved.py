@@ -39,29 +39,23 @@ def cache_path(options: argparse.Namespace, out: Output) -> int:
 def cache_list(options: argparse.Namespace, out: Output) -> int:
     """Prints a line for each result, grouped by function and device."""
     store = _opened()
-    if out.as_json:
-        out.json([_record(key, entry) for key, entry in _entries(_chosen(store, options))])
-    else:
-        _print(
-            out,
-            store,
-            (
-                (f"{printable(name)} on {printable(device)}", _rows(list(map(_row, of_device.values())), out))
-                for name, contents in _chosen(store, options)
-                for device, of_device in contents.items()
-            ),
-        )
+    chosen = _chosen(store, options)
+    blocks = (
+        (f"{printable(name)} on {printable(device)}", _rows(list(map(_row, of_device.values())), out))
+        for name, contents in chosen
+        for device, of_device in contents.items()
+    )
+    _print(out, store, blocks)
+    out.json([_record(key, entry) for key, entry in _entries(chosen)])
     return DONE
 
 
 def cache_show(options: argparse.Namespace, out: Output) -> int:
     """Prints all that is saved about the results of a function."""
     store = _opened()
-    if out.as_json:
-        out.json([_record(key, entry) | {"entry": entry} for key, entry in _entries(_chosen(store, options))])
-    else:
-        found = _entries(_chosen(store, options))
-        _print(out, store, (_details(key, entry, out.width) for key, entry in found))
+    found = list(_entries(_chosen(store, options)))
+    _print(out, store, (_details(key, entry, out.width) for key, entry in found))
+    out.json([_record(key, entry) | {"entry": entry} for key, entry in found])
     return DONE
 
 
