@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.cache import Entry, Store, canonical_json, entries, safe_name
+from quarantune.cache.entries import CacheKey
 from quarantune.cache.journal import Journal, conclusions
 from quarantune.results import report, saved_files
 from quarantune.results.result import ResultData, TuningResult
@@ -377,29 +378,20 @@ def cached_results(directory: Path, name: str, *, device: str | None = None) -> 
     if contents is None:  # its file is empty, or the name is a pattern for those of others
         raise ValueError(f"no function {shown(name)} has results. `quarantune cache list` shows all names.")
     # Of one call, the last one of these, which is the newest.
-    found = sorted(entries.entries_of(name, contents), key=lambda each: str(each[1].get("created", "")))
-    newest = {
-        (key.device, canonical_json(entry.get("key_values") or key.problem_size)): (key, entry) for key, entry in found
-    }
-    return [result_of(directory, name, key.device, key.problem_size, entry) for key, entry in newest.values()]
+    found = sorted(entries.entries_of(name, contents), key=lambda it: str(it.entry.get("created", "")))
+    newest = {(it.key.device, canonical_json(it.entry.get("key_values") or it.key.problem_size)): it for it in found}
+    return [result_of(directory, *record) for record in newest.values()]
 
 
-def cached_result(directory: Path, name: str, device: str, key: str) -> ResultData | None:
-    """Returns the result of one problem, or None where nothing is cached for it; the arguments as in `result_of`."""
-    entry = Store(directory, read_only=True).get(name, device, key)
-    return None if entry is None else result_of(directory, name, device, key, entry)
+def cached_result(directory: Path, key: CacheKey) -> ResultData | None:
+    """Returns the result of one problem, or None where nothing is cached for it."""
+    entry = Store(directory, read_only=True).get(key.kernel_type, key.device, key.problem_size)
+    return None if entry is None else result_of(directory, key, entry)
 
 
-def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -> ResultData:
-    """Returns the result that an entry holds, with its trials where the journals have them.
-
-    Args:
-        directory: the cache directory.
-        name: the function's name in the cache.
-        device: the kind of device.
-        key: the key of the problem.
-        entry: its entry.
-    """
+def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
+    """Returns the result that an entry holds, with its trials where the journals have them."""
+    name, key, device = cache_key
     trials = {text_of(trial.config): trial for trial in Journal(directory, name, device, key).trials()}
     finalists, tie, default = [], [], None
     findings, is_concluded = Findings.from_json(entry), False

@@ -346,11 +346,12 @@ class TuningResult(Record):
         return self if self.trials else self._report_data().result
 
     def _report_data(self) -> ResultData:
+        from quarantune.cache.entries import CacheKey
         from quarantune.results.html_report import cached_result
         from quarantune.values import settings
 
         if self.from_cache is True and not self.trials and self.name:
-            found = cached_result(settings.current().cache_dir, self.name, self.device, self.key)
+            found = cached_result(settings.current().cache_dir, CacheKey(self.name, self.key, self.device))
             if found is not None:
                 return found
         note = {
