@@ -112,17 +112,16 @@ class Progress:
 
     def step(self, trial: Trial) -> None:
         """Counts a trial that ended."""
-        self._count(trial)
+        self._count([trial])
         took = "" if trial.time_ms is None else f" {trial.time_ms:.4g} ms"
         ended = f"{trial.outcome.value}{took} {trial.message}"
         _logger.info("%s: %s: %s", self.name, format_config(trial.config), ended)
 
     def recall(self, trials: Sequence[Trial]) -> None:
         """Counts trials that an earlier sweep finished."""
-        for trial in trials:
-            self._count(trial)
-        self._recalled += len(trials)
         if trials:
+            self._count(trials)
+            self._recalled += len(trials)
             _logger.info("%s: %d of %d configs are known already", self.name, len(trials), self.total)
 
     def note_default(self, time_ms: float | None) -> None:
@@ -173,9 +172,8 @@ class Progress:
 
     def close(self) -> None:
         """Ends the display, and writes the last line."""
-        line = f"{self.label}: {self._last_line}" if self._last_line else ""
         if self._screen is not None:
-            self._screen.remove(self.view, line)
+            self._screen.remove(self.view, f"{self.label}: {self._last_line}" if self._last_line else "")
 
     # The view
 
@@ -269,10 +267,10 @@ class Progress:
     def _gone_s(self) -> float:
         return self.clock() - self._started_s
 
-    def _count(self, trial: Trial) -> None:
+    def _count(self, trials: Sequence[Trial]) -> None:
         with self._lock:
             self._notice = ""
-            self._trials.append(trial)
+            self._trials += trials
 
 
 def _duration(seconds: float) -> str:
@@ -570,25 +568,21 @@ def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -
     if shown is False:
         return None
     target = sys.stderr if stream is None else stream
+    is_terminal = False
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr, or a closed one
+        is_terminal = target.isatty()
     kind: type[Screen]
     in_log = False
     if _is_notebook():
         kind, stream = _Notebook, None
-    elif may_redraw and target is not None and _is_terminal(target):
+    elif may_redraw and is_terminal and os.environ.get("TERM", "") != "dumb":
         kind, stream = Terminal, target
     else:
         is_ci = os.environ.get("CI", "").strip().lower() not in ("", "0", "false")
-        is_read = may_redraw and (is_ci or (target is not None and _is_terminal(target, of_any_kind=True)))
+        is_read = may_redraw and (is_ci or is_terminal)
         kind, in_log = Screen, not is_read and shown is None
     with _making:
         return _shared.setdefault((kind, stream, in_log), kind(stream, in_log=in_log))
-
-
-def _is_terminal(stream: TextIO, *, of_any_kind: bool = False) -> bool:
-    try:
-        return stream.isatty() and (of_any_kind or os.environ.get("TERM", "") != "dumb")
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 def _is_notebook() -> bool:
