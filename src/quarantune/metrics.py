@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes as ml_dtypes  # whose dtypes NumPy then knows by their names
 import numpy as np
 
 from quarantune.device_table import DevicePeaks as DevicePeaks
@@ -79,7 +79,7 @@ def from_counts(
     _check_positive("latency_ms", latency_ms)
     peaks = None if device is None else device_peaks(device)
     if peak_tflops is None and peaks is not None and dtype is not None:
-        name = _numpy_dtype(dtype).name
+        name = np.dtype(dtype).name
         peak_tflops = peaks.tflops.get("float8" if name.startswith("float8") else name)
     if peak_bandwidth_gbps is None and peaks is not None:
         peak_bandwidth_gbps = peaks.gbps
@@ -133,8 +133,8 @@ def compute_gemm_metrics(
     """
     for name, size in (("M", M), ("N", N), ("K", K)):
         _check_count(name, size)
-    size = _numpy_dtype(dtype).itemsize
-    out_size = size if out_dtype is None else _numpy_dtype(out_dtype).itemsize
+    size = np.dtype(dtype).itemsize
+    out_size = size if out_dtype is None else np.dtype(out_dtype).itemsize
     return from_counts(
         latency_ms,
         flops=2 * M * N * K,
@@ -179,7 +179,7 @@ def compute_elementwise_metrics(
         TypeError: an argument is not a dtype.
         ValueError: a time or a peak is not positive, or a count is negative.
     """
-    size = _numpy_dtype(dtype).itemsize if bytes_per_element is None else bytes_per_element
+    size = np.dtype(dtype).itemsize if bytes_per_element is None else bytes_per_element
     for name, count in (("numel", numel), ("reads", reads), ("writes", writes), ("bytes_per_element", size)):
         _check_count(name, count)
     return from_counts(
@@ -217,8 +217,3 @@ def _check_count(name: str, value: float) -> None:
 
 def _of_peak(percent: float | None) -> str:
     return "" if percent is None else f" ({percent:.1f}% of peak)"
-
-
-def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    # By name, numpy finds only its own dtypes.
-    return np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)

@@ -408,7 +408,7 @@ def _trial_record(trial: Trial) -> JsonObject:
 
 # --- one config alone -----------------------------------------------------------------------------------------
 
-_TRIAL_FIELDS = ("time_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes", "message")
+_TRIAL_FIELDS = ("outcome", "phase", "time_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes", "message")
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -423,8 +423,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         trial = ahead.run_alone(tuned, call.args, call.kwargs, config)
     described = calls.describe(call, function.signature)
     _show_alone(f"{function.name}({described}) with {format_config(trial.config)}", trial, out)
-    ended = {"outcome": trial.outcome.value, "phase": trial.phase.value if trial.phase else None}
-    fields = {"device": trial.device or None, **ended, **{name: getattr(trial, name) for name in _TRIAL_FIELDS}}
+    fields = {"device": trial.device or None, **{name: getattr(trial, name) for name in _TRIAL_FIELDS}}
     about = {"function": function.name, "call": described, "config": as_json(trial.config)}
     out.json({**about, **fields, "log": trial.log_tail})
     return DONE if trial.outcome is Outcome.OK else FAILED

@@ -282,13 +282,12 @@ def _wrapped(note: str, indent: str, width: int) -> str:
 
 def failure_message(name: str, trials: Sequence[Trial]) -> str:
     """Returns the message for a sweep without a usable config."""
-    tried = [trial for trial in trials if trial.outcome is not Outcome.PRUNED]
     if not trials:
         return (
             f"{name}: the search asked for no config, so nothing has run: prune_fn may drop all; "
             f"let it keep at least one, or search in another way"
         )
-    if not tried:
+    if all(trial.outcome is Outcome.PRUNED for trial in trials):
         return (
             f"{name}: prune_fn dropped all {len(trials)} configs, so there is nothing to run; "
             f"let it keep at least one, or add configs that it accepts"
