@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quarantune import TuningResult
+from quarantune import ContextualResult, KernelChoice, TuningResult
 from quarantune.results import report
 from quarantune.results.report import Standing
 from quarantune.values.trial import Outcome, Phase, Trial
@@ -212,6 +212,24 @@ def test_trials_are_exported_as_dicts_csv_and_a_data_frame(tmp_path: Path) -> No
         one, two = csv.DictReader(file)
     assert (one["shape"], one["is_best"], one["time_ms"]) == ("[8, 128]", "true", "2.5")
     assert (two["config.outcome"], two["shape"], two["message"]) == ("a,b\n", "", f"no\\ud800 \u202e{CLEAR}\nmore")
+
+
+def test_the_choices_for_all_kernels_of_a_function_are_the_best_of_its_rows() -> None:
+    tried = [Trial(config={"mm": f"BM={n}", "norm": ""}, outcome=Outcome.OK, time_ms=64 / n) for n in (32, 64)]
+    names = {"m.mm": {"BM": 64}, "m.norm": {}}
+    result = ContextualResult(
+        best_config={"kernel configs": "{...}"},
+        time_ms=1.0,
+        trials=tuple(tried),
+        key="{}",
+        device="cpu",
+        kernels=tuple(KernelChoice(name=name, key="", config=config, time_ms=1.0) for name, config in names.items()),
+        baseline_ms=4.0,
+    )
+    assert [(row["is_best"], row["speedup"]) for row in result.to_dicts()] == [(False, 2.0), (True, 4.0)]
+    assert "\n*  BM=64  ok" in result._repr_html_()
+    (cached,) = dataclasses.replace(result, trials=()).to_dicts()
+    assert (cached["mm"], cached["norm"], cached["is_best"], cached["time_ms"]) == ("BM=64", "", True, 1.0)
 
 
 def test_without_pandas_a_data_frame_names_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:

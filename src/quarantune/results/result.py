@@ -278,7 +278,8 @@ class TuningResult(Record):
         trials, there is the winner alone.
         """
         known = None if math.isnan(self.time_ms) else self.time_ms
-        winner = Trial(config=self.best_config, outcome=Outcome.OK, time_ms=known, device=self.device)
+        config = self.standing.best or self.best_config
+        winner = Trial(config=config, outcome=Outcome.OK, time_ms=known, device=self.device)
         winner = dataclasses.replace(winner, score=self.score, energy_mj=self.energy_mj)
         return report.to_dicts(self.trials or [winner], self.standing)
 
@@ -570,12 +571,7 @@ class ContextualResult(TuningResult):
         parts = []
         for name, choice in zip(self.labels, self.kernels, strict=True):
             if choice.trials:
-                standing = Standing(
-                    best=choice.config,
-                    tie=choice.tie,
-                    default_ms=self.baseline_ms,
-                    default_label="the whole function with every kernel's first config",
-                )
+                standing = dataclasses.replace(self.standing, best=choice.config, tie=choice.tie)
                 table = report.table(choice.trials, standing=standing, width=width, flops=flops, moved_bytes=bytes)
                 parts.append(f"{name}\n{table}")
             else:
@@ -586,15 +582,25 @@ class ContextualResult(TuningResult):
     @property
     def config_text(self) -> str:
         """The choices for all kernels as people read them."""
-        named = zip(self.labels, self.kernels, strict=True)
-        return "; ".join(f"{name}: {format_config(choice.config)}" for name, choice in named)
+        return "; ".join(f"{name}: {text}" for name, text in self._together.items())
+
+    @property
+    def _together(self) -> Config:
+        """The choices for all kernels as one config, as trials have it."""
+        return {name: format_config(it.config) for name, it in zip(self.labels, self.kernels, strict=True)}
+
+    @property
+    def standing(self) -> Standing:
+        """The choices for all kernels, which the function with every kernel's first config is compared with."""
+        label = "the whole function with every kernel's first config"
+        return Standing(best=self._together, default_ms=self.baseline_ms, default_label=label)
 
     def _report_data(self) -> ResultData:
         """Returns the data of the report: kernels are tunables, and the defaults are their first configs."""
-        data, named = super()._report_data(), zip(self.labels, self.kernels, strict=True)
+        data = super()._report_data()
         result = dataclasses.replace(
             data.result,
-            best_config={name: format_config(choice.config) for name, choice in named},
+            best_config=self._together,
             default_config=None,
             default_time_ms=self.baseline_ms,
             speedup_interval=None,
