@@ -85,3 +85,16 @@ def test_damage_in_a_saved_result_is_reported_in_one_line(tmp_path: Path, name: 
         quarantune.TuningResult.load(folder, trusted=trusted)
     assert str(folder) in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_a_saved_result_cannot_write_to_the_terminal(tmp_path: Path) -> None:
+    clear = "\x1b[2J"
+    share = {"call": clear, "weight": 1.0, "time_ms": 1.0, "best_ms": 1.0}
+    trial = {"config": {"n": 1}, "outcome": "ok", "time_ms": 1.0, "device": clear, "message": clear}
+    texts = dict.fromkeys(("name", "device", "created", "commit", "stopped", "by"), clear)
+    (tmp_path / "function.bin").write_bytes(b"function")
+    for trials in ([], [trial]):
+        say(**texts, calls=[share], trials=trials)(tmp_path)
+        result = quarantune.TuningResult.load(tmp_path)
+        for text in (repr(result), result.table(), result._repr_html_()):
+            assert text.replace("\n", "").isprintable()

@@ -31,6 +31,7 @@ from quarantune.values.codec import (
     restore,
 )
 from quarantune.values.configs import Config, format_config
+from quarantune.values.texts import printable
 from quarantune.values.trial import (
     SCORES,
     Counts,
@@ -84,7 +85,7 @@ class CallShare(Record):
 
     def __str__(self) -> str:
         times = f"{self.time_ms:.4g} ms, {ratio_text(self.time_ms / self.best_ms)} of its own best"
-        return f"{self.call}: {times}, weight {self.weight:g}"
+        return f"{printable(self.call)}: {times}, weight {self.weight:g}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -521,7 +522,7 @@ def _sweep(result: TuningResult) -> str:
         parts.append("not tuned: the function's own defaults")
     elif result.from_cache:
         parts.append("from the cache")
-    return "; ".join(parts)
+    return printable("; ".join(parts))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
