@@ -221,6 +221,8 @@ def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
         ("{}", "is neither T4 JSON"),
         ('{"results": [{}]}', "is damaged"),
         (json.dumps(t4([({"BM": 1}, -1)])), "is damaged.*the time of"),
+        (json.dumps(t4([({"BM": 1}, 10**400)])), "is damaged.*too large"),
+        (json.dumps(t4([({"BM": 1}, 1)])).replace('{"BM": 1}', "[1]"), "is damaged.*not a mapping"),
         (json.dumps(t4([({"BM": 1}, 1)], "fortnights")), "the unit of time is 'fortnights'"),
     ):
         file.write_text(text)

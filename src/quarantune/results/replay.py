@@ -302,7 +302,7 @@ def _read_path(path: Path) -> list[Trial]:
                 return [_ktt_trial(row, unit) for row in rows]
             case {"cache": dict(rows), "tune_params_keys": list(names)}:
                 return [_kernel_tuner_trial(row, names, str(about.get("objective", "time"))) for row in rows.values()]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     raise ValueError(f"{path} is neither T4 JSON, nor a cache file of Kernel Tuner, nor the output of KTT")
 
@@ -345,7 +345,7 @@ def _t4_trial(row: JsonObject, unit: str) -> Trial:
     objective = (row.get("objectives") or ["time"])[0]
     measured = {item["name"]: item for item in row.get("measurements") or ()}
     item = measured.get("time") or measured.get(objective) or {}
-    return _trial(row["configuration"], row["invalidity"], item.get("value"), item.get("unit") or unit)
+    return _trial({**row["configuration"]}, row["invalidity"], item.get("value"), item.get("unit") or unit)
 
 
 def _ktt_trial(row: JsonObject, unit: str) -> Trial:
