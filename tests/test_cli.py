@@ -395,6 +395,11 @@ def test_a_hostile_entry_cannot_write_to_the_terminal(run: Run, cache_dir: Path)
         code, out, _ = run("cache", command)
         assert code == 0
         assert out.replace("\n", "").isprintable()
+    for key in ("\x1b", "other"):
+        Journal(cache_dir, "f", "\x1b[31m", key).append({"trial": {"config": {"n": 1}, "outcome": "slow"}})
+    code, _, err = run("replay", cache_dir / "f.trials")
+    assert (code, "holds the journals of 2 problems" in err) == (2, True)
+    assert err.replace("\n", "").isprintable()
 
 
 def test_two_caches_are_compared_merged_and_exported(run: Run, filled: Store, tmp_path: Path) -> None:

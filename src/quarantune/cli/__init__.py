@@ -93,4 +93,5 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _say(head: str, style: str, text: str) -> None:
-    print(f"{output.styled(head, style, sys.stderr)}: {text}", file=sys.stderr)
+    # Messages may name what is in files that anybody can write.
+    print(f"{output.styled(head, style, sys.stderr)}: {output.printable_lines(text)}", file=sys.stderr)

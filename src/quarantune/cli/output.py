@@ -10,6 +10,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
+from quarantune.values.texts import printable
+
 DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 """Exit codes: done; the command was right, and its answer is no; the command cannot be carried out; Ctrl-C;
 the reader of the output left, as with a program that SIGPIPE ends."""
@@ -47,6 +49,11 @@ def message_of(error: BaseException) -> str:
     elif isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{str(error.filename)!r} cannot be read ({error.strerror}): give the path of another file"
     return " ".join(str(text).split()) or type(error).__name__
+
+
+def printable_lines(text: str) -> str:
+    """Returns a text of several lines with control characters escaped."""
+    return "\n".join(map(printable, text.splitlines()))
 
 
 def counted(number: int, noun: str) -> str:

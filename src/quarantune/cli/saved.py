@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Contents, Entry, Store, entries, safe_name
 from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
-from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, wrapped
+from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, printable_lines, wrapped
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject, frozen
 from quarantune.values.configs import format_config
@@ -73,7 +73,7 @@ def _print(out: Output, store: Store, blocks: Iterable[tuple[str, Iterable[str]]
 def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
     found = entries.compare(entries.records(_opened()), entries.records(_another(options.other)))
-    out.line(_printable_lines(str(found)))
+    out.line(printable_lines(str(found)))
     out.json(
         {
             "only_here": _keys(found.only_here),
@@ -140,7 +140,7 @@ def cache_merge(options: argparse.Namespace, out: Output) -> int:
     records = []
     for other in others:
         report = cache.merge(other)
-        out.line(_printable_lines(f"{other}: {report}"))
+        out.line(printable_lines(f"{other}: {report}"))
         keys = {name: _keys(getattr(report, name)) for name in ("added", "updated", "unchanged")}
         records.append({"directory": str(other), **keys, "conflicts": _pairs(report.conflicts, "kept", "other")})
     out.json(records)
@@ -371,8 +371,3 @@ def _config(entry: Entry) -> str:
 
 def _shown(config: Any) -> str:
     return format_config(frozen(config))
-
-
-def _printable_lines(text: str) -> str:
-    """Returns a text of several lines with control characters escaped."""
-    return "\n".join(map(printable, text.splitlines()))
