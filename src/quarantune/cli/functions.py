@@ -39,6 +39,7 @@ from quarantune.cli.output import (
     counted,
     input_errors,
     message_of,
+    printable_lines,
 )
 from quarantune.devices import discovery, targets
 from quarantune.host.shared_files import Directory
@@ -193,7 +194,7 @@ def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
         about = {"function": call.name, "call": call_text(call.arguments), "count": call.count, "status": status}
         records.append(about | record)
         if status in (_TUNED, _FAILED, _REFUSED):
-            out.line(f"{call}, met {counted(call.count, 'time')}: {text}")
+            out.line(printable_lines(f"{call}, met {counted(call.count, 'time')}: {text}"))
         counts[status] += 1
     ends = ", ".join(f"{number} {status}" for status, number in counts.items()) or "nothing to tune"
     out.line(f"{counted(len(found), 'call')} recorded in {str(directory)!r}: {ends}")
