@@ -353,6 +353,15 @@ def test_products_have_the_same_names_in_every_process() -> None:
     assert half - whole
 
 
+def test_names_of_results_are_no_part_of_a_program() -> None:
+    # A worker has no names for the fields of a class that a script has registered, only their positions.
+    lowered = jax.jit(lambda x: {"twice": 2 * x, "thrice": 3 * x}).lower(1.0)
+    named = lowered.as_text()
+    numbered = named.replace("result['thrice']", "result[0]").replace("result['twice']", "result[1]")
+    assert named != numbered
+    assert programs.identity(lowered, named, {}, structure_of) == programs.identity(lowered, numbered, {}, structure_of)
+
+
 @pytest.mark.parametrize("is_check", [False, True], ids=["a sweep", "a check or a confirmation"])
 def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: bool, tmp_path: Path) -> None:
     packed = payload.pack_call(jax.jit(lambda x: x @ x), (np.ones((8, 8), np.float32),), {}, {})

@@ -34,8 +34,8 @@ PREFIX = "program:"
 # JAX writes where an array is if it is bound to its device; on the only device, that changes nothing.
 _PLACE = r"sdy\.sharding = #sdy\.sharding<@empty_mesh, \[[^\]]*\]>"
 _ATTRIBUTES, _METADATA = "mhlo.frontend_attributes", "xla_metadata_payload"
-# Notes for profilers, such as the text of a config, which say nothing about the program.
-_NOTES = re.compile(rf'{_METADATA} = "(?:[^"\\]|\\.)*"(?:, )?')
+# Notes for profilers, such as the text of a config, and names of results, which say nothing about the program.
+_NOTES = re.compile(rf'(?:{_METADATA}|jax\.result_info) = "(?:[^"\\]|\\.)*"(?:, )?')
 _PLACES = re.compile(rf" \{{{_PLACE}\}}|{_PLACE}, |, {_PLACE}|\n *sdy\.mesh @empty_mesh = .*")
 
 
