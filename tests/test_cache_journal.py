@@ -16,6 +16,7 @@ from quarantune.cache import CacheWarning, CacheWriteError
 from quarantune.cache import journal as journal_module
 from quarantune.cache.journal import Journal, remember_trouble, troublesome
 from quarantune.cache.store import problem_hash
+from quarantune.host.shared_files import Directory
 
 
 @pytest.fixture
@@ -55,6 +56,26 @@ def test_discard_starts_over(journal: Journal) -> None:
     assert journal.records() == []
     journal.append({"n": 2})
     assert journal.records() == [{"n": 2}]
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other_from_being_removed(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = Directory.remove
+
+    def remove_own(place: Directory, name: str) -> None:
+        if name.startswith("a"):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        remove(place, name)
+
+    monkeypatch.setattr(Directory, "remove", remove_own)
+    journal.directory.mkdir(parents=True)
+    files = [journal.directory / name for name in ("a1", "b", "a2", "c")]
+    for path in files:
+        path.touch()
+    with pytest.raises(CacheWriteError, match=r"a1' could not be removed \(Operation not permitted\): remove it by"):
+        journal_module.remove(journal.directory.parent, files)
+    assert {path.name for path in journal.directory.iterdir()} == {"a1", "a2"}
 
 
 def test_a_torn_tail_is_left_out_and_the_next_record_is_whole(journal: Journal) -> None:

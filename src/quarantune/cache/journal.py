@@ -182,11 +182,12 @@ def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
 
 
 def remove(directory: Path, paths: Iterable[Path]) -> None:
-    """Removes files below a cache directory; a directory in the place of one is set aside.
+    """Removes files below a cache directory, as many as it can; a directory in the place of one is set aside.
 
     Raises:
-        CacheWriteError: one could not be removed; the message says why.
+        CacheWriteError: one could not be removed, such as another user's; the message says why.
     """
+    failure: CacheWriteError | None = None
     for path in paths:
         try:
             with shared_files.directory_of(path, below=directory) as place:
@@ -194,9 +195,10 @@ def remove(directory: Path, paths: Iterable[Path]) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise CacheWriteError(
-                f"the file {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
-            ) from error
+            text = f"the file {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
+            failure = failure or CacheWriteError(text)
+    if failure is not None:
+        raise failure
 
 
 def _append_line(place: Directory, name: str, line: bytes) -> bool:
