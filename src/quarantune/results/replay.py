@@ -147,10 +147,26 @@ def replay(
     by_config = {text_of(trial.config): trial for trial in trials}
     optimum_ms = min(map(_figure, trials))
     enough_ms = optimum_ms + abs(optimum_ms) * (within + _ROUNDING)
-    runs = {
-        name: tuple(_run(strategy, space, seed, by_config, max_trials, batch, enough_ms) for seed in seeds)
-        for name, strategy in strategies.items()
-    }
+
+    def run(strategy: Strategy, seed: int) -> SearchRun:
+        began = time.process_time()
+        made = make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
+        told: list[Trial] = []
+        while len(told) < max_trials and (asked := made.ask(min(batch, max_trials - len(told)))):
+            for config in asked:
+                told.append(by_config[text_of(config)])
+                made.tell(config, told[-1])
+        spent_ms = 1e3 * (time.process_time() - began)
+        figures = [_figure(trial) for trial in told]
+        return SearchRun(
+            seed=seed,
+            best_ms=tuple(itertools.accumulate(figures, min)),
+            evaluations=next((number for number, figure in enumerate(figures, 1) if figure <= enough_ms), None),
+            failures=sum(trial.outcome.is_failure for trial in told),
+            cpu_ms=spent_ms / max(len(told), 1),
+        )
+
+    runs = {name: tuple(run(strategy, seed) for seed in seeds) for name, strategy in strategies.items()}
     return ReplayResult(
         size=len(trials),
         invalid=sum(trial.outcome.is_failure for trial in trials) / len(trials),
@@ -190,33 +206,6 @@ def _checked(search: Strategy | Iterable[Strategy]) -> dict[str, Strategy]:
             raise ValueError(f"search holds {name!r} twice: give each function a name of its own, with def")
         named[name] = strategy
     return named
-
-
-def _run(
-    strategy: Strategy,
-    space: Space,
-    seed: int,
-    by_config: dict[str, Trial],
-    max_trials: int,
-    batch: int,
-    enough_ms: float,
-) -> SearchRun:
-    began = time.process_time()
-    search = make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
-    told: list[Trial] = []
-    while len(told) < max_trials and (asked := search.ask(min(batch, max_trials - len(told)))):
-        for config in asked:
-            told.append(by_config[text_of(config)])
-            search.tell(config, told[-1])
-    spent_ms = 1e3 * (time.process_time() - began)
-    figures = [_figure(trial) for trial in told]
-    return SearchRun(
-        seed=seed,
-        best_ms=tuple(itertools.accumulate(figures, min)),
-        evaluations=next((number for number, figure in enumerate(figures, 1) if figure <= enough_ms), None),
-        failures=sum(trial.outcome.is_failure for trial in told),
-        cpu_ms=spent_ms / max(len(told), 1),
-    )
 
 
 _LARGEST_BYTES = 1 << 30
