@@ -65,7 +65,8 @@ def render(results: Sequence[ResultData]) -> str:
     if not results:
         raise ValueError("there is no result to report on: give at least one")
     data = page_data(results)
-    script = _script()
+    parts = "".join(_read(f"{name}.js") for name in _SCRIPTS)
+    script = f'(() => {{\n"use strict";\n{parts}}})();\n'
     slots = {
         "title": html.escape(f"{data['title']} · tuning report"),
         "summary": html.escape(_in_words(data)),
@@ -100,12 +101,6 @@ def _in_words(data: JsonObject) -> str:
         time = "" if problem["bestMs"] is None else f", {problem['bestMs']:g} ms"
         parts.append(f"{problem['label']}: {problem['bestText']}{time}")
     return "; ".join(parts)
-
-
-@functools.cache
-def _script() -> str:
-    parts = "".join(_read(f"{name}.js") for name in _SCRIPTS)
-    return f'(() => {{\n"use strict";\n{parts}}})();\n'
 
 
 @functools.cache
