@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import engine_kernels
@@ -721,3 +722,24 @@ def test_a_shard_that_was_given_up_does_not_go() -> None:
                 other.poll(0.01)
         assert found[-1] is False
     assert contact.reach(address, 1, {}) is False  # its submitter is gone
+
+
+def test_an_interrupt_ends_the_wait_for_the_tasks_of_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Future[Any]] = [Future(), Future()]
+    tasks = (SimpleNamespace(future=lambda end=end: end) for end in ends)
+    functions = SimpleNamespace(remote=lambda: next(tasks))
+    connected = SimpleNamespace(
+        is_initialized=lambda: True, remote=lambda **_: lambda fn: functions, cancel=lambda *_, **__: None
+    )
+    monkeypatch.setitem(sys.modules, "ray", connected)
+    executor = quarantune.ray.executor()
+    cancelled, running = executor.submit(print), executor.submit(print)
+    assert cancelled.cancel()
+    ends[1].set_running_or_notify_cancel()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(running, "exception", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        executor.shutdown()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from typing import Any
 
 
@@ -62,7 +62,7 @@ class _RayExecutor(Executor):
                 future.cancel()
         if wait:
             for future in futures:
-                with contextlib.suppress(BaseException):
+                with contextlib.suppress(CancelledError):
                     future.exception()
 
 
