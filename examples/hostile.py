@@ -257,7 +257,10 @@ def main() -> None:
     x = jnp.ones((256, 256))
     grandchild = f"left-{os.getpid()}"
 
-    result = kernel.tune(x, grandchild=grandchild)
+    # A worker with a GPU needs more memory and more time by itself.
+    own = {} if jax.default_backend() == "cpu" else {"memory_limit": "1.6GB", "compile_timeout": 4, "timeout": 6}
+    with quarantune.settings(**own):
+        result = kernel.tune(x, grandchild=grandchild)
     print(result.table())
 
     complaints = [
