@@ -30,6 +30,7 @@ def moved(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Aut
     return move
 
 
+@pytest.mark.usefixtures("quiet_place")
 @everywhere
 def test_a_list_for_a_static_argument_fails_and_the_tuple_is_tuned(isolation: str, cache_dir: Path) -> None:
     fn = moved()
