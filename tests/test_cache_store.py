@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import math
 import os
@@ -128,6 +129,25 @@ def test_no_nan_or_infinity_reaches_the_file(store: Store, value: Any) -> None:
     with pytest.raises(ValueError, match="NaN or infinity"):
         store.put("f", "cpu", "k", {"time_ms": value})
     assert not store.path("f").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "fault"),
+    [
+        ({"config": 3}, "its config is 3, not a dict"),
+        ({"config": {"n": functools.reduce(lambda inner, _: [inner], range(150), 1)}}, "nested more than 100 deep"),
+        ({"config": {"n": 1}, "time_ms": -1.0}, "its time_ms is -1.0, not a time"),
+        ({"config": {"n": 1}, "schema": SCHEMA + 1}, "newer than"),
+    ],
+)
+def test_an_entry_that_no_reader_would_accept_is_refused_and_the_others_stay(
+    store: Store, entry: dict[str, Any], fault: str
+) -> None:
+    store.put("f", "cpu", "k", ENTRY)
+    with pytest.raises(CacheWriteError, match=fault):
+        store.put("f", "cpu", "k2", entry)
+    assert store.read("f") == {"cpu": {"k": STORED}}
+    assert sorted(os.listdir(store.directory)) == [".f.json.lock", "f.json"]
 
 
 def test_numpy_values_are_stored_as_plain_ones(store: Store) -> None:

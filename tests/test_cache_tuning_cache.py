@@ -271,8 +271,19 @@ def test_problems_names_every_problem_and_changes_nothing(cache: TuningCache) ->
 @pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
 @pytest.mark.parametrize("entry", [{"config": 3}, {}, {"config": None}])
 def test_an_entry_without_a_usable_config_is_a_miss(cache: TuningCache, entry: dict[str, object]) -> None:
-    Store(cache.directory).put("f", "cpu", "[1]", entry)
+    cache.directory.mkdir()
+    Store(cache.directory).path("f").write_text(json.dumps({"cpu": {"[1]": {"schema": SCHEMA} | entry}}))
     assert cache.get("f", [1], "cpu") is None
+
+
+def test_a_config_that_no_reader_would_accept_stays_in_memory_and_costs_no_other(cache: TuningCache) -> None:
+    cache.put("f", 1, "cpu", {"BM": 1})
+    with pytest.warns(CacheWarning, match="kept in memory only: .* its time_ms is 0, not a time"):
+        cache.put("f", 2, "cpu", {"BM": 2}, time_ms=0)
+    assert cache.get("f", 2, "cpu") == {"BM": 2}
+    other = TuningCache(cache.directory)
+    assert other.get("f", 1, "cpu") == {"BM": 1}
+    assert other.problems() == []
 
 
 def test_a_config_that_cannot_be_saved_stays_in_memory_with_one_warning(tmp_path: Path) -> None:

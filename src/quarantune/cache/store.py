@@ -301,6 +301,18 @@ def encode(contents: Contents) -> bytes:
     return encoded
 
 
+def _check_readable(path: Path, offered: Contents) -> None:
+    """Raises where readers would take new entries for damage, and set aside the file that holds them.
+
+    Raises:
+        CacheWriteError: they would.
+    """
+    try:
+        _decode_entries(encode(offered), path)
+    except (DamagedError, NewerSchemaError) as error:
+        raise CacheWriteError(f"nothing was saved, because no reader would accept it: {error}") from None
+
+
 @contextlib.contextmanager
 def _typed_errors(path: Path) -> Iterator[None]:
     """Turns errors of the block, which changes a file, into `CacheWriteError` with a remedy."""
@@ -422,6 +434,8 @@ class Store:
             device: {key: plain({"schema": SCHEMA} | dict(entry)) for key, entry in entries.items()}
             for device, entries in contents.items()
         }
+        for device, key, entry in _each(offered):
+            _check_readable(self.path(name), {device: {key: entry}})
         with self._lock(name):
             for path, part in self._places(name, offered).items():
                 self._file(path).replace(functools.partial(_joined, part, prefer))
