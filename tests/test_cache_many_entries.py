@@ -205,6 +205,14 @@ def test_an_entry_of_a_large_file_is_found_without_decoding_the_others(
     assert reader.get("f", "tpu", "last") == OTHER
 
 
+@pytest.mark.parametrize("line", [b'"k": {}, "k": 5', b'"k": {}}, "cpu": 5, "gpu": {'])
+def test_a_forged_line_of_a_large_file_is_damage(store: Store, line: bytes) -> None:
+    store.directory.mkdir()
+    store.path("f").write_bytes(b'{"a": {}, "%b": {},\n"cpu": {\n  %b\n}\n}' % (b"x" * (1 << 20), line))
+    with pytest.warns(CacheWarning, match="set aside"):
+        assert store.get("f", "cpu", "k") is None
+
+
 # --- damage -------------------------------------------------------------------------------------------------
 
 
