@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import pickle
@@ -10,6 +11,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -576,6 +578,20 @@ def test_whatever_a_stranger_says_shards_are_heard() -> None:
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(10) == b""
         line.close()
+
+
+def test_a_shard_whose_machine_is_gone_before_the_answer_has_ended() -> None:
+    begun: list[int] = []
+    contacts = contact.Contacts(lambda number, about: begun.append(number) is None)
+    with contextlib.closing(contacts):
+        shard = socket.create_connection(("127.0.0.1", contacts.address.port))
+        shard.sendall(json.dumps({"token": contacts.address.token, "shard": 1, "about": {}}).encode() + b"\n")
+        shard.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # `close` resets it
+        shard.close()
+        heard: list[Said] = []
+        assert eventually(lambda: heard.extend(contacts.poll(0.01)) or heard, timeout_s=5)
+    assert begun == [1]
+    assert [(said.number, str(said.message)) for said in heard] == [(1, "its connection has ended")]
 
 
 def test_a_stranger_that_never_stops_talking_is_cut_off() -> None:

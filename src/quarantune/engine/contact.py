@@ -162,9 +162,9 @@ class Contacts:
             token.encode(errors="backslashreplace"), self._token.encode()
         )
         if is_ours and isinstance(shard, int) and isinstance(about, dict) and self._may_go(shard, about):
+            peer.shard = shard  # it has begun: where it cannot be answered, that is its end
             with contextlib.suppress(OSError):
                 peer.connection.send(b'{"go": true}\n')
-                peer.shard = shard
                 return True
         peer.is_over = True
         return False
