@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import subprocess
 import tempfile
 import textwrap
@@ -185,6 +186,16 @@ def test_the_mode_of_a_file_that_was_there_before_is_not_changed(shared: Path) -
     for name in (".f.json.lock", PLACES["journal"][0], problem_file("lock")):
         assert (shared / name).stat().st_mode & 0o777 == 0o600
     assert (shared / "f.json").stat().st_mode & 0o777 == 0o666
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_file_in_the_place_of_a_link_is_not_writable_for_others(tmp_path: Path, shares: bool) -> None:
+    (tmp_path / "result.json").symlink_to("elsewhere")
+    with Directory(tmp_path, shares=shares) as place:
+        place.replace("result.json", b"{}")
+    about = (tmp_path / "result.json").lstat()
+    assert stat.S_ISREG(about.st_mode)
+    assert not about.st_mode & 0o022
 
 
 def test_a_pipe_in_the_place_of_a_lock_is_refused_at_once(shared: Path) -> None:

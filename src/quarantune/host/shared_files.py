@@ -150,8 +150,8 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
         fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
         def take_place(content: bytes) -> None:
-            if not self._shares and self.is_there(target):
-                os.fchmod(fd, stat.S_IMODE(self.status(target).st_mode))
+            if not self._shares and self.is_there(target) and stat.S_ISREG(mode := self.status(target).st_mode):
+                os.fchmod(fd, stat.S_IMODE(mode))  # that of a link would let everybody write
             write_all(fd, content)
             os.fsync(fd)
             if not self.is_same(name, fd):
