@@ -384,14 +384,17 @@ attempt(fn)  # the next sweep is not affected
     run(script, cwd=tmp_path)
 
 
-def test_an_exception_of_a_signal_handler_while_the_caller_traces_is_raised_unchanged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("handler", ["handler", "functools.partial(functools.partial(handler))"])
+def test_an_exception_of_a_signal_handler_while_the_caller_traces_is_raised_unchanged(
+    tmp_path: Path, handler: str
+) -> None:
     script = f"""{KERNEL}
 import functools, signal
 
 class TooLong(Exception): ...
 def handler(number, frame):
     raise TooLong("the caller's own deadline")
-signal.signal(signal.SIGUSR1, handler)
+signal.signal(signal.SIGUSR1, {handler})
 caller, armed = os.getpid(), True
 
 @quarantune.autotune({{"n": [1, 2]}}, rep=1, warmup=0)

@@ -515,6 +515,8 @@ def _handlers() -> set[types.CodeType]:
     found = set()
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
         if callable(handler):
             function = handler if isinstance(handler, types.FunctionType) else getattr(handler, "__func__", None)
             code = getattr(function or inspect.getattr_static(type(handler), "__call__", None), "__code__", None)
