@@ -55,6 +55,18 @@ def test_entry_result_and_report_name_the_commit(repository: Path, cache_dir: Pa
     assert f'"commit":"{result.commit}"' in (repository / "report.html").read_text()
 
 
+def test_the_commit_is_not_that_of_a_repository_in_the_environment(
+    repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    subprocess.run(["git", "-C", str(other), "init", "-q"], check=True)
+    expected = head(repository)[:12]
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))  # a hook of that repository runs this process
+    monkeypatch.setenv("GIT_WORK_TREE", str(other))
+    process._commit.cache_clear()
+    assert process.commit_of(loaded(repository / "src" / "kernels.py").scaled) == expected
+
+
 def test_without_a_repository_there_is_no_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function = loaded(repository / "src" / "kernels.py").scaled
     installed = repository / "site-packages"

@@ -35,6 +35,8 @@ PROGRAMS = ("__main__", "__mp_main__", "<run_path>")
 _adopted = ""
 _is_former = contextvars.ContextVar("_is_former", default=False)
 _GIT_PATIENCE_S = 2.0
+_OTHER_REPOSITORY = frozenset({"GIT_DIR", "GIT_COMMON_DIR", "GIT_WORK_TREE"})
+"""Variables that name a repository whatever the directory is, as git sets them for hooks and `git rebase --exec`."""
 _STOPPED_S = 0.5
 """A longer gap between two looks means that this process was stopped: its loops look every twentieth of a second."""
 _T = TypeVar("_T")
@@ -177,9 +179,10 @@ def commit_of(function: types.FunctionType | None) -> str:
 def _commit(directory: str) -> str:
     """Returns the commit of a directory, as it was when this process asked first: that of the code it has loaded."""
     command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
+    variables = {name: value for name, value in os.environ.items() if name not in _OTHER_REPOSITORY}
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_PATIENCE_S, check=True
+            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_PATIENCE_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""
