@@ -229,6 +229,20 @@ def test_a_journal_that_becomes_large_goes_on_in_another_file(
     assert troublesome(tmp_path, "f", "cpu") == {f'{{"BM":{n}}}': outcome for n, outcome in last.items()}
 
 
+def test_a_small_journal_is_read_where_little_memory_is_left(tmp_path: Path) -> None:
+    Journal(tmp_path, "f", "cpu", "k").append({"n": 1})
+    script = """
+import pathlib, resource, sys
+from quarantune.cache.journal import Journal
+pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + (256 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+print(Journal(pathlib.Path(sys.argv[1]), "f", "cpu", "k").records())
+"""
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.stdout == "[{'n': 1}]\n", done.stderr
+
+
 def test_trouble_is_remembered_for_a_device_and_all_its_problems(tmp_path: Path) -> None:
     assert troublesome(tmp_path, "f", "cpu") == {}
     remember_trouble(tmp_path, "f", "cpu", {"BN": 1, "BM": np.int64(2)}, "crashed")
