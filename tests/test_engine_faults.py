@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import queue
 import resource
 import select
 import signal
@@ -110,6 +111,34 @@ class Breaking(ThreadPoolExecutor):
         future: Future[Any] = Future()
         future.set_exception(BrokenProcessPool("a child process terminated abruptly"))
         return future
+
+
+class Silent(Executor):
+    """Takes work and does none."""
+
+    def __init__(self) -> None:
+        self.taken: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.taken.put(future)
+        return future
+
+
+def test_an_engine_that_does_not_answer_holds_up_no_other_one() -> None:
+    silent, found = Silent(), threading.Event()
+    waits = threading.Thread(target=lambda: distributed.device(silent))
+    waits.start()
+    asked = silent.taken.get(timeout=10)
+    with ThreadPoolExecutor(1) as pool:
+        asks = threading.Thread(target=lambda: (distributed.device(pool), found.set()))
+        asks.start()
+        try:
+            assert found.wait(20)
+        finally:
+            asked.set_result(remote.describe())
+            asks.join()
+            waits.join()
 
 
 def test_no_config_is_blamed_for_a_pool_that_broke_before_its_shard_began() -> None:

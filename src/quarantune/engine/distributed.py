@@ -15,7 +15,6 @@ from quarantune.devices.targets import Target
 from quarantune.engine import remote, shards
 from quarantune.engine.remote import End
 from quarantune.engine.shards import Shard, Shards, Silence
-from quarantune.host.process import new_lock
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
 from quarantune.scheduler.plan import NOTHING_MORE, Proof
@@ -234,7 +233,6 @@ _LOOK_S = 0.2
 """Ctrl-C ends a wait for an engine within this time."""
 
 _devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionary()
-_lock = new_lock()
 
 
 def device(executor: Executor) -> Target:
@@ -244,14 +242,13 @@ def device(executor: Executor) -> Target:
         EngineError: the engine cannot run anything, or its machine has other versions than this one.
     """
     executor = executor.executor if isinstance(executor, WholeSweeps) else executor
-    with _lock:
-        try:
-            known = _devices.get(executor)
-        except TypeError:  # it has no hash, or no weak references
-            return _ask(executor)
-        if known is None:
-            known = _devices[executor] = _ask(executor)
-        return known
+    try:
+        known = _devices.get(executor)
+    except TypeError:  # it has no hash, or no weak references
+        return _ask(executor)
+    if known is None:  # without a lock, as an engine may take minutes to answer, and another one none
+        known = _devices[executor] = _ask(executor)
+    return known
 
 
 def _ask(executor: Executor) -> Target:
