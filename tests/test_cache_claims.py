@@ -72,6 +72,22 @@ def test_one_claim_at_a_time_and_the_next_after_its_release(make: Callable[..., 
     other.release()
 
 
+def test_hosts_whose_kernels_have_no_boot_id_are_not_taken_for_one(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quarantune.cache.claims.boot_id", lambda: "")
+    holder, rival = make(), make()
+    assert holder.try_acquire()
+    holder._path.with_suffix(".lock").unlink()  # the lock of one host has no effect on another
+    monkeypatch.setattr("quarantune.cache.store.this_host", lambda: "0123456789ab")
+    assert not rival.try_acquire()
+    assert holder.refresh()
+    age(holder, 100)
+    assert rival.try_acquire()
+    rival.release()
+    holder.release()
+
+
 def test_different_problems_are_claimed_independently(tmp_path: Path) -> None:
     claims = [Claim(tmp_path, *names) for names in (("f", "cpu", "a"), ("f", "cpu", "b"), ("f", "gpu", "a"))]
     assert [claim.try_acquire() for claim in claims] == [True] * 3
