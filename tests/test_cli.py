@@ -482,6 +482,17 @@ def test_old_results_are_pruned_with_their_trials_and_others_stay(run: Run, fill
     assert lock.exists()
 
 
+@pytest.mark.filterwarnings("always::quarantune.cache.CacheWarning")
+def test_a_dry_run_changes_nothing(run: Run, filled: Store) -> None:
+    (filled.directory / "package.json").write_text('{"name": "of another program"}')
+    before = sorted(os.listdir(filled.directory))
+    code, out, err = run("cache", "prune", "--older-than", "30d", "--dry-run")
+    assert code == 0
+    assert out.endswith("3 results would be removed\n")
+    assert "package.json" in err
+    assert sorted(os.listdir(filled.directory)) == before
+
+
 def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> None:
     from quarantune.cache import entries
 

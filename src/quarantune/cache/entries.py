@@ -325,6 +325,8 @@ def prune(
     Raises:
         CacheWriteError: something could not be removed; the message says why.
     """
+    if dry_run:
+        store = Store(store.directory, read_only=True)  # sets no damage aside
     now_s = time.time()
     files = list(_remains(store.directory, now_s, is_chosen))
     results: list[CacheKey] = []
