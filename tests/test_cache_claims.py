@@ -16,6 +16,7 @@ from helpers import python
 from quarantune.cache import CacheWriteError
 from quarantune.cache.claims import Claim, wait
 from quarantune.cache.store import Owner
+from quarantune.host.shared_files import Directory
 
 HOLD = """
 import fcntl, sys
@@ -86,6 +87,27 @@ def test_hosts_whose_kernels_have_no_boot_id_are_not_taken_for_one(
     assert rival.try_acquire()
     rival.release()
     holder.release()
+
+
+def test_a_claim_made_while_a_damaged_one_is_set_aside_is_respected(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick, slow = make(), make()
+    quick._path.parent.mkdir()
+    quick._path.write_text('{"who": "knows"}')
+    age(quick, 100)
+    find_free_name = Directory.free_name
+
+    def after_the_other(place: Directory, name: str) -> str:
+        monkeypatch.undo()
+        while not quick.held:  # it may give way once, to the one that has the lock
+            quick.try_acquire()
+        return find_free_name(place, name)
+
+    monkeypatch.setattr(Directory, "free_name", after_the_other)
+    assert not slow.try_acquire()
+    assert quick.refresh()
+    quick.release()
 
 
 def test_different_problems_are_claimed_independently(tmp_path: Path) -> None:

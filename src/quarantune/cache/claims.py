@@ -268,10 +268,12 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
                 place.link(renamed, self._name)
         elif expected is None and not self._is_unfinished(renamed):
             aside = place.free_name(self._name)
-            place.rename(renamed, aside)
-            report_once(
-                f"{str(self._path)!r} is no claim of ours; it was set aside as {str(place.path / aside)!r}: look at it"
-            )
+            with contextlib.suppress(FileNotFoundError):  # whoever has made a claim meanwhile has removed it
+                place.rename(renamed, aside)
+                report_once(
+                    f"{str(self._path)!r} is no claim of ours; it was set aside as {str(place.path / aside)!r}: "
+                    f"look at it"
+                )
         place.remove(renamed)
         return not mistaken
 
