@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import Any
 
@@ -152,7 +152,7 @@ class Shards:
             if self._pending:
                 warn_of_descriptors(self._name, self._most)
             return False
-        running = sum(1 for _ in self._running())
+        running = len(self._running())
         waiting = len(self._shards) - running
         if not self._source.is_closed:
             return waiting < (1 if self._is_heard else _UNSEEN_OF_SEARCH)
@@ -161,7 +161,7 @@ class Shards:
     def _next(self) -> Shard | None:
         """Returns the next shard; None where there is none for now."""
         if self._pending:
-            return joined(self._pending, self._largest, sum(1 for _ in self._running()))
+            return joined(self._pending, self._largest, len(self._running()))
         if self._source.is_closed:
             return None
         taken = self._source.take(LEAST)
@@ -243,7 +243,7 @@ class Shards:
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
-        running = list(self._running())
+        running = self._running()
         for shard in running:
             assert shard.began is not None
             if now > shard.began + self._deadline_s(len(shard.given)) + _GRACE_S:
@@ -254,8 +254,8 @@ class Shards:
             most = max(len(shard.indices) for shard in self._shards.values())
             self._silence.check(works_s=0.0 if self._is_heard else self._deadline_s(most))
 
-    def _running(self) -> Iterator[Shard]:
-        return (shard for shard in self._shards.values() if shard.began is not None)
+    def _running(self) -> list[Shard]:
+        return [shard for shard in self._shards.values() if shard.began is not None]
 
     # Ending
 
