@@ -160,6 +160,26 @@ def test_a_function_that_names_the_mesh_of_the_context_finds_it_in_workers(run_s
 
 
 @pytest.mark.slow
+def test_kernels_tuned_in_a_jitted_function_are_those_that_its_calls_look_up(run_script: Callable[..., None]) -> None:
+    run_script(
+        """
+        @quarantune.autotune({"n": [1, 2]})
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def kernel(x, n: int = 1):
+            return x * n / n
+
+        whole = quarantune.contextual_autotune(jax.jit(lambda x: kernel(x) + 1), n_repeat=1)
+        x = place(X, jax.make_mesh((2,), ("a",), axis_types=(AxisType.Explicit,)), "a")
+        result = whole.tune(x)
+        assert '"explicit":["a"]' in result.kernels[0].key, result.kernels
+        with quarantune.settings(on_miss="error"):
+            np.testing.assert_array_equal(whole(x), X + 1)
+        """,
+        devices=2,
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, run_script: Callable[..., None]) -> None:
     run_script(

@@ -17,7 +17,7 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.host.process import new_lock
-from quarantune.transport.problem import as_structs, assignment_in_force
+from quarantune.transport.problem import assignment_in_force
 from quarantune.values.codec import JsonObject, as_json, decode_json, frozen, text_of
 from quarantune.values.configs import Config
 
@@ -207,7 +207,6 @@ class Runner:
     def traced_report(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
         """Returns the report of a jitted function under an assignment, after tracing it here."""
         fn: Any = self._fn
-        args, kwargs = as_structs(args, kwargs)
         assignment = Assignment(text)
         assignment.text += f" {next(_numbers)}"  # else, JAX would not trace again what it has traced before
         with assignment.in_force():
