@@ -119,6 +119,24 @@ def test_a_function_that_names_no_axis_is_tuned_for_one_shard(run_script: Callab
 
 
 @pytest.mark.slow
+def test_kernels_are_not_tuned_alone_to_see_which_axes_are_named(run_script: Callable[..., None]) -> None:
+    run_script(
+        """
+        @quarantune.autotune({"n": [1, 2]}, rep=1)
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def double(x, n: int = 1):
+            return 2 * x
+
+        summed = quarantune.contextual_autotune(jax.jit(lambda x: jax.lax.psum(double(x), "i")), n_repeat=1)
+        mesh = Mesh(np.array(jax.devices()), ("i",))
+        per_shard = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P("i"), out_specs=P()))
+        np.testing.assert_array_equal(per_shard(X), 2 * X.reshape(4, 2, 4).sum(0))
+        assert sweeps == [], "by the time of the whole alone"
+        """,
+    )
+
+
+@pytest.mark.slow
 def test_generated_arrays_differ_only_along_axes_that_vary(run_script: Callable[..., None]) -> None:
     run_script(
         """

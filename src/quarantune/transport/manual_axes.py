@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from quarantune import jax_internals
 from quarantune.host.process import answer_of
+from quarantune.transport import assignment
 from quarantune.transport.arrays import ArraySpec, mesh_like
 from quarantune.values.describe import sharding_of
 
@@ -58,8 +60,9 @@ class Axes:
 def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Axes | None:
     """Returns the axes of a call whose function communicates over one of them; None for any other call.
 
-    If there are such axes, the function is traced with its defaults. A function whose trace fails counts as one that
-    does not communicate, as other configs must not be tried in the caller's process.
+    If there are such axes, the function is traced with its defaults, and so are the kernels that it calls, which are
+    not tuned for that. A function whose trace fails counts as one that does not communicate, as other configs must not
+    be tried in the caller's process.
 
     Args:
         fn: the jitted function.
@@ -69,7 +72,8 @@ def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     bound = jax_internals.bound_axes()
     if not bound:
         return None
-    used = answer_of(lambda: set(_names(fn.trace(*args, **kwargs).jaxpr.jaxpr, bound)))
+    with assignment.without_tuning(), set_xla_metadata(quarantune="axes"):  # apart from what calls trace
+        used = answer_of(lambda: set(_names(fn.trace(*args, **kwargs).jaxpr.jaxpr, bound)))
     if not used:
         return None
     around = jax.sharding.get_abstract_mesh()
