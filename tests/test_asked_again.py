@@ -152,6 +152,17 @@ def test_a_tuner_whose_function_has_no_defaults_says_what_to_set() -> None:
     assert str(caught.value).endswith("tune it with QUARANTUNE_ON_MISS=tune, or give its tunables defaults")
 
 
+def test_a_miss_names_the_setting_with_which_the_call_would_run() -> None:
+    dropped = scaled({"n": [0, 1]}, name="dropped", prune_fn=lambda config, x: config["n"] > 0)
+    whole = quarantune.contextual_autotune(lambda x: dropped(x), name="whole")
+    for function in (dropped, whole):
+        with quarantune.settings(on_miss="error"), pytest.raises(CacheMissError) as caught:
+            function(X)
+        assert str(caught.value).endswith("or allow defaults with QUARANTUNE_ON_MISS=default")
+        with quarantune.settings(on_miss="default"), pytest.warns(CacheWarning, match="running with its defaults"):
+            np.testing.assert_array_equal(function(X), X)
+
+
 # --- a config put by hand -----------------------------------------------------------------------------------
 
 

@@ -357,7 +357,7 @@ class Resolver:
         if settings.on_miss not in where:
             from quarantune.resolve import similar
 
-            raise CacheMissError(similar.explain(self._known, described, settings))
+            raise CacheMissError(similar.explain(self._known, described, settings, may_run_untuned=bool(where)))
         why = f"ON_MISS={settings.on_miss}" if settings.record is None else "recorded, to be tuned later"
         cache.report_once(f"{described.call.name}: not tuned for this call, running with its defaults ({why})")
 

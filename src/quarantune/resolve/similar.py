@@ -61,12 +61,12 @@ def _kept(entry: Entry, keyed: KeyedCall) -> Config | None:
     return config if config is not None and keyed.call.keeps(config) else None
 
 
-def explain(known: KnownResults, keyed: KeyedCall, settings: Settings) -> str:
+def explain(known: KnownResults, keyed: KeyedCall, settings: Settings, *, may_run_untuned: bool) -> str:
     """Returns a message about a call for which no layer has a usable entry: the key, the layers, the nearest entry."""
     layers = [store.label for store in known.layers(settings)]
     name = keyed.call.name
     wanted = f"{name}: nothing is cached for {cache.canonical_json(keyed.readable)} on {keyed.key.device!r}"
-    fix = f"{_FIX}, or give its tunables defaults" if keyed.call.untuned is None else _ALLOW
+    fix = _ALLOW if may_run_untuned else f"{_FIX}, or give its tunables defaults"
     if settings.disable_cache:
         return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
     candidates = [(_differences(keyed, record, settings), store) for store, record in known.entries(settings)]
