@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -361,6 +362,13 @@ def test_equal_instances_share_an_entry_and_others_do_not(sweeps: list[str]) -> 
     for factor in (5.0, 5.0, 6.0):
         np.testing.assert_array_equal(Scaler(factor).scale(X), X * factor)
     assert len(sweeps) == 2
+
+
+@pytest.mark.parametrize("again", [copy.copy, lambda method: pickle.loads(cloudpickle.dumps(method))])
+def test_a_method_can_be_copied_and_sent_as_any_other_method(again: Callable[[Any], Any]) -> None:
+    method = again(Scaler(3.0).scale)
+    assert method.__name__ == "scale"
+    np.testing.assert_array_equal(method(X, n=2), X * 3)
 
 
 # --- the configs --------------------------------------------------------------------------------------------

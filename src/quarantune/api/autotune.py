@@ -433,6 +433,10 @@ class BoundMethod(Generic[_P, _R]):
             raise AttributeError(f"{type(self.__wrapped__).__name__!r} object has no attribute {name!r}")
         return functools.partial(getattr(self.__wrapped__, name), self._instance)
 
+    def __reduce__(self) -> Any:
+        """Pickles and copies the function and the instance, as a method does."""
+        return BoundMethod, (self.__wrapped__, self._instance)
+
 
 class AutoTuner(Tuned):
     """Tunes any callable that takes a config as keyword arguments.
