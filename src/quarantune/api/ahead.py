@@ -14,7 +14,6 @@ from quarantune.api.autotune import Autotuned, AutoTuner, Tuned
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.resolve.resolver import keyed_for_engine
-from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep
 from quarantune.sweep.limits import Isolation, SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest
@@ -39,23 +38,6 @@ def is_same(recorded: RecordedCall, tuned: Tuned, args: tuple[Any, ...], kwargs:
     """Returns whether a call that was made again from its record has the key of that call."""
     described = keyed_for_engine(tuned._bind(args, kwargs)[1], environment.current())
     return RecordedCall.of(described).identity == recorded.identity
-
-
-def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, anew: bool) -> TuningResult:
-    """Returns the result for a call, from the cache or by tuning now.
-
-    Args:
-        tuned: the function.
-        args: the positional arguments of the call.
-        kwargs: its keyword arguments.
-        anew: whether to tune even if a result is cached.
-
-    Raises:
-        TuningFailedError: every config failed.
-        TypeError: the function does not take these arguments.
-    """
-    resolver, call = tuned._bind(args, kwargs)
-    return resolver.tune(call) if anew else resolver.result(call)
 
 
 def run_alone(

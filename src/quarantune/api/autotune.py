@@ -31,7 +31,6 @@ from quarantune.host.process import hide_own_frames, module_name, own_frames_hid
 from quarantune.resolve.call_key import BoundCall, TunedFunction
 from quarantune.resolve.resolver import Resolver
 from quarantune.transport.problem import (
-    Arguments,
     assignment_in_force,
     bind_config,
     jitted_with,
@@ -129,12 +128,42 @@ class Tuned:
         """Binds a call, and returns its resolver."""
         return self._resolver, self._resolver.bind(args, kwargs)
 
+    def forget(self, device: str = "", key: str = "") -> None:
+        """Has all calls ask for their choices again, where some are kept; see `on_forgetting`."""
+
+    def result(self, call: tuple[tuple[Any, ...], Mapping[str, Any]], *, anew: bool = False) -> TuningResult:
+        """Returns the result for a call; for `tune_many` and the command line.
+
+        Args:
+            call: its positional and its keyword arguments.
+            anew: whether to tune even if a result is cached.
+
+        Raises:
+            TuningFailedError: every config failed.
+            TypeError: the function does not take these arguments.
+        """
+        try:
+            resolver, bound = self._bind(*call)
+            return resolver.tune(bound) if anew else resolver.result(bound)
+        finally:
+            self.forget()
+
 
 class TunedCallable(Tuned, Generic[_P, _R]):
     """A tuned function that is called like the function itself; in the body of a class, it becomes a method."""
 
     __wrapped__: Callable[_P, _R]
-    _signature: inspect.Signature
+    _memo: Memo[Any]
+    """The choices for calls so far."""
+
+    def __init__(self, fn: Callable[_P, _R], signature: inspect.Signature, name: str, options: Options) -> None:
+        functools.update_wrapper(cast("Any", self), fn)
+        self.name = name
+        self._signature = signature
+        self._options = options
+        self._jit_options = jax_internals.jit_options(fn) if jax_internals.is_jitted(fn) else None
+        self._memo = {}
+        on_forgetting(self.forget)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Self: ...
@@ -150,7 +179,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
 
     def forget(self, device: str = "", key: str = "") -> None:
         """Has all calls ask for their choices again; see `on_forgetting`."""
-        raise NotImplementedError
+        self._memo.clear()
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -159,6 +188,18 @@ class TunedCallable(Tuned, Generic[_P, _R]):
                 return resolver.tune(call, resume=resume)
         finally:
             self.forget()
+
+    def _parts(self) -> tuple[Any, ...]:
+        """Returns the arguments beside the function with which this is made again."""
+        return (dataclasses.replace(self._options, name=self.name),)  # a worker's `__main__` is another
+
+    def __reduce__(self) -> Any:
+        """Pickles by name, or as the function with its configs and options; results stay in this process."""
+        from quarantune.transport import importable, pickling  # calls do not need them
+
+        if importable.travels_by_name(self):
+            return self.__wrapped__.__qualname__
+        return _rebuild, (type(self), self._parts(), *pickling.parts_of(self.__wrapped__))
 
 
 class Autotuned(TunedCallable[_P, _R]):
@@ -181,21 +222,14 @@ class Autotuned(TunedCallable[_P, _R]):
                 f"autotune wraps a function that jax.jit has wrapped, and {_name_of(fn)!r} is a {type(fn).__name__}: "
                 f"put @jax.jit(static_argnames=[...]) between @autotune(...) and the function"
             )
-        functools.update_wrapper(self, fn)
-        self.__wrapped__ = fn
-        self._jitted: Any = fn
         label = getattr(fn, "__qualname__", "fn")
-        self._signature = inspect.signature(inspect.unwrap(fn))
-        self._configs = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=self._signature)
-        self._options = options
-        self.name = options.name or f"{module_name(fn)}.{label}"
+        signature = inspect.signature(inspect.unwrap(fn))
+        self._configs = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
+        super().__init__(fn, signature, options.name or f"{module_name(fn)}.{label}", options)
         self._resolver = self._resolver_of(self._configs, options)
-        self._jit_options = jax_internals.jit_options(fn)
-        self._own_memo: Memo[Callable[..., _R]] = {}
         self._partial: dict[frozenset[str], Resolver] = {}
         self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
         register_kernel(self)
-        on_forgetting(self.forget)
 
     def _resolver_of(self, configs: Any, options: Options) -> Resolver:
         options = dataclasses.replace(options, name=self.name)
@@ -239,14 +273,6 @@ class Autotuned(TunedCallable[_P, _R]):
     def options(self) -> Options:
         """The options that the function was autotuned with."""
         return self._options
-
-    def result(self, call: Arguments) -> TuningResult:
-        """Returns the result for a call, from the cache or by tuning now; for `tune_many`."""
-        try:
-            resolver, bound = self._bind(*call)
-            return resolver.result(bound)
-        finally:
-            self.forget()
 
     @overload
     def tune(self, *args: _P.args, **kwargs: _P.kwargs) -> TuningResult: ...
@@ -309,7 +335,7 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def forget(self, device: str = "", key: str = "") -> None:
         """Has all calls ask for their choices again; see `on_forgetting`."""
-        self._own_memo.clear()
+        super().forget()
         self._last = _NOTHING
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> Config | None:
@@ -324,12 +350,12 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """Lowers the function with the best config, as `jax.jit(...).lower` does."""
-        jitted, config = jitted_with(self._jitted, self._config(args, kwargs))
+        jitted, config = jitted_with(self.__wrapped__, self._config(args, kwargs))
         return jitted.lower(*args, **kwargs, **config)
 
     def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """Traces the function with the best config, as `jax.jit(...).trace` does."""
-        jitted, config = jitted_with(self._jitted, self._config(args, kwargs))
+        jitted, config = jitted_with(self.__wrapped__, self._config(args, kwargs))
         return jitted.trace(*args, **kwargs, **config)
 
     def eval_shape(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
@@ -340,26 +366,20 @@ class Autotuned(TunedCallable[_P, _R]):
         """
         resolver, call = self._bind(args, kwargs)
         config = {} if call.given else resolver.lookup(call)
-        keywords, _ = split_config(self._jitted, config or {})
-        return self._jitted.eval_shape(*args, **kwargs, **keywords)
+        keywords, _ = split_config(self.__wrapped__, config or {})
+        jitted: Any = self.__wrapped__
+        return jitted.eval_shape(*args, **kwargs, **keywords)
 
     def clear_cache(self) -> None:
         """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
-        jax_internals.clear_caches(self._jitted)
+        jax_internals.clear_caches(self.__wrapped__)
 
     def __repr__(self) -> str:
         """Returns the name of the tuned function, marked as tuned."""
         return f"<autotuned {self.name}>"
 
-    def __reduce__(self) -> Any:
-        """Pickles by name, or as the function with its configs and options; results stay in this process."""
-        from quarantune.transport import importable, pickling  # calls do not need them
-
-        if importable.travels_by_name(self):
-            return self.__qualname__
-        options = dataclasses.replace(self._options, name=self.name)  # a worker's `__main__` is another
-        function, jit, file = pickling.parts_of(self._jitted)
-        return _rebuild, (function, jit, self._configs, options, file)
+    def _parts(self) -> tuple[Any, ...]:
+        return self._configs, *super()._parts()
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""
@@ -370,7 +390,7 @@ class Autotuned(TunedCallable[_P, _R]):
         key = memo_key(self._jit_options, args, kwargs)
         assignment = assignment_in_force.get()
         context = read_context()
-        memos: Memo[Callable[..., _R]] = self._own_memo if assignment is None else assignment.memo(self)
+        memos: Memo[Callable[..., _R]] = self._memo if assignment is None else assignment.memo(self)
         memo = {} if key is None else memos.setdefault(context, {})
         if key is not None and (bound := memo.get(key)) is not None:
             self._keep_ready(context, args, kwargs, bound)
@@ -390,7 +410,7 @@ class Autotuned(TunedCallable[_P, _R]):
             if key is None and not self._options.time_grad:
                 from quarantune.transport import differentiation  # calls outside a trace do not need it
 
-                differentiation.explain_failure(self._jitted, config, args, kwargs, name=self.name)
+                differentiation.explain_failure(self.__wrapped__, config, args, kwargs, name=self.name)
         if key is not None:
             memo[key] = bound
             self._keep_ready(context, args, kwargs, bound)
@@ -486,11 +506,6 @@ class AutoTuner(Tuned):
             resolver, call = self._bind(args, kwargs)
             return resolver.tune(call, resume=True) if resume else resolver.result(call)
 
-    def result(self, call: Arguments) -> TuningResult:
-        """Returns the result for a call, as `run` does; for `tune_many`."""
-        resolver, bound = self._bind(*call)
-        return resolver.result(bound)
-
 
 def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
     """Returns a key that is equal for the calls of one function that JAX, and the function, do not tell apart.
@@ -555,12 +570,10 @@ def on_engine(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> Iterat
         yield {name: value for name, value in kwargs.items() if name not in own}, bool(own.get("resume"))
 
 
-def _rebuild(
-    plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options, file: str = ""
-) -> Any:
+def _rebuild(kind: Callable[..., Any], given: tuple[Any, ...], *function: Any) -> Any:
     from quarantune.transport import pickling  # calls do not need it
 
-    return Autotuned(pickling.from_parts(plain, jit, file), configs, options)
+    return kind(pickling.from_parts(*function), *given)
 
 
 def _name_of(fn: object) -> str:

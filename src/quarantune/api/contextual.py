@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
-from quarantune import jax_internals
-from quarantune.api.autotune import Autotuned, Memo, TunedCallable, memo_key, read_context
+from quarantune.api.autotune import Autotuned, TunedCallable, memo_key, read_context
 from quarantune.host.process import cache_name, lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import assignment_in_force, describe_function
 from quarantune.values.codec import is_whole
 from quarantune.values.configs import Config
-from quarantune.values.settings import ContextualKeywords, Options, checked_options, on_forgetting
+from quarantune.values.settings import ContextualKeywords, Options, checked_options
 
 if TYPE_CHECKING:
     from quarantune.resolve.contextual_job import ContextualFunction
@@ -102,18 +99,8 @@ class Contextual(TunedCallable[_P, _R]):
             raise TypeError(
                 f"{fn!r} is tuned already: contextual_autotune goes on a function that calls autotuned kernels"
             )
-        _, self._signature, self._static_names = describe_function(fn)
-        functools.update_wrapper(self, fn)
-        self.__wrapped__ = fn
-        self.name = options.name or cache_name(fn)
-        self._options = options
-        self._jit_options = jax_internals.jit_options(fn) if self._static_names is not None else None
-        self._memo: Memo[str] = {}
-        on_forgetting(self.forget)
-
-    def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `on_forgetting`."""
-        self._memo.clear()
+        _, signature, self._static_names = describe_function(fn)
+        super().__init__(fn, signature, options.name or cache_name(fn), options)
 
     @lazy
     def _resolver(self) -> Resolver:
@@ -136,7 +123,7 @@ class Contextual(TunedCallable[_P, _R]):
                 self._resolver.config(self._resolver.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
         key = memo_key(self._jit_options, args, kwargs)
-        memo = self._memo.setdefault(read_context(), {})
+        memo: dict[Hashable, str] = self._memo.setdefault(read_context(), {})
         text = memo.get(key) if key is not None else None
         if text is None:
             with own_frames_hidden():
@@ -180,18 +167,3 @@ class Contextual(TunedCallable[_P, _R]):
     def __repr__(self) -> str:
         """Returns the name of the tuned function, marked as tuned."""
         return f"<contextually autotuned {self.name}>"
-
-    def __reduce__(self) -> Any:
-        """Pickles by name, or as the function with its options; results stay in this process."""
-        from quarantune.transport import importable, pickling
-
-        if importable.travels_by_name(self):
-            return self.__wrapped__.__qualname__
-        options = dataclasses.replace(self._options, name=self.name)
-        return _rebuild, (options, *pickling.parts_of(self.__wrapped__))
-
-
-def _rebuild(options: Options, *parts: Any) -> Any:
-    from quarantune.transport import pickling
-
-    return Contextual(pickling.from_parts(*parts), options)

@@ -113,7 +113,7 @@ def _ends(tuned: Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace
         try:
             with input_errors(TypeError, ValueError, ImportError):
                 anew = options.force and not known
-                result = ahead.result_of(tuned, call.args, call.kwargs, anew=anew)
+                result = tuned.result((call.args, call.kwargs), anew=anew)
             yield result, known[index] if known else result.from_cache not in (False, "default")
         except TuningFailedError as error:
             yield error, False
@@ -281,7 +281,7 @@ def _ended(call: RecordedCall, made: _Made, status: str) -> _Ended:
     tuned, again = made
     ended: End
     try:
-        ended = ahead.result_of(tuned, again.args, again.kwargs, anew=False)
+        ended = tuned.result((again.args, again.kwargs))
     except Exception as error:  # the others are tuned all the same
         failed = TuningFailedError(message_of(error), trials=(), key="")
         ended, status = error if isinstance(error, TuningFailedError) else failed, _FAILED
