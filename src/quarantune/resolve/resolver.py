@@ -379,7 +379,7 @@ def _coordination(settings: Settings) -> jax_internals.Coordination | None:
 
 def _seen(call: BoundCall) -> tuple[list[Config], JsonObject]:
     """Returns the configs of a call that are worth a worker, and its config space."""
-    kept = [call.configs[index] for index in call.configs.listed() if index not in call.pruned]
+    kept = [call.configs[index] for index in call.configs.listed() if call.configs.keeps(index)]
     return kept, call.space
 
 
@@ -503,8 +503,22 @@ class KnownResults:
         return True
 
     def layers(self, settings: Settings) -> Iterator[Store]:
-        """Yields the stores where results are looked up."""
-        return iter(()) if settings.disable_cache else open_layers(settings, self._function.options.tables)
+        """Yields the stores where results are looked up, in their order, each opened when it is needed.
+
+        They are the user's cache, the directories of `CACHE_PATH`, and the tables of the function's author and of
+        installed packages.
+        """
+        if settings.disable_cache:
+            return
+        yield open_store(settings)
+        for directory in settings.cache_path:
+            if _is_there(directory, f"QUARANTUNE_CACHE_PATH names {str(directory)!r}"):
+                yield Store(directory, read_only=True)
+        if (tables := self._function.options.tables) is not None:
+            directory = table_directory(tables)
+            if _is_there(directory, f"tables={tables!r} stands for {str(directory)!r}"):
+                yield Store(directory, read_only=True, label=f"the table {tables}")
+        yield from _installed(tuple(sys.path))
 
     def entries(self, settings: Settings) -> Iterator[tuple[Store, CacheRecord]]:
         """Yields the entries of all layers, in their order, each with its layer."""
@@ -544,24 +558,6 @@ def dict_or_empty(value: Any) -> JsonObject:
 def open_store(settings: Settings) -> Store:
     """Returns the store of results in the cache directory."""
     return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
-
-
-def open_layers(settings: Settings, tables: str | None) -> Iterator[Store]:
-    """Yields the layers in the order of look-ups, each opened when it is needed.
-
-    Args:
-        settings: the operator's settings, with the user's cache and the directories of `CACHE_PATH`.
-        tables: the table that the function's author names, as `package:directory`.
-    """
-    yield open_store(settings)
-    for directory in settings.cache_path:
-        if _is_there(directory, f"QUARANTUNE_CACHE_PATH names {str(directory)!r}"):
-            yield Store(directory, read_only=True)
-    if tables is not None:
-        directory = table_directory(tables)
-        if _is_there(directory, f"tables={tables!r} stands for {str(directory)!r}"):
-            yield Store(directory, read_only=True, label=f"the table {tables}")
-    yield from _installed(tuple(sys.path))
 
 
 def _is_there(directory: Path, origin: str) -> bool:
