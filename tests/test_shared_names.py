@@ -242,7 +242,7 @@ if __name__ == "__main__":
     here = template.shared()
     directory = contain.common_directory(here.token)
     for _ in range(2):
-        here.open(Open({}, None, loads_plugins=True), payload_fd=-1, arrays_fd=-1)
+        here.open(Open({}, None, loads_plugins=False, has_directory=True), payload_fd=-1, arrays_fd=-1)
     while not os.path.isdir(directory):
         time.sleep(0.005)
     assert os.stat(directory).st_mode & 0o777 == 0o700

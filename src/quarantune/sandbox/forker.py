@@ -123,8 +123,7 @@ class _Forker:
 
         Args:
             lifeline_pid: the process that this one must not outlive.
-            directory: the directory in memory that it makes for all sweeps on accelerators; empty for a sweep's
-                template.
+            directory: the directory in memory that it makes for sweeps that share one; empty for a sweep's template.
         """
         self._directory = directory
         self._selector = selectors.DefaultSelector()
@@ -202,7 +201,7 @@ class _Forker:
         match order:
             case Open():
                 connection_fd, payload_fd, arrays_fd = (*fds, -1, -1)[:3]
-                if order.loads_plugins:
+                if order.has_directory:
                     with contextlib.suppress(OSError):  # it is there already, or the system has no room for it
                         os.mkdir(self._directory, 0o700)
                 self._add(_Client(_connection(connection_fd), order, payload_fd, arrays_fd))

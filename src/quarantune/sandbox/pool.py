@@ -116,6 +116,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         environ: Mapping[str, str] | None = None,
         modules: Sequence[str] = (),
         plugins: bool = False,
+        directory: bool = False,
         warm_up: JsonObject | None = None,
     ) -> None:
         """Prepares a sandbox; `open` starts it.
@@ -127,6 +128,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             environ: environment variables that all of its processes get in addition to the caller's.
             modules: modules that its workers, and this process, are known to import sooner or later.
             plugins: whether workers need JAX's plugins for devices other than the CPU.
+            directory: whether they share a directory in memory, with the workers of other sweeps of this process.
             warm_up: the task by which the process's template prepares for such sweeps; None for none.
         """
         self._payload_fd = payload_fd
@@ -136,6 +138,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         self._environ: dict[str, str] = {}
         self._modules = modules
         self._loads_plugins = plugins
+        self._has_directory = directory
         self._warm_up = warm_up
         self._selector = selectors.DefaultSelector()
         self._template: template.Template | None = None
@@ -225,7 +228,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         }
         if self._warm_up is not None:
             self._template.warm_up(self._environ, self._warm_up)
-        sweep = Open(self._environ, _cwd(), self._loads_plugins)
+        sweep = Open(self._environ, _cwd(), self._loads_plugins, self._has_directory)
         link = self._template.open(sweep, payload_fd=self._payload_fd, arrays_fd=self._arrays_fd)
         self._add_link(link, self._template.pid)
 

@@ -24,11 +24,13 @@ class Open:
         environ: the environment of the sweep's template and its workers.
         cwd: their working directory; None where the caller's no longer exists.
         loads_plugins: whether its workers need JAX's plugins for devices other than the CPU.
+        has_directory: whether its workers share the directory in memory of the process's template.
     """
 
     environ: Mapping[str, str]
     cwd: str | None
     loads_plugins: bool
+    has_directory: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

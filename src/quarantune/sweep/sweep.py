@@ -250,6 +250,7 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
             environ=environ,
             modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
             plugins=problem.platform != "cpu",
+            directory=problem.platform in ("cuda", "rocm") and request.target is None,
             warm_up=codec.encode(target) if target is not None and can_warm_up else None,
         ) as sandbox:
             yield Routes(
