@@ -185,6 +185,21 @@ def test_the_first_call_of_a_jitted_function_finds_the_program_of_its_sweep(comp
     assert any("compile_time_saved" in event for event in compiles), compiles
 
 
+def test_what_a_jitted_function_prints_as_it_is_traced_is_heard_once(capsys: pytest.CaptureFixture[str]) -> None:
+    heard = kernel("heard", {"ms": [1, 2]}, lambda x, ms: x + 0 * ms)
+
+    @quarantune.contextual_autotune(n_repeat=1)
+    @jax.jit
+    def whole(x: Any) -> Any:
+        print("traced")
+        return heard(x)
+
+    whole.tune(X)
+    assert "traced" not in capsys.readouterr().out
+    whole(X)
+    assert capsys.readouterr().out.count("traced") == 1
+
+
 def test_untuned_a_function_runs_with_its_kernels_own_defaults() -> None:
     only = kernel("only", {"ms": [7, 8]}, lambda x, ms: x + ms)
 

@@ -239,7 +239,7 @@ def test_prints_are_heard_again_though_another_thread_redirected_them_meanwhile(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before, elsewhere = sys.stdout, contextlib.redirect_stdout(io.StringIO())
-    with proof._unheard():
+    with proof.unheard():
         print("unheard")
         elsewhere.__enter__()
     elsewhere.__exit__(None, None, None)

@@ -25,7 +25,7 @@ from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
 from quarantune.scheduler.plan import NOTHING_MORE
-from quarantune.sweep import sweep
+from quarantune.sweep import proof, sweep
 from quarantune.sweep.limits import EXHAUSTED, Isolation, SearchLimits, isolation_of
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.searching import Searching
@@ -312,7 +312,8 @@ class ContextualJob(TuningJob):
     def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
         if jax_internals.is_jitted(problem.fn):  # a worker has traced it without harm
-            report = runner.traced_report(text, problem.args, problem.kwargs)
+            with proof.unheard():
+                report = runner.traced_report(text, problem.args, problem.kwargs)
             return self._with_objects(assignment.read_report(report))
         if isolation_of(self._settings, problem) is Isolation.NONE:
             return self._with_objects(assignment.read_report(runner.report({KEY: text})))

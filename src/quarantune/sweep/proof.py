@@ -100,7 +100,7 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
     args, kwargs = call_as_structs(call)
     # What JAX traces under other metadata it keeps apart.
     with (
-        _unheard(),
+        unheard(),
         jax_internals.outside_of_traces(),
         set_xla_metadata(**({} if number is None else {"quarantune": str(number)})),
     ):
@@ -122,7 +122,7 @@ class _Others:
 
 
 @contextlib.contextmanager
-def _unheard() -> Iterator[None]:
+def unheard() -> Iterator[None]:
     """Loses what this thread prints in the block: the function prints while it is traced, and was not called yet."""
     before = sys.stdout
     sys.stdout = others = _Others(before)
