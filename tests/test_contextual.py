@@ -499,6 +499,13 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: 
         quarantune.contextual_autotune(**options)
 
 
+def test_a_gradient_is_refused_where_a_function_cannot_be_jitted_again() -> None:
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    whole = quarantune.contextual_autotune(jax.jit(lambda x: x.sum(), out_shardings=there), time_grad=True)
+    with pytest.raises(TypeError, match=r"time_grad .* jax.jit was given out_shardings, which would be lost"):
+        whole(X)
+
+
 def test_an_autotuned_kernel_itself_is_refused() -> None:
     with pytest.raises(TypeError, match="goes on a function that calls autotuned kernels"):
         quarantune.contextual_autotune(kernel("only", {"ms": [1]}))

@@ -463,9 +463,19 @@ class ContextualFunction(TunedFunction):
     most_configs = _MOST_CONFIGS
 
     def __init__(self, fn: Callable[..., Any], **about: Any) -> None:
-        """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune."""
+        """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune.
+
+        Raises:
+            TypeError: as for `TunedFunction`, or `time_grad` needs a function that can be jitted anew.
+        """
         super().__init__(fn, Space([{KEY: assignment.encode({}, others=OWN)}]), **about)
         self.runner = Runner(fn)
+        if self.options.time_grad and not jax_internals.is_jitted(self.compiled_fn):
+            bound = " and ".join(jax_internals.jit_options(fn).cannot_travel)
+            raise TypeError(
+                f"{self.name}: time_grad differentiates the function, which has to be jitted again for that, and "
+                f"jax.jit was given {bound}, which would be lost: leave one or the other out"
+            )
 
     @property
     def compiled_fn(self) -> Any:
