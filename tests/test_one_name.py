@@ -1,17 +1,14 @@
-"""One file has one name, however its functions and classes came to be in a process, and old results are found."""
+"""One file has one name, however its functions and classes came to be in a process."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import run_python
-
-from quarantune.devices import discovery
 
 DATA = Path(__file__).parent / "data" / "named"
 PROGRAM = str(DATA / "pkg" / "mod.py")
@@ -83,20 +80,6 @@ def test_a_file_has_one_name_however_it_runs(name: str, way: str, tuned: Path) -
 def test_runpy_gives_a_file_the_name_of_its_script(tmp_path: Path) -> None:
     program = "import json, runpy, sys; print(json.dumps([runpy.run_path(sys.argv[1])['kernel'].name]))"
     assert python(["-c", program, PROGRAM], tmp_path) == ["mod.kernel"]
-
-
-@pytest.mark.parametrize(
-    ("name", "start"), [("mod", [PROGRAM]), pytest.param("pkg.mod", ["-m", "pkg.mod"], marks=pytest.mark.slow)]
-)
-def test_results_that_an_earlier_version_saved_for_a_program_are_found(
-    name: str, start: list[str], tmp_path: Path
-) -> None:
-    directory = DATA / f"python{sys.version_info.major}.{sys.version_info.minor}"
-    if not directory.is_dir():
-        pytest.skip("nothing was recorded with this version of Python")
-    ((entries),) = json.loads((directory / "mod.kernel.json").read_text()).values()
-    (tmp_path / "mod.kernel.json").write_text(json.dumps({discovery.platform_and_kind(None)[1]: entries}))
-    assert python([*start, "report"], tmp_path) == [f"{name}.kernel", {"n": 1}]
 
 
 @pytest.mark.long

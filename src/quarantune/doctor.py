@@ -12,13 +12,11 @@ import logging
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -634,70 +632,18 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-# --- two ranks of one program that shall agree ---
+# --- the ranks of this program ---
 
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-_PROGRAM = """
-import sys
-import jax
-from quarantune.jax_internals import coordination
-
-address, rank = sys.argv[1], int(sys.argv[2])
-jax.distributed.initialize(address, num_processes=2, process_id=rank, initialization_timeout=40)
-store = coordination()
-won = store.write("quarantune/doctor", str(rank))
-print("won" if won else "lost", store.read("quarantune/doctor"))
-jax.distributed.shutdown()
-"""
-"""One of two processes that offer a value for one key; the first wins, and both read its value."""
+"""Variables in which launchers say how many processes a program has."""
 
 
 def ranks(settings: Settings) -> Check:
-    """Returns the ranks of this program, and whether two ranks on this machine agree."""
+    """Returns the ranks of this program, and whether they agree on configs."""
     if (here := jax_internals.coordination()) is not None:
         agree = "they agree on one config" if settings.agree else "QUARANTUNE_AGREE=0: each tunes for itself"
         return ok("ranks", f"this is rank {here.rank} of {here.ranks}; {agree}")
-    said = _two_ranks() and _two_ranks()  # another program may take the port between choosing and using it
-    if said:
-        return warn(
-            "ranks",
-            f"two processes with jax.distributed on this machine did not agree: {said}",
-            "let programs of several processes share a QUARANTUNE_CACHE_DIR that was filled before, and see that this "
-            "machine's processes can connect to 127.0.0.1",
-        )
-    found = "two processes with jax.distributed agreed on this machine"
     tasks = {name: os.environ.get(name, "") for name in _LAUNCHERS}
     if several := [f"{name}={number}" for name, number in tasks.items() if number.isdigit() and int(number) > 1]:
-        found += f"; {several[0]}: call jax.distributed.initialize before the first tuned call"
-    if settings.agree:
-        return ok("ranks", found)
-    return warn(
-        "ranks",
-        f"{found}, but QUARANTUNE_AGREE=0: each rank chooses for itself, and ranks whose collectives depend on the "
-        "config hang",
-        "unset QUARANTUNE_AGREE",
-    )
-
-
-def _two_ranks() -> str:
-    """Lets two processes offer a value each; returns the reason why they did not agree, or an empty text."""
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{chosen.getsockname()[1]}"
-    path = os.pathsep.join([str(Path(quarantune.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environ = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "JAX_PLATFORMS": "cpu"}
-
-    def run(rank: int) -> subprocess.CompletedProcess[str]:
-        command = [interpreter(), "-c", _PROGRAM, address, str(rank)]
-        return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_PATIENCE_S, check=False)
-
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            said = list(pool.map(run, range(2)))
-    except subprocess.TimeoutExpired:
-        return f"they did not end within {_PATIENCE_S:g} s"
-    answers = sorted(process.stdout.split() for process in said)
-    if [answer[0] for answer in answers if answer] == ["lost", "won"] and answers[0][1] == answers[1][1]:
-        return ""
-    errors = [line for process in said for line in process.stderr.strip().splitlines()[-1:]]
-    return errors[0][:200] if errors else f"they said {answers}"
+        return warn("ranks", several[0], "call jax.distributed.initialize before the first tuned call")
+    return ok("ranks", "this program has one process")

@@ -30,13 +30,12 @@ def function_of(tuned: Tuned) -> TunedFunction:
 
 def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a result is remembered for a call on the devices that would tune it, and is thorough enough."""
-    resolver, call = tuned._bind(args, kwargs)
-    return resolver.is_known(call)
+    return tuned._resolver.is_known(tuned._resolver.bind(args, kwargs))
 
 
 def is_same(recorded: RecordedCall, tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a call that was made again from its record has the key of that call."""
-    described = keyed_for_engine(tuned._bind(args, kwargs)[1], environment.current())
+    described = keyed_for_engine(tuned._resolver.bind(args, kwargs), environment.current())
     return RecordedCall.of(described).identity == recorded.identity
 
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.host.process import hide_own_frames, module_name, own_frames_hidden
-from quarantune.resolve.call_key import BoundCall, TunedFunction
+from quarantune.resolve.call_key import TunedFunction
 from quarantune.resolve.resolver import Resolver
 from quarantune.transport.problem import (
     assignment_in_force,
@@ -124,10 +124,6 @@ class Tuned:
 
     _resolver: Resolver
 
-    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
-        """Binds a call, and returns its resolver."""
-        return self._resolver, self._resolver.bind(args, kwargs)
-
     def forget(self, device: str = "", key: str = "") -> None:
         """Has all calls ask for their choices again, where some are kept; see `on_forgetting`."""
 
@@ -143,8 +139,8 @@ class Tuned:
             TypeError: the function does not take these arguments.
         """
         try:
-            resolver, bound = self._bind(*call)
-            return resolver.tune(bound) if anew else resolver.result(bound)
+            bound = self._resolver.bind(*call)
+            return self._resolver.tune(bound) if anew else self._resolver.result(bound)
         finally:
             self.forget()
 
@@ -184,8 +180,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             with own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
-                resolver, call = self._bind(args, kwargs)
-                return resolver.tune(call, resume=resume)
+                return self._resolver.tune(self._resolver.bind(args, kwargs), resume=resume)
         finally:
             self.forget()
 
@@ -226,27 +221,10 @@ class Autotuned(TunedCallable[_P, _R]):
         signature = inspect.signature(inspect.unwrap(fn))
         self._configs = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
         super().__init__(fn, signature, options.name or f"{module_name(fn)}.{label}", options)
-        self._resolver = self._resolver_of(self._configs, options)
-        self._partial: dict[frozenset[str], Resolver] = {}
+        options = dataclasses.replace(options, name=self.name)
+        self._resolver = Resolver(TunedFunction.of(fn, self._configs, options, need_defaults=True))
         self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
         register_kernel(self)
-
-    def _resolver_of(self, configs: Any, options: Options) -> Resolver:
-        options = dataclasses.replace(options, name=self.name)
-        return Resolver(TunedFunction.of(self.__wrapped__, configs, options, need_defaults=True))
-
-    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
-        """Binds a call, and returns its resolver: that of the other tunables where `partial` lets the call set some."""
-        resolver = self._resolver
-        call = resolver.bind(args, kwargs)
-        if self._options.partial and (given := call.given) and given != call.tunables:
-            if given not in self._partial:
-                options = dataclasses.replace(self._options, prune_fn=None)  # which needs whole configs
-                self._partial[given] = self._resolver_of(
-                    lambda *args, **kwargs: resolver.bind(args, kwargs).other_configs(), options
-                )
-            return self._partial[given], self._partial[given].bind(args, kwargs)
-        return resolver, call
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for these arguments."""
@@ -340,8 +318,7 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
-        resolver, call = self._bind(args, kwargs)
-        config = resolver.lookup(call)
+        config = self._resolver.lookup(self._resolver.bind(args, kwargs))
         return None if config is None else as_given(config)
 
     def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -364,8 +341,8 @@ class Autotuned(TunedCallable[_P, _R]):
         The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does, because JAX
         keeps its trace for the calls that follow.
         """
-        resolver, call = self._bind(args, kwargs)
-        config = {} if call.given else resolver.lookup(call)
+        call = self._resolver.bind(args, kwargs)
+        config = {} if call.given else self._resolver.lookup(call)
         keywords, _ = split_config(self.__wrapped__, config or {})
         jitted: Any = self.__wrapped__
         return jitted.eval_shape(*args, **kwargs, **keywords)
@@ -383,8 +360,8 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""
-        resolver, call = self._bind(args, kwargs)
-        return {} if call.given else resolver.config(call) or {}
+        call = self._resolver.bind(args, kwargs)
+        return {} if call.given else self._resolver.config(call) or {}
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         key = memo_key(self._jit_options, args, kwargs)
@@ -395,12 +372,12 @@ class Autotuned(TunedCallable[_P, _R]):
         if key is not None and (bound := memo.get(key)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
-        resolver, call = self._bind(args, kwargs)
+        call = self._resolver.bind(args, kwargs)
         config: Config = {}
         if call.given:
             bound = self.__wrapped__
         else:
-            chosen, is_settled = resolver.choice(call)
+            chosen, is_settled = self._resolver.choice(call)
             if chosen is None:
                 return self.__wrapped__(*args, **kwargs)
             config = chosen
@@ -414,7 +391,7 @@ class Autotuned(TunedCallable[_P, _R]):
         if key is not None:
             memo[key] = bound
             self._keep_ready(context, args, kwargs, bound)
-        with resolver.seeding_compilation(config, args, kwargs):
+        with self._resolver.seeding_compilation(config, args, kwargs):
             return bound(*args, **kwargs)
 
     def _keep_ready(
@@ -503,8 +480,8 @@ class AutoTuner(Tuned):
             CacheMissError: nothing is cached and `ON_MISS` is `error`.
         """
         with own_frames_hidden(), on_engine(self._resolver.function.signature, kwargs) as (kwargs, resume):
-            resolver, call = self._bind(args, kwargs)
-            return resolver.tune(call, resume=True) if resume else resolver.result(call)
+            call = self._resolver.bind(args, kwargs)
+            return self._resolver.tune(call, resume=True) if resume else self._resolver.result(call)
 
 
 def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:

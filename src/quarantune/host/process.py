@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import gc
 import importlib.metadata
@@ -33,7 +32,6 @@ _NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "cloudpickle", "psutil", "plat
 PROGRAMS = ("__main__", "__mp_main__", "<run_path>")
 """The modules of programs: in their own process, in a child of `multiprocessing`, and where `runpy` runs a file."""
 _adopted = ""
-_is_former = contextvars.ContextVar("_is_former", default=False)
 _GIT_PATIENCE_S = 2.0
 _OTHER_REPOSITORY = frozenset({"GIT_DIR", "GIT_COMMON_DIR", "GIT_WORK_TREE"})
 """Variables that name a repository whatever the directory is, as git sets them for hooks and `git rebase --exec`."""
@@ -212,32 +210,7 @@ def module_name(fn: Callable[..., Any]) -> str:
 def module_of(thing: Any) -> str:
     """Returns the module of a function or class, for a key or a fingerprint."""
     module = getattr(thing, "__module__", None)
-    return str(module) if module not in PROGRAMS or is_former() else _program_of(thing, module)
-
-
-def as_formerly(make: Callable[[], _T]) -> _T:
-    """Calls a function with the names of earlier versions, where `__main__` was a module as others."""
-    context = contextvars.copy_context()
-    context.run(_is_former.set, True)
-    return context.run(make)
-
-
-def is_former() -> bool:
-    """Returns whether `as_formerly` asks for the names of earlier versions."""
-    return _is_former.get()
-
-
-def former_name(fn: Callable[..., Any], name: str) -> str:
-    """Returns the name that a function had in the cache of earlier versions.
-
-    Args:
-        fn: the function.
-        name: its name in the cache.
-    """
-    raw, now = getattr(fn, "__module__", None), module_name(fn)
-    if raw not in PROGRAMS or not name.startswith(f"{now}."):
-        return name
-    return (now.rpartition(".")[2] if raw == "__main__" else raw) + name.removeprefix(now)
+    return str(module) if module not in PROGRAMS else _program_of(thing, module)
 
 
 def program_name() -> str:

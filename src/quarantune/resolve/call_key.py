@@ -16,7 +16,7 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, report_once, short_hash
 from quarantune.devices import discovery
-from quarantune.host.process import as_formerly, cache_name, is_former, lazy
+from quarantune.host.process import cache_name, lazy
 from quarantune.transport.problem import (
     Arguments,
     CallDescription,
@@ -97,7 +97,6 @@ class TunedFunction:
                     f"on it, or leave {option} out"
                 )
         self.tunables = frozenset() if callable(self.configs) else frozenset(self.configs.names)
-        self._fingerprints: dict[bool, Fingerprint] = {}
 
     @classmethod
     def of(
@@ -158,13 +157,10 @@ class TunedFunction:
         """What takes a config, and is compiled with it."""
         return self.fn
 
-    @property
+    @lazy
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the function's code and of the options that affect which config wins."""
-        kept, version = self._fingerprints, is_former()
-        if version not in kept:
-            kept[version] = fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
-        return kept[version]
+        return fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
 
     @lazy
     def identity(self) -> str:
@@ -288,8 +284,7 @@ class BoundCall:
 
         Results of such a call are found without the configs: the code of the callable stands for them.
         """
-        options = self.function.options
-        return callable(self.function.configs) and options.key_fn is None and not options.partial
+        return callable(self.function.configs) and self.function.options.key_fn is None
 
     @lazy
     def space(self) -> JsonObject:
@@ -355,15 +350,6 @@ class BoundCall:
         given = self.function.signature.bind(*self.args, **self.kwargs).arguments
         may_be = [name for name in given if self.function.parameters[name].default is not inspect.Parameter.empty]
         return self.tunables.intersection(may_be) if may_be else frozenset()
-
-    def other_configs(self) -> list[Config]:
-        """Returns configs without the tunables that the caller sets: those that agree with it, or all if none does."""
-        arguments = self.function.signature.bind(*self.args, **self.kwargs).arguments
-        given = {name: freeze(arguments[name]) for name in self.given}
-        listed = [self.configs[index] for index in self.configs.listed()]
-        agreeing = [config for config in listed if config == {**config, **given}] or listed
-        kept = [config for config in agreeing if self.keeps({**config, **given})]
-        return [{name: value for name, value in config.items() if name not in given} for config in kept]
 
     @lazy
     def defaults(self) -> Config:
@@ -446,17 +432,6 @@ class KeyedCall:
     def readable(self) -> JsonObject:
         """The values of the key in a form that people can read."""
         return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
-
-    @lazy
-    def former_text(self) -> str:
-        """The text of the key in earlier versions."""
-
-        def text() -> str:
-            former = _description(self.call).key_values  # the part that `key_fn` returned stays
-            values = {name: former.get(name, value) for name, value in self.values.items()}
-            return _text(values, self.call, self.jax_state)
-
-        return as_formerly(text)
 
     @property
     def arguments(self) -> JsonObject:

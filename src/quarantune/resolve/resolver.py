@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune import cache, jax_internals
 from quarantune.cache import Entry, Store
-from quarantune.host.process import entry_points, former_name, in_sandbox, lazy
+from quarantune.host.process import entry_points, in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
 from quarantune.transport.problem import assignment_in_force
 from quarantune.values import describe
@@ -403,7 +403,8 @@ class KnownResults:
         if (known := self._winners.get(keyed.key)) is not None:
             return known
         for store in self.layers(settings):
-            found = self._usable(self._entry(store, keyed), keyed.call, settings, is_own=not store.read_only)
+            entry = store.get(self._function.name, keyed.key.device, keyed.key.text)
+            found = self._usable(entry, keyed.call, settings, is_own=not store.read_only)
             if found is not None and (known is None or not found.is_estimate):
                 _logger.debug("%s: found in %s", self._function.name, store.label)
                 known = found
@@ -412,14 +413,6 @@ class KnownResults:
         if known is not None:
             self._winners[keyed.key] = known
         return known
-
-    def _entry(self, store: Store, keyed: KeyedCall) -> Entry | None:
-        """Returns the entry for a call, which an earlier version may have saved under another name."""
-        name, key = self._function.name, keyed.key
-        if (entry := store.get(name, key.device, key.text)) is not None:
-            return entry
-        former = former_name(self._function.fn, name), keyed.former_text
-        return None if former == (name, key.text) else store.get(former[0], key.device, former[1])
 
     def is_enough(self, known: Known, settings: Settings) -> bool:
         """Returns whether a result is as thorough as the call demands; if not, its search goes on.

@@ -121,7 +121,6 @@ class Options:
         devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
             effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
         tables: `package:directory`, results that a package ships; they are looked up after the user's cache.
-        partial: whether the other tunables are tuned where a call sets some by hand; if not, the tuner steps aside.
     """
 
     name: str | None = None
@@ -149,7 +148,6 @@ class Options:
     seed: int = 0
     devices_per_trial: int = 1
     tables: str | None = None
-    partial: bool = False
 
     def __post_init__(self) -> None:
         fields = dataclasses.fields(self)
@@ -252,7 +250,6 @@ class OptionKeywords(ContextualKeywords, total=False):
     objective: str | Callable[[Trial], float]
     warmup: int
     rep: int
-    partial: bool
 
 
 def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
