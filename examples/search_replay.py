@@ -1,7 +1,7 @@
 """Compares searches on recorded GPU spaces, without a device: how many trials until the best config is found?
 
     python examples/search_replay.py                                      # the recordings in examples/spaces
-    python examples/search_replay.py my.json.gz cache_dir/matmul.trials   # one's own, or those of Kernel Tuner and KTT
+    python examples/search_replay.py my.json.gz cache_dir/matmul.trials   # one's own, or other tuners'
 
 At the end, one table has a row for each recording. Those in `examples/spaces` were made on an NVIDIA H200 by
 `examples/benchmarks/record_spaces.py`.
@@ -10,13 +10,70 @@ At the end, one table has a row for each recording. Those in `examples/spaces` w
 from __future__ import annotations
 
 import argparse
+import gzip
 import importlib.util
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import quarantune
+from quarantune import Outcome, Phase, Trial
 
 SPACES = Path(__file__).parent / "spaces"
+_MS_PER_UNIT = {
+    **dict.fromkeys(("", "ms", "millisecond", "milliseconds", "miliseconds"), 1.0),
+    **dict.fromkeys(("s", "second", "seconds"), 1e3),
+    **dict.fromkeys(("us", "microsecond", "microseconds"), 1e-3),
+    **dict.fromkeys(("ns", "nanosecond", "nanoseconds"), 1e-6),
+}
+_ENDS = {
+    "correct": (Outcome.OK, Phase.MEASURE),
+    "compile": (Outcome.ERROR, Phase.COMPILE),
+    "runtime": (Outcome.ERROR, Phase.MEASURE),
+    "correctness": (Outcome.WRONG, Phase.CHECK),
+    "timeout": (Outcome.TIMEOUT, Phase.MEASURE),
+    "Ok": (Outcome.OK, Phase.MEASURE),
+    "CompilationFailed": (Outcome.ERROR, Phase.COMPILE),
+    "ComputationFailed": (Outcome.ERROR, Phase.MEASURE),
+    "DeviceLimitsExceeded": (Outcome.ERROR, Phase.COMPILE),
+    "ValidationFailed": (Outcome.WRONG, Phase.CHECK),
+}
+"""How a config ended, by the words of T4 JSON and of KTT."""
+
+
+def read(path: Path) -> list[Trial] | Path:
+    """Returns the trials of T4 JSON or of the output of KTT, perhaps compressed; the path of any other recording."""
+    if not path.name.endswith((".json", ".json.gz")):
+        return path
+    data = path.read_bytes()
+    about = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    if "results" in about:
+        unit = str((about.get("metadata") or {}).get("timeunit", ""))
+        # Those that break a constraint were never tried.
+        return [_t4_trial(row, unit) for row in about["results"] if row["invalidity"] != "constraints"]
+    if "Results" in about:
+        unit = str((about.get("Metadata") or {}).get("TimeUnit", ""))
+        return [_ktt_trial(row, unit) for row in about["Results"]]
+    return path
+
+
+def _t4_trial(row: dict[str, Any], unit: str) -> Trial:
+    objective = (row.get("objectives") or ["time"])[0]
+    measured = {item["name"]: item for item in row.get("measurements") or ()}
+    item = measured.get("time") or measured.get(objective) or {}
+    return _trial({**row["configuration"]}, row["invalidity"], item.get("value"), item.get("unit") or unit)
+
+
+def _ktt_trial(row: dict[str, Any], unit: str) -> Trial:
+    config = {item["Name"]: item["Value"] for item in row["Configuration"]}
+    return _trial(config, row["Status"], row.get("TotalDuration"), unit)
+
+
+def _trial(config: dict[str, Any], ended: str, value: Any, unit: str) -> Trial:
+    outcome, phase = _ENDS.get(ended, (Outcome.ERROR, None))
+    time_ms = value * _MS_PER_UNIT[unit.lower()] if outcome is Outcome.OK else None
+    return Trial(config=config, outcome=outcome, phase=phase, time_ms=time_ms)
 
 
 def main() -> None:
@@ -38,7 +95,7 @@ def main() -> None:
     summary = []
     for recorded in recordings:
         result = quarantune.replay(
-            recorded, searches, seeds=range(options.seeds), max_trials=options.max_trials, batch=options.batch
+            read(recorded), searches, seeds=range(options.seeds), max_trials=options.max_trials, batch=options.batch
         )
         print(f"{recorded.name}: {result.table()}\n", flush=True)
         cells = [" / ".join(str(result.evaluations(name, share) or "-") for share in (0.5, 0.9)) for name in searches]

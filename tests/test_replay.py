@@ -25,7 +25,9 @@ from quarantune.search import models
 from quarantune.values.codec import FrozenDict
 from quarantune.values.configs import Config
 
-RECORDINGS = sorted((Path(__file__).parents[1] / "examples" / "spaces").glob("*.json.gz"))
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RECORDINGS = sorted((EXAMPLES / "spaces").glob("*.json.gz"))
+read = runpy.run_path(str(EXAMPLES / "search_replay.py"))["read"]
 
 SHARED_MEMORY_BYTES = 176 * 1024
 
@@ -80,13 +82,13 @@ def expected(result: quarantune.ReplayResult) -> None:
     assert (run.best_ms, run.evaluations, run.failures) == ((3.0, 2.0, 2.0, 2.0), 2, 2)
 
 
-def test_t4_json_replays_with_and_without_compression(tmp_path: Path) -> None:
+def test_the_example_reads_t4_json_with_and_without_compression(tmp_path: Path) -> None:
     for unit, scale in (("milliseconds", 1), ("", 1), ("us", 1000)):
         text = json.dumps(t4([(c, t if isinstance(t, str) else t * scale) for c, t in ROWS], unit))
         (tmp_path / "space.json").write_text(text)
         (tmp_path / "space.json.gz").write_bytes(gzip.compress(text.encode()))
         for name in ("space.json", "space.json.gz"):
-            expected(quarantune.replay(tmp_path / name, "exhaustive", seeds=[0]))
+            expected(quarantune.replay(read(tmp_path / name), "exhaustive", seeds=[0]))
 
 
 def test_the_files_of_ktt_and_of_kernel_tuners_cache_replay(tmp_path: Path) -> None:
@@ -104,8 +106,9 @@ def test_the_files_of_ktt_and_of_kernel_tuners_cache_replay(tmp_path: Path) -> N
     }
     tuned = {"tune_params_keys": ["BM", "via"], "objective": "time", "cache": cache}
     (tmp_path / "cache.json").write_text(json.dumps(tuned))
-    for name in ("ktt.json", "cache.json"):
-        expected(quarantune.replay(str(tmp_path / name), "exhaustive", seeds=[0]))
+    (tmp_path / "cache.json.gz").write_bytes(gzip.compress(json.dumps(tuned).encode()))
+    for recorded in (read(tmp_path / "ktt.json"), read(tmp_path / "cache.json"), str(tmp_path / "cache.json.gz")):
+        expected(quarantune.replay(recorded, "exhaustive", seeds=[0]))
 
 
 def test_a_rate_that_is_recorded_as_a_negative_objective_replays(tmp_path: Path) -> None:
@@ -218,12 +221,12 @@ def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "space.json"
     for text, message in (
         ("{", "is no JSON"),
-        ("{}", "is neither T4 JSON"),
-        ('{"results": [{}]}', "is damaged"),
-        (json.dumps(t4([({"BM": 1}, -1)])), "is damaged.*the time of"),
-        (json.dumps(t4([({"BM": 1}, 10**400)])), "is damaged.*too large"),
-        (json.dumps(t4([({"BM": 1}, 1)])).replace('{"BM": 1}', "[1]"), "is damaged.*not a mapping"),
-        (json.dumps(t4([({"BM": 1}, 1)], "fortnights")), "the unit of time is 'fortnights'"),
+        ("{}", "is not a cache file of Kernel Tuner"),
+        ("[]", "is not a cache file of Kernel Tuner"),
+        ('{"tune_params_keys": ["BM"], "cache": {"0": {}}}', "is damaged"),
+        ('{"tune_params_keys": ["BM"], "cache": [1]}', "is damaged"),
+        ('{"tune_params_keys": ["BM"], "cache": {"0": {"BM": 1, "time": -1}}}', "is damaged.*the time of"),
+        (f'{{"tune_params_keys": ["BM"], "cache": {{"0": {{"BM": 1, "time": {10**400}}}}}}}', "is damaged.*too large"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -308,7 +311,7 @@ def test_the_example_prints_a_table_for_each_recording(
     rows = [({"BM": m, "BN": n}, float(m + n)) for m in range(1, 9) for n in range(1, 9)]
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps(t4(rows)))
-    example = Path(__file__).parents[1] / "examples" / "search_replay.py"
+    example = EXAMPLES / "search_replay.py"
     given = [str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--seeds=2", "--search=surrogate,random"]
     monkeypatch.setattr(sys, "argv", [str(example), *given, "--max-trials=32"])
     runpy.run_path(str(example), run_name="__main__")
@@ -368,6 +371,6 @@ def test_few_of_the_configs_tried_fail_where_most_of_the_space_does() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.name)
 def test_the_surrogate_finds_the_best_of_each_recorded_space_sooner_than_random(recording: Path) -> None:
-    result = quarantune.replay(recording, seeds=range(6), max_trials=150)
+    result = quarantune.replay(read(recording), seeds=range(6), max_trials=150)
     assert result.size > 1000
     assert (result.evaluations("surrogate") or math.inf) < (result.evaluations("random") or 151)

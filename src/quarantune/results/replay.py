@@ -112,7 +112,7 @@ def replay(
 
     Args:
         recorded: a `TuningResult`, a list of trials, the directory of a saved result or of a function's journals, or a
-            file of T4 JSON, of Kernel Tuner or of KTT, which may be compressed by gzip.
+            cache file of Kernel Tuner, which may be compressed by gzip.
         search: names such as `"surrogate"` or `"optuna:tpe"`, or functions of the configs and a seed that return an
             object with `ask` and `tell`.
         seeds: the seeds of the runs of each search.
@@ -210,28 +210,12 @@ def _checked(search: Strategy | Iterable[Strategy]) -> dict[str, Strategy]:
 
 _LARGEST_BYTES = 1 << 30
 _NOT_TRIED = (Outcome.PRUNED, Outcome.NOT_RUN, Outcome.LOST)
-_MS_PER_UNIT = {
-    **dict.fromkeys(("", "ms", "millisecond", "milliseconds", "miliseconds"), 1.0),
-    **dict.fromkeys(("s", "second", "seconds"), 1e3),
-    **dict.fromkeys(("us", "microsecond", "microseconds"), 1e-3),
-    **dict.fromkeys(("ns", "nanosecond", "nanoseconds"), 1e-6),
-}
 _ENDS = {
-    "correct": (Outcome.OK, Phase.MEASURE),
-    "compile": (Outcome.ERROR, Phase.COMPILE),
-    "runtime": (Outcome.ERROR, Phase.MEASURE),
-    "correctness": (Outcome.WRONG, Phase.CHECK),
-    "timeout": (Outcome.TIMEOUT, Phase.MEASURE),
-    "Ok": (Outcome.OK, Phase.MEASURE),
-    "CompilationFailed": (Outcome.ERROR, Phase.COMPILE),
-    "ComputationFailed": (Outcome.ERROR, Phase.MEASURE),
-    "DeviceLimitsExceeded": (Outcome.ERROR, Phase.COMPILE),
-    "ValidationFailed": (Outcome.WRONG, Phase.CHECK),
     "CompilationFailedConfig": (Outcome.ERROR, Phase.COMPILE),
     "InvalidConfig": (Outcome.ERROR, Phase.COMPILE),
     "RuntimeFailedConfig": (Outcome.ERROR, Phase.MEASURE),
 }
-"""How a config ended, by the words of T4 JSON, of KTT and of Kernel Tuner."""
+"""How a config ended, by the words of Kernel Tuner."""
 
 
 def read(recorded: Any) -> list[Trial]:
@@ -239,8 +223,7 @@ def read(recorded: Any) -> list[Trial]:
 
     Args:
         recorded: a `TuningResult`; trials; the directory of a saved result or of a function's journals
-            (`<name>.trials`), one of its files, or a file of JSON, perhaps compressed by gzip: T4 as Kernel Tuner
-            writes it, Kernel Tuner's own cache file, or the output of KTT.
+            (`<name>.trials`), one of its files, or a cache file of Kernel Tuner, perhaps compressed by gzip.
 
     Raises:
         TypeError: it is none of these.
@@ -281,19 +264,12 @@ def _read_path(path: Path) -> list[Trial]:
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     try:
-        match about:
-            case {"results": list(rows)}:
-                unit = str((about.get("metadata") or {}).get("timeunit", ""))
-                # Those that break a constraint were never tried.
-                return [_t4_trial(row, unit) for row in rows if row["invalidity"] != "constraints"]
-            case {"Results": list(rows)}:
-                unit = str((about.get("Metadata") or {}).get("TimeUnit", ""))
-                return [_ktt_trial(row, unit) for row in rows]
-            case {"cache": dict(rows), "tune_params_keys": list(names)}:
-                return [_kernel_tuner_trial(row, names, str(about.get("objective", "time"))) for row in rows.values()]
+        if isinstance(about, dict) and "tune_params_keys" in about:
+            names, objective = list(about["tune_params_keys"]), str(about.get("objective", "time"))
+            return [_kernel_tuner_trial(row, names, objective) for row in about["cache"].values()]
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-    raise ValueError(f"{path} is neither T4 JSON, nor a cache file of Kernel Tuner, nor the output of KTT")
+    raise ValueError(f"{path} is not a cache file of Kernel Tuner")
 
 
 def _read_journals(directory: Path) -> list[Trial]:
@@ -330,35 +306,16 @@ def _read_journal(file: Path) -> list[Trial]:
         raise ValueError(f"the journal {file} is damaged: {error}") from error
 
 
-def _t4_trial(row: JsonObject, unit: str) -> Trial:
-    objective = (row.get("objectives") or ["time"])[0]
-    measured = {item["name"]: item for item in row.get("measurements") or ()}
-    item = measured.get("time") or measured.get(objective) or {}
-    return _trial({**row["configuration"]}, row["invalidity"], item.get("value"), item.get("unit") or unit)
-
-
-def _ktt_trial(row: JsonObject, unit: str) -> Trial:
-    config = {item["Name"]: item["Value"] for item in row["Configuration"]}
-    return _trial(config, row["Status"], row.get("TotalDuration"), unit)
-
-
 def _kernel_tuner_trial(row: JsonObject, names: list[str], objective: str) -> Trial:
-    value = row[objective]
-    is_number = isinstance(value, (int, float))
-    if is_number and value < 0 and objective != "time":  # a rate, which is negated because the smallest is the best
-        value = -1 / value
-    return _trial({name: row[name] for name in names}, "correct" if is_number else value, value, "")
-
-
-def _trial(config: Config, ended: str, value: Any, unit: str) -> Trial:
-    outcome, phase = _ENDS.get(ended, (Outcome.ERROR, None))
-    if unit.lower() not in _MS_PER_UNIT:
-        raise TypeError(f"the unit of time is {unit!r}")
-    if outcome is not Outcome.OK:
+    config, value = {name: row[name] for name in names}, row[objective]
+    if not is_number(value):
+        outcome, phase = _ENDS.get(value, (Outcome.ERROR, None))
         return Trial(config=config, outcome=outcome, phase=phase)
-    if not is_number(value) or not 0 < value < math.inf:
+    if value < 0 and objective != "time":  # a rate, which is negated because the smallest is the best
+        value = -1 / value
+    if not 0 < value < math.inf:
         raise TypeError(f"the time of {shown(config)} is {shown(value)}")
-    return Trial(config=config, outcome=outcome, phase=phase, time_ms=value * _MS_PER_UNIT[unit.lower()])
+    return Trial(config=config, outcome=Outcome.OK, phase=Phase.MEASURE, time_ms=float(value))
 
 
 def _plain(config: Config) -> Config:
