@@ -376,6 +376,7 @@ def run(
     settled = [*trials, *leftovers.unfit, *leftovers.unconfirmed]
     assert sorted(settled) == list(range(count)), "every config ends exactly once"
     assert sandbox.most_compiling <= plan.slots
+    assert len(sandbox.killed) == len(set(sandbox.killed)), "every worker is killed once"
     assert all(measuring <= 1 for measuring in sandbox.most_measuring.values())
     assert not (plan.exclusive and sandbox.compiled_while_measuring)
     kept = len(reference.fds) if reference else 0

@@ -30,8 +30,11 @@ from scripted import (
 
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
+from quarantune.sandbox.pool import Said
 from quarantune.scheduler.loop import Scheduler
+from quarantune.scheduler.plan import STARTUP_DEADLINE_S
 from quarantune.values import codec
+from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Route, SandboxError, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
@@ -220,6 +223,33 @@ def test_standby_workers_that_lack_memory_do_not_withdraw_a_device() -> None:
         return out_of_memory(worker) if worker.do == "Prepare" and next(starts) in (1, 2, 3, 4) else None
 
     assert run(plan_for(Route.APART, configs_per_worker=1), 6, act).outcomes == ["ok"] * 6
+
+
+@pytest.mark.parametrize("fault", ["damage", "deadline"])
+def test_a_dying_standby_worker_is_not_retired_and_its_device_is_blamed(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared = itertools.count()
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "Prepare" and next(prepared) == 1:
+            return [] if fault == "deadline" else [(0.1, Said(worker.number, DamageError("no frame")))]
+        if worker.do == "Measure" and worker.trial == 0 and not worker.starts:
+            # It lacks memory while the standby worker is dying.
+            return [
+                (0.05, worker.says("PhaseEntered", "check")),
+                (delay_s, worker.says("PhaseEntered", "measure")),
+                *out_of_memory(worker),
+            ]
+        return None
+
+    delay_s = STARTUP_DEADLINE_S if fault == "deadline" else 1.0
+    clock = Clock()
+    plan = plan_for(Route.APART, configs_per_worker=1, timeout_s=2 * STARTUP_DEADLINE_S)
+    result = run(plan, 3, clock=clock, sandbox=FakeSandbox(clock, act, kill_s=5.0))
+    assert result.outcomes == ["ok"] * 3
+    assert "no measuring worker on" in caplog.text
+    assert ("damaged its own connection" if fault == "damage" else "not up within") in caplog.text
 
 
 @pytest.mark.parametrize("do", ["Compile", "Prepare", "Measure"])

@@ -185,8 +185,7 @@ class Scheduler:
         """Ends the workers that own a device, and waits until they are gone, so that another process can use it."""
         owners = [worker for worker in self._run.workers if worker.device and worker.device.device.has_one_owner]
         for worker in owners:
-            if worker.verdict is None:
-                self._run.workers.retire(worker)
+            self._run.workers.retire(worker)
         while any(worker in owners for worker in self._run.workers):
             self._step(TICK_S)
 

@@ -376,23 +376,23 @@ class Workers:
         self._sandbox.share_modules(names)
 
     def kill_with_verdict(self, worker: Worker, verdict: WorkerVerdict) -> None:
-        """Decides the meaning of a worker's end, and brings it about."""
+        """Decides the meaning of a worker's end, unless that is known, and brings it about."""
         if worker.verdict is None:
-            worker.verdict = verdict
             worker.killed_in = worker.state
-            self._begin_to_die(worker)
+            self._end(worker, verdict)
             self._sandbox.kill(worker.number, shows_stack=verdict.outcome is Outcome.TIMEOUT)
 
     def retire(self, worker: Worker) -> None:
-        """Ends a worker that has nothing to do."""
-        worker.leave_standby()
-        worker.verdict, worker.killed_in = WorkerVerdict(Outcome.OK, ""), None
-        self._begin_to_die(worker)
-        self._sandbox.finish(worker.number)
-        # A worker holds nothing that matters here; one with a device would take seconds to close it politely.
-        self._sandbox.kill(worker.number)
+        """Ends a worker that has nothing to do, unless it is dying."""
+        if worker.verdict is None:
+            worker.leave_standby()
+            self._end(worker, WorkerVerdict(Outcome.OK, ""))
+            self._sandbox.finish(worker.number)
+            # A worker holds nothing that matters here; one with a device would take seconds to close it politely.
+            self._sandbox.kill(worker.number)
 
-    def _begin_to_die(self, worker: Worker) -> None:
+    def _end(self, worker: Worker, verdict: WorkerVerdict) -> None:
+        worker.verdict = verdict
         worker.transition(WorkerState.DYING)
         worker.deadline = self._clock() + KILL_DEADLINE_S
 
