@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import math
 import os
 import pickle
 import queue
 import resource
+import secrets
 import select
 import signal
 import socket
@@ -588,6 +590,7 @@ def reached(contacts: contact.Contacts, number: int, address: contact.Address | 
 STRANGERS = [
     *(b'{"token": "\\ud800"}\n', b'{"token": NaN, "shard": Infinity}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\0\n"),
     *(b"[" * 10_000 + b"\n", b'{"token": ' + b"9" * 10_000 + b"}\n", b"\n", b"{}\n", b"x" * 100_000, b"[5]\n"),
+    *(b'{"nonce": 5}\n', b'{"nonce": null, "proof": "\\ud800", "shard": 1, "run": "a", "about": {}}\n'),
 ]
 
 
@@ -609,18 +612,236 @@ def test_whatever_a_stranger_says_shards_are_heard() -> None:
         line.close()
 
 
+def proof_of(token: str, *said: str) -> str:
+    return hmac.new(token.encode(), json.dumps(said).encode(), "sha256").hexdigest()
+
+
+def introduce(shard: socket.socket, contacts: contact.Contacts, **changes: Any) -> None:
+    """Introduces a shard on this machine to the submitter, which has not answered yet."""
+    shard.sendall(b'{"nonce": "mine"}\n')
+    received = b""
+    while not received.endswith(b"\n"):
+        assert contacts.poll(0.01) == []
+        with contextlib.suppress(BlockingIOError):
+            received += shard.recv(4096, socket.MSG_DONTWAIT)
+    nonce, token = json.loads(received)["nonce"], contacts.address.token
+    assert json.loads(received)["proof"] == proof_of(token, "submitter", "mine", nonce)
+    greeting = {"proof": proof_of(token, "shard", "mine", nonce), "shard": 1, "run": "a", "about": {}}
+    shard.sendall(json.dumps(greeting | {"machine": contacts.address.machine} | changes).encode() + b"\n")
+
+
 def test_a_shard_whose_machine_is_gone_before_the_answer_has_ended() -> None:
     begun: list[int] = []
     contacts = contact.Contacts(lambda number, about: begun.append(number) is None)
     with contextlib.closing(contacts):
         shard = socket.create_connection(("127.0.0.1", contacts.address.port))
-        shard.sendall(json.dumps({"token": contacts.address.token, "shard": 1, "about": {}}).encode() + b"\n")
+        introduce(shard, contacts)
         shard.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # `close` resets it
         shard.close()
         heard: list[Said] = []
         assert eventually(lambda: heard.extend(contacts.poll(0.01)) or heard, timeout_s=5)
     assert begun == [1]
     assert [(said.number, str(said.message)) for said in heard] == [(1, "its connection has ended")]
+
+
+ANSWERS: dict[str, bytes | None] = {
+    "closes": b"",
+    "says nothing": None,
+    "banner": b"SSH-2.0-OpenSSH_9.2\r\n",
+    "HTTP": b"HTTP/1.1 400 Bad Request\r\ncontent-length: 11\r\n\r\nBad Request",
+    "go": b'{"go": true}\n',
+    "false proof": b'{"nonce": "theirs", "proof": "' + b"0" * 64 + b'"}\n{"proof": "' + b"0" * 64 + b'"}\n',
+    "no text": b'{"nonce": ["theirs"], "proof": "\\ud800"}\n{"proof": 5}\n',
+    "huge line": b"x" * 1_000_000,
+    "TLS": bytes.fromhex("1503030002022a") * 3,
+    "stop": b'{"stop": true}\n',
+}
+"""What other services answer to a shard; None if they only listen."""
+
+
+@contextlib.contextmanager
+def service(answer: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Another service on this machine, which answers on its port; yields the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the listener's end
+                while True:
+                    connection, _ = listener.accept()
+                    with connection, contextlib.suppress(OSError):
+                        answer(connection)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def until_closed(connection: socket.socket) -> None:
+    while connection.recv(4096):
+        pass
+
+
+def elsewhere(port: int, *hosts: str, token: str = "secret") -> contact.Address:
+    return contact.Address("another machine", hosts or ("127.0.0.1",), port, token)
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_a_shard_goes_on_unheard_beside_a_service_that_is_not_its_submitter(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contact, "_REPLY_S", 0.5)
+    heard = bytearray()
+
+    def answer(connection: socket.socket) -> None:
+        heard.extend(connection.recv(4096))
+        if (says := ANSWERS[kind]) is None:
+            until_closed(connection)
+        else:
+            connection.sendall(says)
+
+    with service(answer) as port:
+        line = contact.reach(elsewhere(port), 1, {})
+    assert isinstance(line, contact.Contact)
+    assert line.say({"phase": [0, "end"]})
+    assert not line.is_over
+    assert b"secret" not in heard
+
+
+def test_a_service_that_answers_byte_by_byte_holds_a_shard_up_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(contact, "_REPLY_S", 0.5)
+
+    def drip(connection: socket.socket) -> None:
+        while True:
+            connection.sendall(b"x")
+            select.select([connection], [], [], 0.02)
+
+    with service(drip) as port:
+        began = time.monotonic()
+        line = contact.reach(elsewhere(port), 1, {})
+        assert time.monotonic() - began < 10
+    assert isinstance(line, contact.Contact)
+    assert not line.is_over
+
+
+def test_a_service_that_repeats_what_it_has_heard_is_not_taken_for_the_submitter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The proofs of an earlier connection, or of the shard itself, prove nothing."""
+    monkeypatch.setattr(contact, "_REPLY_S", 2.0)
+    recorded: list[bytes] = []
+
+    def relay(connection: socket.socket) -> None:
+        """Records what the submitter says."""
+        with socket.create_connection(("127.0.0.1", contacts.address.port)) as submitter:
+            for _ in range(2):
+                submitter.sendall(connection.recv(4096))
+                recorded.append(submitter.recv(4096))
+                connection.sendall(recorded[-1])
+            until_closed(connection)
+
+    def replay(connection: socket.socket) -> None:
+        for said in recorded:
+            connection.sendall(said)
+        until_closed(connection)
+
+    def reflect(connection: socket.socket) -> None:
+        while said := connection.recv(4096):
+            connection.sendall(said)
+
+    with contextlib.closing(contact.Contacts(lambda *_: True)) as contacts:
+        token = contacts.address.token
+        with service(relay) as port:
+            line = reached(contacts, 1, elsewhere(port, token=token))
+            assert isinstance(line, contact.Contact)
+            assert line.say({"phase": [0, "end"]})
+            line.close()
+        assert [b"proof" in said for said in recorded] == [True, True]
+        for answer in (replay, reflect):
+            with service(answer) as port:
+                unheard = contact.reach(elsewhere(port, token=token), 1, {})
+            assert isinstance(unheard, contact.Contact)
+            assert unheard._peer is None
+
+
+def test_a_submitter_at_the_second_address_is_found_behind_another_service() -> None:
+    with contextlib.closing(contact.Contacts(lambda *_: True, is_local=True)) as contacts:
+        port = contacts.address.port
+        with socket.create_server(("127.0.0.9", port)) as other:
+            closing = threading.Thread(target=lambda: other.accept()[0].close())
+            closing.start()
+            address = elsewhere(port, "127.0.0.9", "127.0.0.1", token=contacts.address.token)
+            line = reached(contacts, 1, address)
+            closing.join()
+        assert line.say({"phase": [0, "end"]})
+        assert contacts.poll(5.0) == [Said(1, {"phase": [0, "end"]})]
+        contacts.stop(1)
+        assert eventually(lambda: line.is_over)
+        line.close()
+
+
+def test_a_shard_without_the_secret_is_refused_and_goes_on_unheard() -> None:
+    begun: list[int] = []
+    with contextlib.closing(contact.Contacts(lambda number, about: begun.append(number) is None)) as contacts:
+        for machine in (contact.machine_id(), "another machine"):
+            line = reached(contacts, 1, contact.Address(machine, ("127.0.0.1",), contacts.address.port, "wrong"))
+            assert isinstance(line, contact.Contact)
+            assert line._peer is None
+        assert contact.reach(contact.Address(contact.machine_id(), (), 0, "x"), 1, {})._peer is None
+    assert begun == []
+
+
+class Proxy:
+    """Passes on one connection after another to the submitter, until they are cut."""
+
+    def __init__(self, contacts: contact.Contacts) -> None:
+        self._to = ("127.0.0.1", contacts.address.port)
+        self.open: list[socket.socket] = []
+
+    def __call__(self, connection: socket.socket) -> None:
+        with socket.create_connection(self._to) as there:
+            self.open = [connection, there]
+            while True:
+                for ready in select.select(self.open, [], [])[0]:
+                    data = ready.recv(1 << 16)
+                    (there if ready is connection else connection).sendall(data)
+                    if not data:
+                        return
+
+    def cut(self) -> None:
+        """Ends both connections, as a proxy does that is restarted."""
+        for connection in self.open:
+            with contextlib.suppress(OSError):  # the end of the first may have closed the second
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_proxy_that_ends_a_connection_stops_no_shard_and_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contact, "machine_id", lambda: secrets.token_hex())  # the shard is on another machine
+    begun: list[int] = []
+    with contextlib.closing(contact.Contacts(lambda number, about: begun.append(number) is None)) as contacts:
+        proxy = Proxy(contacts)
+        with service(proxy) as port:
+            line = reached(contacts, 1, elsewhere(port, token=contacts.address.token))
+            heard: list[Any] = []
+            for number in range(3):
+                proxy.cut()
+                thread = threading.Thread(target=lambda n=number: line.say({"phase": [n, "end"]}))
+                thread.start()
+                assert eventually(
+                    lambda n=number: heard.extend(contacts.poll(0.01)) or Said(1, {"phase": [n, "end"]}) in heard
+                )
+                thread.join()
+                assert not line.is_over
+            assert begun == [1]
+            contacts.stop(1)
+            assert eventually(lambda: line.is_over)
+            line.close()
+    assert not [said for said in heard if isinstance(said.message, DamageError)]
 
 
 def test_a_stranger_that_never_stops_talking_is_cut_off() -> None:
@@ -660,7 +881,7 @@ def test_idle_strangers_leave_room_for_shards_and_are_dropped(monkeypatch: pytes
     before = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     contacts = contact.Contacts(lambda *_: True)
-    command = [sys.executable, "-c", IDLE, str(contacts.address.port), "1000"]
+    command = [sys.executable, "-c", IDLE, str(contacts.address.port), "400"]
     with contextlib.closing(contacts), subprocess.Popen(command, stdin=-1, stdout=-1) as crowd:
         assert crowd.stdout is not None
         resource.setrlimit(resource.RLIMIT_NOFILE, (before + 150, limits[1]))
@@ -728,7 +949,7 @@ def test_a_connection_with_a_large_descriptor_is_followed() -> None:
     try:
         with contextlib.closing(contacts):
             small = reached(contacts, 1)
-            line = contact.Contact(socket.socket(fileno=os.dup2(small._connection.fileno(), large)))
+            line = contact.Contact(socket.socket(fileno=os.dup2(small._peer.connection.fileno(), large)))
             small.close()
             assert not line.is_over
             contacts.stop(1)
@@ -759,13 +980,6 @@ def test_a_shard_that_was_given_up_does_not_go() -> None:
         contacts.stop(1)
         assert line.is_over
         line.close()
-        with contextlib.closing(contact.Contacts(lambda *_: True)) as other:
-            forged = contact.Address(other.address.machine, (), other.address.port, "wrong")
-            thread = threading.Thread(target=lambda: found.append(contact.reach(forged, 1, {})))
-            thread.start()
-            while thread.is_alive():
-                other.poll(0.01)
-        assert found[-1] is False
     assert contact.reach(address, 1, {}) is False  # its submitter is gone
 
 

@@ -1,7 +1,9 @@
 """The connections of running shards to the submitter: trials one way, and the order to stop the other.
 
 Engines differ in how they report a dead worker, and most cannot stop work that runs. A connection does both alike on
-all of them: its end tells the submitter that the shard's process is gone, and the shard that it should stop.
+all of them. Only a submitter that has proven to know the secret of the sweep is heard, and only a proven order stops a
+shard: another service may have the submitter's address on the network of a shard, and a proxy may end a connection.
+After a connection has ended, the shard connects again. If it cannot, the submitter is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from quarantune.host import machine
 from quarantune.sandbox.pool import Said
@@ -27,17 +29,23 @@ from quarantune.values.codec import DamageError, JsonObject, Record, decode_json
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 2.0
 """The longest wait for a connection to one address; a firewall may answer nothing."""
-_REPLY_S = 30.0
+_REPLY_S = 20.0
+"""The longest wait until the peer at one address has proven to be the submitter, or takes a message."""
+_RETURNS_S, _RETURN_PAUSE_S = 8.0, 0.5
+"""How long a shard may take to connect again before either side takes the other for gone, and its pause between tries.
+"""
 _MOST_BYTES = 16 << 20
 """The longest message."""
 _UNKNOWN_MOST_BYTES = 1 << 14
 """The longest message of a peer that has not named a shard."""
 MOST_UNKNOWN = 32
-"""How many peers may be connected that have not named a shard; of more, the first to come are dropped."""
+"""How many peers may be connected that have not named a shard; others wait until there is room."""
 _GREETS_S = 10.0
 """How long a peer may take to name its shard, which shards do at once."""
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
-"""After half a minute without a sign of the other machine, a connection has ended."""
+_SILENT_S, _CHALLENGED_S = 0.25, 1.0
+"""How long a peer may take for its first message, and for its proof, while others wait."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_USER_TIMEOUT, 25_000))
+"""After 25 s without a sign of the other machine, a connection has ended, also while sent data is unacknowledged."""
 _BACKLOG = 1024
 
 
@@ -58,7 +66,7 @@ class Address(Record):
         machine: the id of its machine.
         hosts: the addresses of its machine.
         port: its port; 0 where it cannot be reached.
-        token: the secret by which it knows its shards.
+        token: the secret by which it and its shards know each other; no connection carries it.
     """
 
     machine: str
@@ -81,10 +89,14 @@ class Contacts:
         self._may_go = may_go
         self._is_local = is_local
         self._token = secrets.token_hex(16)
+        self._runs: dict[int, str] = {}
+        self._lost: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         with contextlib.suppress(OSError):  # without connections, shards stop at their deadlines
-            self._listener = socket.create_server((_LOOPBACK if is_local else "", 0), backlog=_BACKLOG)
+            is_dual = not is_local and socket.has_dualstack_ipv6()
+            family, host = socket.AF_INET6 if is_dual else socket.AF_INET, _LOOPBACK if is_local else ""
+            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -96,22 +108,25 @@ class Contacts:
         return Address(machine_id(), hosts, port, self._token)
 
     def poll(self, timeout_s: float) -> list[Said]:
-        """Returns what shards have said, in order; of one whose connection ends, that is damage.
+        """Returns what shards have said, in order; of one whose connection has ended for good, that is damage.
 
-        It waits for the first of it.
+        It waits for the first of it. A shard that has connected again repeats all that it has said.
 
         Args:
             timeout_s: the longest wait.
         """
         ready = [key.data for key, _ in self._selector.select(timeout_s)]
         events = [said for peer in ready if peer is not None for said in self._read(peer)]
-        self._drop_unknown()  # only now, when those that have named a shard are known
-        if None in ready:  # the listener's
-            self._accept()
+        for shard in [shard for shard, until in self._lost.items() if time.monotonic() >= until]:
+            self.stop(shard)
+            events.append(Said(shard, DamageError("its connection has ended")))
+        self._make_room(is_asked=None in ready)  # only now, when those that have named a shard are known
         return events
 
     def stop(self, shard: int) -> None:
-        """Has a shard stop, if it runs."""
+        """Has a shard stop, if it runs, or once it connects again."""
+        self._runs[shard] = ""
+        self._lost.pop(shard, None)
         for peer in self._peers():
             if peer.shard == shard:
                 self._drop(peer)
@@ -128,68 +143,85 @@ class Contacts:
         """Returns those that are connected, the first to connect first."""
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _make_room(self, *, is_asked: bool) -> None:
+        """Drops peers that do not name a shard in time, and accepts others, if any ask."""
+        unknown = [peer for peer in self._peers() if peer.shard is None]
+        now, is_full = time.monotonic(), len(unknown) >= MOST_UNKNOWN
+        for peer in unknown:
+            patience_s = _GREETS_S if not is_full else _SILENT_S if peer.proof is None else _CHALLENGED_S
+            if now > peer.since + patience_s:
+                self._drop(peer)
         with contextlib.suppress(OSError):
-            for _ in range(MOST_UNKNOWN // 2):  # each is read before it may be dropped
+            for _ in range(MOST_UNKNOWN - sum(not peer.is_over for peer in unknown) if is_asked else 0):
+                assert self._listener is not None
                 connection, _ = self._listener.accept()
-                connection.setblocking(False)
-                _keep_alive(connection)
                 self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
 
-    def _drop_unknown(self) -> None:
-        """Drops peers that have not named a shard in time, or that take the place of new ones."""
-        unknown = [peer for peer in self._peers() if peer.shard is None]
-        for place, peer in enumerate(reversed(unknown)):
-            if place >= MOST_UNKNOWN // 2 or time.monotonic() > peer.since + _GREETS_S:
-                self._drop(peer)
-
     def _read(self, peer: _Peer) -> Iterator[Said]:
+        if peer.is_over:  # the shard has connected again since
+            return
         for message in peer.receive():
             if peer.shard is not None:
                 yield Said(peer.shard, message)
             elif not self._greet(peer, message):
+                peer.is_over = True
                 break
         if peer.is_over:
             self._drop(peer)
             if peer.shard is not None:
-                yield Said(peer.shard, DamageError("its connection has ended"))
+                self._lost[peer.shard] = time.monotonic() + (0.0 if peer.is_here else _RETURNS_S)
 
     def _greet(self, peer: _Peer, message: JsonObject) -> bool:
-        """Answers the first message of a shard; returns whether it may go."""
-        token, shard, about = message.get("token"), message.get("shard"), message.get("about")
-        is_ours = isinstance(token, str) and hmac.compare_digest(
-            token.encode(errors="backslashreplace"), self._token.encode()
-        )
-        if is_ours and isinstance(shard, int) and isinstance(about, dict) and self._may_go(shard, about):
-            peer.shard = shard  # it has begun: where it cannot be answered, that is its end
-            with contextlib.suppress(OSError):
-                peer.connection.send(b'{"go": true}\n')
-                return True
-        peer.is_over = True
-        return False
+        """Answers a peer that has named no shard yet: its challenge, then its proof; returns whether it may go on."""
+        nonce, shard, run, about = map(message.get, ("nonce", "shard", "run", "about"))
+        if peer.proof is None and isinstance(nonce, str):
+            ours = secrets.token_hex(16)
+            peer.proof = functools.partial(_proof, self._token, nonce, ours)
+            peer.say_proof("submitter", nonce=ours)
+            return True
+        if not (peer.has_proven("shard", message) and isinstance(shard, int) and isinstance(about, dict) and run):
+            return False
+        if not (self._runs[shard] == run if shard in self._runs else self._may_go(shard, about)):
+            peer.say_proof("stop")
+            return False
+        self.stop(shard)  # its former connection, which it reads no more
+        self._runs[shard], peer.shard, peer.is_here = run, shard, message.get("machine") == machine_id()
+        peer.say_proof("go")  # it has begun: if it cannot be answered, that is its end
+        return True
 
     def _drop(self, peer: _Peer) -> None:
+        """Ends a connection, and with it a shard; an order through one that has ended itself might still arrive."""
+        if peer.shard is not None and not peer.is_over:
+            peer.say_proof("stop")
+        peer.is_over = True
         self._selector.unregister(peer.connection)
         peer.connection.close()
 
 
 @dataclasses.dataclass(eq=False)
 class _Peer:
-    """One connection to a shard.
+    """The other end of one connection.
 
     Attributes:
         connection: its socket.
-        shard: the number of the shard; None until it has said so.
+        proof: returns the proof of a statement, such as `stop`; None until both sides have sent a challenge.
+        shard: the number of the shard; None until it has said so, and for the submitter.
+        is_here: whether it is on this machine, so that there is nothing between that could end the connection.
         since: when it connected, by the monotonic clock.
         is_over: whether the connection has ended, or something other than messages came through it.
     """
 
     connection: socket.socket
+    proof: Callable[[str], str] | None = None
     shard: int | None = None
+    is_here: bool = False
     since: float = dataclasses.field(default_factory=time.monotonic)
     is_over: bool = False
-    _data: bytes = b""
+    _data: bytearray = dataclasses.field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.connection.setblocking(False)
+        _keep_alive(self.connection)
 
     def receive(self) -> Iterator[JsonObject]:
         """Yields the messages that have arrived."""
@@ -203,54 +235,112 @@ class _Peer:
             pass
         except OSError:
             self.is_over = True
-        *lines, rest = self._data.split(b"\n")
-        self._data = rest
-        for line in lines:
-            try:
-                message = decode_json(line)
-            except ValueError:
-                message = None
-            if not isinstance(message, dict):
-                self.is_over = True
-                return
-            yield message
-        if len(rest) > most:
+        while (end := self._data.find(b"\n")) >= 0:
+            line = bytes(self._data[:end])
+            del self._data[: end + 1]
+            with contextlib.suppress(ValueError):
+                if isinstance(message := decode_json(line), dict):
+                    yield message
+                    continue
+            self._data, self.is_over = bytearray(), True
+        self.is_over |= len(self._data) > most
+
+    def await_message(self, until: float) -> JsonObject:
+        """Waits for a message and returns it; an empty one if none comes in time."""
+        waiting = select.poll()  # select() cannot take descriptors above 1023
+        waiting.register(self.connection, select.POLLIN)
+        while not self.is_over and (left_s := until - time.monotonic()) > 0:
+            waiting.poll(1e3 * left_s)
+            for message in self.receive():
+                return message
+        return {}
+
+    def say(self, message: JsonObject, timeout_s: float = 0.0) -> None:
+        """Sends a message; if that is not possible in time, the connection has ended."""
+        try:
+            self.connection.settimeout(timeout_s)
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.connection.settimeout(0.0)
+        except OSError:
             self.is_over = True
+
+    def say_proof(self, statement: str, **more: Any) -> None:
+        """Sends the proof of a statement, which is all that most of its receivers need."""
+        assert self.proof is not None
+        self.say({"proof": self.proof(statement), **more})
+
+    def has_proven(self, statement: str, message: JsonObject) -> bool:
+        """Returns whether a message holds the proof of a statement."""
+        found = str(message.get("proof")).encode(errors="backslashreplace")
+        return self.proof is not None and hmac.compare_digest(found, self.proof(statement).encode())
+
+
+def _proof(token: str, of_shard: str, of_submitter: str, statement: str) -> str:
+    """Returns the proof of a statement, which nobody can make without the token.
+
+    It holds for one connection: both sides have chosen a part of it at random.
+    """
+    return hmac.new(token.encode(), json.dumps([statement, of_shard, of_submitter]).encode(), "sha256").hexdigest()
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in _KEEPALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 class Contact:
-    """The shard's side of its connection; where there is none, nobody hears it, and it goes on."""
+    """The shard's end of its connection. Without a connection, messages are discarded and the shard continues."""
 
-    def __init__(self, connection: socket.socket | None) -> None:
-        """Takes a connection over; use `reach`."""
-        self._connection = connection
+    def __init__(self, connection: _Peer | socket.socket | None, again: Callable[[], Any] = lambda: False) -> None:
+        """Takes a connection over; use `reach`.
+
+        Args:
+            connection: the submitter; nobody can prove anything through a bare socket.
+            again: connects again after the connection has ended.
+        """
+        self._peer = _Peer(connection) if isinstance(connection, socket.socket) else connection
+        self._again = again
+        self._said: list[JsonObject] = []
+        self._is_over, self._ended_at, self._tries_at = False, 0.0, 0.0
 
     def say(self, message: JsonObject) -> bool:
         """Sends a message; returns whether the shard should go on."""
-        if self._connection is None:
-            return True
-        try:
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return False
-        return True
+        if self._peer is not None:
+            self._said.append(message)
+            self._peer.say(message, _REPLY_S)
+        return not self.is_over
 
     @property
     def is_over(self) -> bool:
         """Whether the submitter wants the shard to stop, or is gone."""
-        if self._connection is None:
-            return False
-        waiting = select.poll()  # select() cannot take descriptors above 1023
-        try:
-            waiting.register(self._connection, select.POLLIN)
-            return bool(waiting.poll(0))  # it says nothing after its first reply
-        except (OSError, ValueError):
+        if self._peer is None or self._is_over:
+            return self._is_over
+        is_told = any(self._peer.has_proven("stop", message) for message in self._peer.receive())
+        self._is_over = is_told or (self._peer.is_over and not self._returns())
+        return self._is_over
+
+    def _returns(self) -> bool:
+        """Connects again, from time to time, and repeats all that was said; returns whether there is still hope."""
+        self._ended_at = self._ended_at or time.monotonic()
+        if time.monotonic() < self._tries_at:
             return True
+        found = self._again()
+        if isinstance(found, _Peer):
+            self.close()
+            self._peer, self._ended_at = found, 0.0
+            for message in self._said:
+                found.say(message, _REPLY_S)
+            return True
+        self._tries_at = time.monotonic() + _RETURN_PAUSE_S
+        return found is None and self._tries_at < self._ended_at + _RETURNS_S
 
     def close(self) -> None:
         """Ends the connection."""
-        if self._connection is not None:
-            self._connection.close()
+        if self._peer is not None:
+            self._peer.connection.close()
 
 
 def reach(address: Address, shard: int, about: JsonObject) -> Contact | Literal[False]:
@@ -262,42 +352,45 @@ def reach(address: Address, shard: int, about: JsonObject) -> Contact | Literal[
         about: the description of this process.
 
     Returns:
-        The connection, without one where the submitter cannot be reached from here; False if the shard should not run.
+        The connection, without one if the submitter cannot be reached from here; False if the shard should not run.
     """
-    is_here = address.machine == machine_id()
-    hosts = address.hosts if address.port else ()
-    for host in (_LOOPBACK, *hosts) if is_here else hosts:
+    # The random id of this run tells it from a repetition of the shard by the engine.
+    greeting = {"shard": shard, "run": secrets.token_hex(16), "about": about, "machine": machine_id()}
+    again = functools.partial(_connect, address, greeting)
+    found = again()
+    return found is not False and Contact(found, again)
+
+
+def _connect(address: Address, greeting: JsonObject) -> _Peer | Literal[False] | None:
+    """Returns the first of the peers that proves to be the submitter; None if none does, False as for `reach`."""
+    is_here, is_gone = address.machine == machine_id(), False
+    hosts = (_LOOPBACK, *address.hosts) if is_here else address.hosts
+    for host in hosts if address.port else ():
         try:
-            connection = socket.create_connection((host, address.port), timeout=_CONNECT_S)
-        except OSError:
+            peer = _Peer(socket.create_connection((host, address.port), timeout=_CONNECT_S))
+        except OSError as error:
+            is_gone |= is_here and host == _LOOPBACK and isinstance(error, ConnectionRefusedError)
             continue
-        contact = Contact(connection)
-        try:
-            connection.settimeout(_REPLY_S)
-            _keep_alive(connection)
-            if contact.say({"token": address.token, "shard": shard, "about": about}) and connection.recv(64):
-                return contact
-        except TimeoutError:
-            contact.close()
-            return Contact(None)
-        except OSError:
-            pass
-        contact.close()
-        return False
-    return False if is_here and address.port else Contact(None)
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        until, ours = time.monotonic() + _REPLY_S, secrets.token_hex(16)
+        peer.say({"nonce": ours})
+        answer = peer.await_message(until)
+        peer.proof = functools.partial(_proof, address.token, ours, str(answer.get("nonce")))
+        if peer.has_proven("submitter", answer):
+            peer.say_proof("shard", **greeting)
+            answer = peer.await_message(until)
+        if peer.has_proven("go", answer):
+            return peer
+        peer.connection.close()
+        if peer.has_proven("stop", answer):
+            return False
+    return False if is_gone else None
 
 
 def _own_addresses() -> tuple[str, ...]:
+    """Returns the addresses of this machine that others may reach, those of IPv4 first."""
     import psutil
 
     addresses = [each for of_one in psutil.net_if_addrs().values() for each in of_one]
-    ours = [each.address for each in addresses if each.family == socket.AF_INET]
-    return tuple(address for address in ours if not address.startswith("127."))
+    families = (socket.AF_INET, socket.AF_INET6)
+    ours = [each.address for family in families for each in addresses if each.family == family]
+    return tuple(host for host in ours if host != "::1" and not host.startswith(("127.", "fe80:")))

@@ -149,7 +149,8 @@ def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], compl
             fastest = finals.conclude(ran, Final(), default=None)[1][0]
             final = end.swept.final if end.rounds_ms else _alone(fastest, ran)
             return dataclasses.replace(end.swept, final=final, complaint=end.complaint or complaint, retimed=trials)
-        groups = [[winner] for winner in winners]
+        ended = [[*shard.given] for shard, _ in ends]
+        groups = [[winner] for winner in winners] + [group[:1] for group in compared if group not in ended]
 
 
 def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:

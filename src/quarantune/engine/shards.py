@@ -236,6 +236,8 @@ class Shards:
                 end = End.from_json(future.result())
                 for ended in end.trials:
                     self._note(shard, ended)
+                if end.end == remote.STOPPED:  # perhaps a repetition of the engine's, which may not go beside the first
+                    raise DamageError("its process was told to stop")
                 shard.host = shard.host or end.host[:100]
                 self._finish(shard, end)
             except DamageError as damage:
@@ -281,8 +283,8 @@ class Shards:
             self._refuse(shard, end.error)
         elif end.end == remote.INVALID:
             raise remote.error_of(end, self._name, shard.host)
-        elif end.end == remote.FAILED:
-            self._repeat_failed(shard, f"on {shard.host}: {end.error}")
+        elif end.end == remote.FAILED or shard.began is None:  # unheard, it is no evidence against its configs
+            self._repeat_failed(shard, f"on {shard.host}: {end.error or end.end}")
         else:
             self._repeat_dead(shard, " (past its deadline)" if end.end == remote.LATE else "")
 
@@ -331,16 +333,14 @@ class Shards:
         if isinstance(error, concurrent.futures.BrokenExecutor):
             # A broken pool stays broken, and may take work for a moment before it knows; no config is to blame for it.
             raise self._exhausted(error) from error
-        text, is_dead = remote.cannot_import(error), remote.means_death(error)
-        if text is not None or (is_dead and self._is_heard):
+        text = remote.cannot_import(error)
+        if text is not None or (self._is_heard and remote.means_death(error)):
             # It ended before it could say that it begins, and so would every other shard that it gets at once: the
             # other machines must have time to take some.
             self._resumes_at = time.monotonic() + remote.REFUSAL_S
             shard.host = shard.process = f"a worker of {_shown(self._executor)}"
             ended = f"it ends before it begins to work; perhaps it {remote.lacks_package(str(error))}"
             self._refuse(shard, ended if text is None else f"it {remote.lacks_package(text)}")
-        elif is_dead:
-            self._repeat_dead(shard)
         else:
             self._repeat_failed(shard, f"{type(error).__name__}: {error}")
 
