@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 import json
 import math
@@ -823,19 +824,31 @@ class Proxy:
 def test_a_proxy_that_ends_a_connection_stops_no_shard_and_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "machine_id", lambda: secrets.token_hex())  # the shard is on another machine
     begun: list[int] = []
+    heard: list[Said] = []
+
+    def look(line: contact.Contact, was_heard: threading.Event) -> None:
+        """Looks after a connection, as a shard does all the time."""
+        while not (line.is_over or was_heard.wait(0.01)):
+            pass
+
+    def is_heard(told: Said) -> bool:
+        heard.extend(contacts.poll(0.01))
+        return told in heard
+
     with contextlib.closing(contact.Contacts(lambda number, about: begun.append(number) is None)) as contacts:
         proxy = Proxy(contacts)
         with service(proxy) as port:
             line = reached(contacts, 1, elsewhere(port, token=contacts.address.token))
-            heard: list[Any] = []
             for number in range(3):
                 proxy.cut()
-                thread = threading.Thread(target=lambda n=number: line.say({"phase": [n, "end"]}))
-                thread.start()
-                assert eventually(
-                    lambda n=number: heard.extend(contacts.poll(0.01)) or Said(1, {"phase": [n, "end"]}) in heard
-                )
-                thread.join()
+                message = {"phase": [number, "end"]}
+                assert line.say(message)
+                was_heard = threading.Event()
+                looks = threading.Thread(target=look, args=(line, was_heard))
+                looks.start()
+                assert eventually(functools.partial(is_heard, Said(1, message)))
+                was_heard.set()
+                looks.join()
                 assert not line.is_over
             assert begun == [1]
             contacts.stop(1)

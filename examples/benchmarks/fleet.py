@@ -13,7 +13,9 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import heapq
+import hmac
 import itertools
 import json
 import os
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,7 @@ class Worker:
     idle_since: float = 0.0
     asked: float = 0.0
     line: socket.socket | None = None
+    proves: Callable[[str], str] | None = None
     at: int = 0
     trials: list[Any] = dataclasses.field(default_factory=list)
 
@@ -125,18 +129,25 @@ class Fleet:
         worker.line = socket.create_connection(("127.0.0.1", address["port"]))
         worker.line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         worker.asked = time.monotonic()
-        self._say(worker, {"token": address["token"], "shard": worker.task["shard"], "about": {"host": worker.host}})
+        worker.proves = None
+        self._say(worker, {"nonce": worker.host})
         self._selector.register(worker.line, selectors.EVENT_READ, worker)
 
     def _go(self, worker: Worker) -> None:
-        """Reads the submitter's answer; the end of the connection means that the shard should stop."""
+        """Reads the submitter's challenge, then its answer."""
         assert worker.line is not None
-        self._selector.unregister(worker.line)
         try:
-            may_go = bool(worker.line.recv(64))
-        except OSError:
-            may_go = False
-        if not may_go:
+            said = json.loads(worker.line.recv(1000))
+        except (OSError, ValueError):
+            said = {}
+        if worker.proves is None and "nonce" in said:
+            token = worker.task["address"]["token"]
+            worker.proves = functools.partial(_proof, token, worker.host, said["nonce"])
+            greeting = {"shard": worker.task["shard"], "run": worker.host, "about": {"host": worker.host}}
+            self._say(worker, greeting | {"proof": worker.proves("shard")})
+            return
+        self._selector.unregister(worker.line)
+        if worker.proves is None or said.get("proof") != worker.proves("go"):
             self._finish(worker, {"end": "stopped"})
             return
         self.round_trips_s.append(time.monotonic() - worker.asked)
@@ -204,6 +215,12 @@ class Fleet:
         assert worker.line is not None
         with contextlib.suppress(OSError):  # the submitter may have ended the shard
             worker.line.sendall(b"".join(json.dumps(message).encode() + b"\n" for message in messages))
+
+
+def _proof(token: str, *said: str) -> str:
+    """Returns the proof of the last statement, as `quarantune.engine.contact` has it."""
+    *nonces, statement = said
+    return hmac.new(token.encode(), json.dumps([statement, *nonces]).encode(), "sha256").hexdigest()
 
 
 def time_of(index: int) -> float:

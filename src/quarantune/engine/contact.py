@@ -308,10 +308,11 @@ class Contact:
 
     def say(self, message: JsonObject) -> bool:
         """Sends a message; returns whether the shard should go on."""
-        if self._peer is not None:
-            self._said.append(message)
-            self._peer.say(message, _REPLY_S)
-        return not self.is_over
+        if self._peer is None:
+            return True
+        self._said.append(message)
+        self._peer.say(message, _REPLY_S)
+        return not (self._peer.is_over and self.is_over)
 
     @property
     def is_over(self) -> bool:
