@@ -30,7 +30,7 @@ _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 2.0
 """The longest wait for a connection to one address; a firewall may answer nothing."""
 _REPLY_S = 20.0
-"""The longest wait until the peer at one address has proven to be the submitter, or takes a message."""
+"""The longest wait until a message is taken, or until one of all peers has proven to be the submitter."""
 _RETURNS_S, _RETURN_PAUSE_S = 8.0, 0.5
 """How long a shard may take to connect again before either side takes the other for gone, and its pause between tries.
 """
@@ -372,7 +372,7 @@ def _connect(address: Address, greeting: JsonObject) -> _Peer | Literal[False] |
         except OSError as error:
             is_gone |= is_here and host == _LOOPBACK and isinstance(error, ConnectionRefusedError)
             continue
-        until, ours = time.monotonic() + _REPLY_S, secrets.token_hex(16)
+        until, ours = time.monotonic() + _REPLY_S / len(hosts), secrets.token_hex(16)
         peer.say({"nonce": ours})
         answer = peer.await_message(until)
         peer.proof = functools.partial(_proof, address.token, ours, str(answer.get("nonce")))
