@@ -285,6 +285,39 @@ def test_a_worker_that_ends_before_it_begins_is_kept_out_and_blames_no_config(
     assert f"a worker of the executor WithMisfit takes no part: {named}" in caplog.text
 
 
+class Dying(ThreadPoolExecutor):
+    """A pool whose shards die before this process has heard of any."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(1)
+        self._error = error
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if fn is not remote.run:
+            return super().submit(fn, *args, **kwargs)
+        future: Future[Any] = Future()
+        if isinstance(self._error, KilledWorkerError):
+            future.set_exception(self._error)
+        else:
+            future.set_result(remote.End(end=str(self._error), host="there").to_json())
+        return future
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (KilledWorkerError("run-1"), "KilledWorkerError: run-1"),
+        (Exception(remote.STOPPED), "its process was told to stop"),
+        (Exception(remote.LATE), "on there: late"),
+    ],
+    ids=["killed", "stopped", "late"],
+)
+def test_shards_that_nobody_has_heard_of_are_no_deaths_of_their_configs(error: Exception, named: str) -> None:
+    advice = f"could not run a shard, twice; the last time .*{named}; the trials so far are kept"
+    with Dying(error) as pool, pytest.raises(EngineError, match=advice):
+        tuner().run(X, executor=pool)
+
+
 @pytest.mark.slow
 @pytest.mark.engines
 def test_a_worker_of_another_version_is_told_both_versions() -> None:
@@ -394,6 +427,16 @@ def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkey
     assert result.default_time_ms is not None
 
 
+def request_of(events: SweepEvents) -> Any:
+    """Returns as much of a sweep as shards need to be followed."""
+    limits = SweepLimits(
+        compile_timeout_s=100.0, timeout_s=20.0, memory_limit_bytes=None, compile_slots=1, configs_per_worker=None
+    )
+    return SimpleNamespace(
+        problem=SimpleNamespace(name="slow"), limits=limits, target=None, troubled=(), events=events
+    )  # fmt: skip
+
+
 def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
     now, looks = [started], [0]
@@ -430,16 +473,74 @@ def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: p
     monkeypatch.setattr(remote, "run", machine_of)
     configs: dict[int, Any] = {index: {"n": index} for index in range(16)}
     trials: dict[int, Trial] = {}
-    limits = SweepLimits(
-        compile_timeout_s=100.0, timeout_s=20.0, memory_limit_bytes=None, compile_slots=1, configs_per_worker=None
-    )
-    request: Any = types.SimpleNamespace(
-        problem=types.SimpleNamespace(name="slow"), limits=limits, target=None, troubled=(),
-        events=SweepEvents(on_trial=on_trial, on_tick=on_tick),
-    )  # fmt: skip
+    request = request_of(SweepEvents(on_trial=on_trial, on_tick=on_tick))
     with ThreadPoolExecutor(1) as pool, contextlib.closing(shards.Shards(pool, b"", configs, request)) as given:
         ends = given.run([shards.Shard(indices=[*configs])], on_trial, NOTHING_MORE)
     assert [(shard.given, shard.deaths) for shard, _ in ends] == [(tuple(configs), ())]
+
+
+def test_a_shard_goes_on_though_the_engine_has_repeated_it_and_the_repetition_was_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_collected = threading.Event()
+
+    def work(line: contact.Contact, task: Any) -> None:
+        assert is_collected.wait(20)
+        for index, _ in task["configs"]:
+            assert line.say({"index": index, "trial": measured(index, 1.0, "there").to_json()})
+        assert line.say(remote.End(end=remote.DONE).to_json())
+        line.close()
+
+    def machine_of(task: Any) -> Any:
+        address = contact.Address.from_json(task["address"])
+        line = contact.reach(address, task["shard"], {"host": "there"})
+        assert contact.reach(address, task["shard"], {"host": "elsewhere"}) is False
+        works.submit(work, line, task)
+        return remote.End(end=remote.STOPPED, host="elsewhere").to_json()
+
+    def on_tick() -> None:
+        if given._shards and all(shard.future is None for shard in given._shards.values()):
+            is_collected.set()
+
+    monkeypatch.setattr(remote, "run", machine_of)
+    configs: dict[int, Any] = {index: {"n": index} for index in range(4)}
+    trials: dict[int, Trial] = {}
+    request = request_of(SweepEvents(on_trial=trials.__setitem__, on_tick=on_tick))
+    with (
+        ThreadPoolExecutor(1) as works,
+        ThreadPoolExecutor(1) as pool,
+        contextlib.closing(shards.Shards(pool, b"", configs, request)) as given,
+    ):
+        ends = given.run([shards.Shard(indices=[*configs])], trials.__setitem__, NOTHING_MORE)
+    assert [(shard.host, shard.deaths) for shard, _ in ends] == [("there", ())]
+    assert {trial.outcome for trial in trials.values()} == {Outcome.OK}
+
+
+def test_finalists_whose_machine_is_lost_are_compared_with_the_winners_of_the_others() -> None:
+    trials = {index: measured(index, 1.0 + index, f"host-{index}") for index in range(40)}
+    compared: list[list[int]] = []
+
+    class Losing:
+        """Loses the machine that compares the fastest config of all, once."""
+
+        def run(self, runs: list[shards.Shard], on_trial: Callable[[int, Trial], None], source: Any) -> Any:
+            is_first = not compared
+            compared.extend(shard.indices for shard in runs)
+            for shard in runs:
+                shard.given = tuple(shard.indices)
+            ended = [shard for shard in runs if 0 not in shard.given or not is_first]
+            for index in (index for shard in ended for index in shard.given):
+                on_trial(index, trials[index])
+            return [
+                (shard, remote.End(end=remote.DONE, rounds_ms=tuple((n, (1.0 + n,) * 4) for n in shard.given)))
+                for shard in ended
+            ]
+
+    problem: Any = SimpleNamespace(name="lost", default=None, untuned=None)
+    final: Any = distributed._final(Losing(), problem, trials, "")  # type: ignore[arg-type]
+    assert len(compared) == 4
+    assert 0 in compared[-1]
+    assert min(final.final.rounds_ms, key=final.final.rounds_ms.get) == 0
 
 
 @pytest.mark.slow
@@ -710,6 +811,32 @@ def test_a_shard_goes_on_unheard_beside_a_service_that_is_not_its_submitter(
     assert line.say({"phase": [0, "end"]})
     assert not line.is_over
     assert b"secret" not in heard
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.parametrize("kind", ["closes", "banner", "go", "HTTP"])
+@pytest.mark.parametrize("share", [1, 2], ids=["all", "half"])
+def test_machines_that_reach_another_service_lose_no_config(kind: str, share: int) -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(ANSWERS[kind] or b"")
+
+    class Elsewhere(ThreadPoolExecutor):
+        given = 0
+
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if fn is remote.run:
+                self.given += 1
+                if self.given % share == 0:
+                    args[0]["address"] = elsewhere(port).to_json()
+            return super().submit(fn, *args, **kwargs)
+
+    configs = {"n": [30, 0], "same": list(range(12))}
+    with service(answer) as port, Elsewhere(2) as pool:
+        result = quarantune.AutoTuner(engine_kernels.plain, configs, rep=2, ref_fn=None).run(X, executor=pool)
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+    assert result.best_config["n"] == 0
+    assert pool.given >= share
 
 
 def test_a_service_that_answers_byte_by_byte_holds_a_shard_up_for_a_bounded_time(

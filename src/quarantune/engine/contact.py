@@ -44,8 +44,8 @@ _GREETS_S = 10.0
 """How long a peer may take to name its shard, which shards do at once."""
 _SILENT_S, _CHALLENGED_S = 0.25, 1.0
 """How long a peer may take for its first message, and for its proof, while others wait."""
-_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_USER_TIMEOUT, 25_000))
-"""After 25 s without a sign of the other machine, a connection has ended, also while sent data is unacknowledged."""
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_USER_TIMEOUT, 20_000))
+"""After 20 s without a sign of the other machine, a connection has ended, also while sent data is unacknowledged."""
 _BACKLOG = 1024
 
 
