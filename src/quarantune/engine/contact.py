@@ -231,10 +231,8 @@ class _Peer:
                 received = self.connection.recv(1 << 18)
                 self._data += received
                 self.is_over = not received
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.is_over = True
+        except OSError as error:
+            self.is_over = not isinstance(error, BlockingIOError)
         while (end := self._data.find(b"\n")) >= 0:
             line = bytes(self._data[:end])
             del self._data[: end + 1]
@@ -392,6 +390,5 @@ def _own_addresses() -> tuple[str, ...]:
     import psutil
 
     addresses = [each for of_one in psutil.net_if_addrs().values() for each in of_one]
-    families = (socket.AF_INET, socket.AF_INET6)
-    ours = [each.address for family in families for each in addresses if each.family == family]
+    ours = [each.address for family in (socket.AF_INET, socket.AF_INET6) for each in addresses if each.family == family]
     return tuple(host for host in ours if host != "::1" and not host.startswith(("127.", "fe80:")))
