@@ -1048,6 +1048,28 @@ def test_idle_strangers_leave_room_for_shards_and_are_dropped(monkeypatch: pytes
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_many_shards_that_greet_at_once_are_all_heard() -> None:
+    """With far more than may be unknown at a time, the others wait for their turn."""
+    many = 8 * contact.MOST_UNKNOWN
+    begun: list[int] = []
+    with (
+        contextlib.closing(contact.Contacts(lambda number, about: begun.append(number) is None)) as contacts,
+        ThreadPoolExecutor(many) as machines,
+    ):
+        address, start = contacts.address, threading.Barrier(many)
+        calls = [
+            machines.submit(lambda number: start.wait(30) is not None and contact.reach(address, number, {}), number)
+            for number in range(many)
+        ]
+        assert eventually(lambda: contacts.poll(0.01) or all(call.done() for call in calls))
+        lines = [call.result() for call in calls]
+        assert [isinstance(line, contact.Contact) and line._peer is not None for line in lines] == [True] * many
+        for line in lines:
+            assert isinstance(line, contact.Contact)
+            line.close()
+    assert sorted(begun) == list(range(many))
+
+
 class Unknown(Executor):
     """An executor of which nothing is known, so that its shards may run anywhere."""
 
