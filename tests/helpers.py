@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -93,6 +94,11 @@ class SweepWatch:
     def __init__(self) -> None:
         self.on_begin: list[Callable[[SweepRequest, Mapping[int, Config]], object]] = []
         self.on_end: list[Callable[[Swept], object]] = []
+
+
+def pass_time(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Sets this process's clock forward."""
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + seconds)
 
 
 def child_environ(*path: Path | str, **changes: str | None) -> dict[str, str]:

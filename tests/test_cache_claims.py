@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import python
+from helpers import pass_time, python
 
 from quarantune.cache import CacheWriteError
 from quarantune.cache.claims import Claim, wait
 from quarantune.cache.store import Owner
-from quarantune.host.shared_files import Directory
+from quarantune.host.shared_files import Directory, SideLock
 
 HOLD = """
 import fcntl, sys
@@ -45,11 +45,6 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     elif request.param == "no locks":
         monkeypatch.setattr(fcntl, "flock", refuse)
     return str(request.param)
-
-
-def age(claim: Claim, seconds: float) -> None:
-    past = time.time() - seconds
-    os.utime(claim._path, (past, past))
 
 
 def be_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +77,10 @@ def test_hosts_whose_kernels_have_no_boot_id_are_not_taken_for_one(
     holder._path.with_suffix(".lock").unlink()  # the lock of one host has no effect on another
     monkeypatch.setattr("quarantune.cache.store.this_host", lambda: "0123456789ab")
     assert not rival.try_acquire()
+    pass_time(monkeypatch, 100)
     assert holder.refresh()
-    age(holder, 100)
+    assert not rival.try_acquire()
+    pass_time(monkeypatch, 100)
     assert rival.try_acquire()
     rival.release()
     holder.release()
@@ -95,11 +92,12 @@ def test_a_claim_made_while_a_damaged_one_is_set_aside_is_respected(
     quick, slow = make(), make()
     quick._path.parent.mkdir()
     quick._path.write_text('{"who": "knows"}')
-    age(quick, 100)
+    assert [quick.try_acquire(), slow.try_acquire()] == [False, False]
+    pass_time(monkeypatch, 100)
     find_free_name = Directory.free_name
 
     def after_the_other(place: Directory, name: str) -> str:
-        monkeypatch.undo()
+        monkeypatch.setattr(Directory, "free_name", find_free_name)
         while not quick.held:  # it may give way once, to the one that has the lock
             quick.try_acquire()
         return find_free_name(place, name)
@@ -168,12 +166,15 @@ def test_a_dead_holder_in_another_pid_namespace_is_found_by_its_lock(
 
 
 @pytest.mark.usefixtures("locks")
-def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(make: Callable[..., Claim]) -> None:
+def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow, waiter = make(worst_case_s=30), make(worst_case_s=1)
     assert slow.try_acquire()
-    age(slow, 25)
-    assert not waiter.try_acquire()
-    age(slow, 40)
+    for waited_s in (0, 25):
+        pass_time(monkeypatch, waited_s)
+        assert not waiter.try_acquire()
+    pass_time(monkeypatch, 10)
     assert waiter.try_acquire()
     assert not slow.refresh()
     assert not slow.held
@@ -181,6 +182,26 @@ def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(make: Callable
     assert not make().try_acquire()
     waiter.release()
     assert make().holder() is None
+
+
+@pytest.mark.usefixtures("locks")
+@pytest.mark.parametrize("hours", [-1, 1, 24 * 365])
+def test_a_claim_that_changes_is_respected_whatever_its_hosts_clock_says(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    # As on a filesystem that takes the times of files from its clients.
+    holder, waiter = make(worst_case_s=30), make()
+    assert holder.try_acquire()
+    for waited_s in range(0, 100, 20):
+        there = time.time() + 3600 * hours + waited_s
+        os.utime(holder._path, (there, there))
+        assert not waiter.try_acquire()
+        pass_time(monkeypatch, 20)
+    assert holder.held
+    pass_time(monkeypatch, 20)
+    assert waiter.try_acquire(), "it has changed no more"
+    waiter.release()
+    holder.release()
 
 
 def test_a_lock_without_effect_does_not_prove_a_holder_dead(
@@ -194,10 +215,13 @@ def test_a_lock_without_effect_does_not_prove_a_holder_dead(
     holder.release()
 
 
-def test_a_hung_holder_with_its_lock_does_not_keep_the_claim_for_ever(make: Callable[..., Claim]) -> None:
+def test_a_hung_holder_with_its_lock_does_not_keep_the_claim_for_ever(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
     hung, second, third = make(worst_case_s=1), make(), make()
     assert hung.try_acquire()
-    age(hung, 100)
+    assert not second.try_acquire()
+    pass_time(monkeypatch, 100)
     assert second.try_acquire()
     second.release()
     # It gives way once, because the holder of the lock may be about to make the claim.
@@ -207,14 +231,15 @@ def test_a_hung_holder_with_its_lock_does_not_keep_the_claim_for_ever(make: Call
 
 
 @pytest.mark.usefixtures("locks")
-def test_refreshing_keeps_the_claim(make: Callable[..., Claim]) -> None:
+def test_refreshing_keeps_the_claim(make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch) -> None:
     holder, waiter = make(worst_case_s=30), make()
     assert not holder.refresh()
     assert holder.try_acquire()
-    age(holder, 1000)
+    assert not waiter.try_acquire()
+    pass_time(monkeypatch, 1000)
     assert holder.refresh()
     assert not waiter.try_acquire()
-    age(holder, 1000)
+    pass_time(monkeypatch, 1000)
     assert waiter.try_acquire()
     waiter.release()
 
@@ -226,19 +251,21 @@ def test_hosts_judge_each_other_by_silence_alone(make: Callable[..., Claim], mon
     be_on_another_host(monkeypatch)
     here = make()
     assert not here.try_acquire()
-    age(there, 40)
+    pass_time(monkeypatch, 40)
     assert here.try_acquire()
     here.release()
 
 
 @pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # about a file that no crash leaves
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": 1}'])
-def test_a_claim_torn_by_a_crash_is_taken_over_soon(make: Callable[..., Claim], content: bytes) -> None:
+def test_a_claim_torn_by_a_crash_is_taken_over_soon(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch, content: bytes
+) -> None:
     claim = make()
     claim._path.parent.mkdir()
     claim._path.write_bytes(content)
     assert not claim.try_acquire()
-    age(claim, 10)
+    pass_time(monkeypatch, 10)
     assert claim.try_acquire()
     claim.release()
 
@@ -249,7 +276,8 @@ def test_a_slower_waiter_does_not_take_the_fresh_claim_of_a_quicker_one(
     monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
     dead, quick, slow = make(worst_case_s=1), make(), make()
     assert dead.try_acquire()
-    age(dead, 100)
+    assert [quick.try_acquire(), slow.try_acquire()] == [False, False]
+    pass_time(monkeypatch, 100)
     real = os.replace
 
     def rename(*names: str, **where: int) -> None:
@@ -269,6 +297,60 @@ def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> 
     (tmp_path / "f.trials").write_text("")
     with pytest.raises(CacheWriteError, match="other jobs cannot see"):
         Claim(tmp_path, "f", "cpu", "key").try_acquire()
+
+
+def test_a_fork_of_a_killed_holder_does_not_keep_its_lock(tmp_path: Path) -> None:
+    # The claim's holder is known by its lock alone: the rival is on a host of its own.
+    script = """
+import os, signal, sys
+from pathlib import Path
+from quarantune.cache.claims import Claim
+claim = Claim(Path(sys.argv[1]), "f", "cpu", "key", worst_case_s=1000)
+assert claim.try_acquire()
+if (pid := os.fork()) == 0:
+    sys.stdin.read()
+    os._exit(0)
+print(pid, flush=True)
+signal.pause()
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        fork = int(holder.stdout.readline())
+        with (
+            Directory(tmp_path, "f.trials") as place,
+            SideLock(place, Claim(tmp_path, "f", "cpu", "key")._lock_name) as lock,
+        ):
+            assert lock.take() is False
+            holder.kill()
+            holder.wait()
+            os.kill(fork, 0)
+            deadline = time.monotonic() + 10
+            while not lock.take():
+                assert time.monotonic() < deadline
+
+
+def test_a_lock_that_is_waited_for_is_taken_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
+    with Directory(tmp_path) as place, SideLock(place, "lock") as waits:
+        with SideLock(place, "lock") as held:
+            assert held.take()
+            assert waits.take(0.02) is False
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                waits.take(100.0)
+        assert waits.take(100.0)
+
+
+def test_another_thread_releases_the_lock_of_a_claim(make: Callable[..., Claim]) -> None:
+    claim = make()
+    assert claim.try_acquire()
+    thread = threading.Thread(target=claim.release)
+    thread.start()
+    thread.join()
+    other = make()
+    assert other.try_acquire()
+    assert other._locked
+    other.release()
 
 
 def test_of_many_processes_exactly_one_acquires_at_a_time(tmp_path: Path) -> None:

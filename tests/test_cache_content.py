@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import python
+from helpers import pass_time, python
 
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
@@ -282,12 +282,13 @@ ODD_CLAIMS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", ODD_CLAIMS)
 @pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
-def test_an_invalid_claim_delays_nobody(tmp_path: Path, name: str) -> None:
+def test_an_invalid_claim_delays_nobody_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     claim = Claim(tmp_path, "f", "cpu", "key")
     claim._path.parent.mkdir()
     ODD_CLAIMS[name](claim._path)
-    os.utime(claim._path, (1e9, 1e9), follow_symlinks=False)
     assert claim.holder() is None
+    assert not claim.try_acquire()
+    pass_time(monkeypatch, 3)
     assert claim.try_acquire()
     assert claim.refresh()
     claim.release()
@@ -295,11 +296,14 @@ def test_an_invalid_claim_delays_nobody(tmp_path: Path, name: str) -> None:
     claim.release()
 
 
-def test_a_file_that_was_never_a_claim_is_set_aside_and_reported(tmp_path: Path) -> None:
+def test_a_file_that_was_never_a_claim_is_set_aside_and_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claim = Claim(tmp_path, "f", "cpu", "key")
     claim._path.mkdir(parents=True)
     (claim._path / "kept").write_text("kept")
-    os.utime(claim._path, (1e9, 1e9))
+    assert not claim.try_acquire()
+    pass_time(monkeypatch, 3)
     with pytest.warns(CacheWarning, match="no claim of ours"):
         assert claim.try_acquire()
     claim.release()
@@ -307,11 +311,14 @@ def test_a_file_that_was_never_a_claim_is_set_aside_and_reported(tmp_path: Path)
     assert (kept / "kept").read_text() == "kept"
 
 
-def test_an_odd_claim_that_was_set_aside_is_a_problem_until_it_is_pruned(tmp_path: Path) -> None:
+def test_an_odd_claim_that_was_set_aside_is_a_problem_until_it_is_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     claim = Claim(tmp_path, "f", "cpu", "key")
     claim._path.parent.mkdir()
     claim._path.write_bytes(b"x" * 100_000)
-    os.utime(claim._path, (1e9, 1e9))
+    assert not claim.try_acquire()
+    pass_time(monkeypatch, 3)
     with pytest.warns(CacheWarning, match="no claim of ours"), claim:
         assert claim.try_acquire()
     (kept,) = claim._path.parent.glob("*.corrupt-*")
@@ -323,11 +330,16 @@ def test_an_odd_claim_that_was_set_aside_is_a_problem_until_it_is_pruned(tmp_pat
     assert problems(store) == []
 
 
-def test_a_claim_from_the_future_is_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("when", [1.0, 4e9])
+def test_a_claim_from_another_time_is_taken_over_when_it_stays_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: float
+) -> None:
     claim = Claim(tmp_path, "f", "cpu", "key")
     claim._path.parent.mkdir()
     claim._path.write_bytes(claim_of())
-    os.utime(claim._path, (4e9, 4e9))
+    os.utime(claim._path, (when, when))
+    assert not claim.try_acquire()
+    pass_time(monkeypatch, 4)
     assert claim.try_acquire()
     claim.release()
 

@@ -328,7 +328,7 @@ def test_a_table_that_nobody_could_read_is_not_exported(store: Store, tmp_path: 
 
 def test_what_cannot_be_read_is_not_pruned(store: Store, bounded: int) -> None:
     store.put("f", "cpu", "k", ENTRY)
-    small_one, large_one, folder = (store.directory / f"f.json.corrupt-{n}" for n in ("1", "2", "3"))
+    small_one, large_one, folder = (store.directory / f"f.json.corrupt-20260101T000000-{n}" for n in range(3))
     small_one.write_text("{")
     large_one.write_text("x" * (bounded + 1))
     folder.mkdir()

@@ -18,9 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import python
+from helpers import pass_time, python
 
+from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
+from quarantune.cache.claims import Claim
+from quarantune.cache.journal import Journal
 from quarantune.cache.store import Owner
 
 ENTRY = {"config": {"BM": 32}, "time_ms": 0.5}
@@ -44,11 +47,6 @@ def dead_pid() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
-
-
-def age(path: Path, seconds: float) -> None:
-    past = time.time() - seconds
-    os.utime(path, (past, past))
 
 
 def test_another_store_of_the_same_directory_gets_a_put_entry(store: Store) -> None:
@@ -223,7 +221,7 @@ def test_an_unreadable_file_is_a_miss_reported_once_and_not_overwritten(
     written, real = store.path("f").read_bytes(), os.open
 
     def failing(path: Any, *how: Any, **where: Any) -> int:
-        if Path(path).name == store.path("f").name:
+        if store.path("f").name in Path(path).name and how[0] & os.O_ACCMODE == os.O_RDONLY:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(path, *how, **where)
 
@@ -259,12 +257,16 @@ def test_a_reused_process_number_is_not_taken_for_the_dead_writer(store: Store) 
     assert not stale.exists()
 
 
-def test_another_hosts_writer_is_waited_for_until_long_silent(store: Store) -> None:
+@pytest.mark.parametrize("hours", [-1, 0, 1])
+def test_another_hosts_writer_is_waited_for_until_it_was_long_seen(
+    store: Store, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
     other = announcement(store, host="0123456789ab", pid=1)
+    os.utime(other, (there := time.time() + 3600 * hours, there))  # the clocks of hosts may differ
     with pytest.raises(CacheWriteError, match=r"kept .* busy for 0.05 s"):
         Store(store.directory, lock_timeout_s=0.05).put("f", "cpu", "k", ENTRY)
     assert other.exists()
-    age(other, 3600)
+    pass_time(monkeypatch, 31)
     store.put("f", "cpu", "k", ENTRY)
     assert not other.exists()
 
@@ -289,9 +291,9 @@ def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
         if not slept:
             slept.append(True)
             # Meanwhile a writer without working locks withdraws our announcement and writes.
-            monkeypatch.setattr("quarantune.cache.store.SideLock.take", lambda lock: None)
+            monkeypatch.setattr("quarantune.cache.store.SideLock.take", lambda *_: None)
             (announced,) = store.directory.glob(".f.json.*.tmp")
-            age(announced, 3600)
+            announced.unlink()
             rival.put("f", "cpu", "rival", ENTRY)
 
     monkeypatch.setattr(os, "fsync", slow_fsync)
@@ -353,6 +355,43 @@ def test_any_disk_error_is_a_typed_error_and_the_old_file_stays(
     assert list(store.directory.glob(".f.json.*.tmp")) == []
 
 
+ADVICE = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "quota",
+    errno.EROFS: "mount",
+    errno.ENAMETOOLONG: "shorter path",
+    errno.EMFILE: "ulimit -n",
+    errno.EFBIG: "ulimit -f",
+    errno.EIO: "see whether its disk works",
+    errno.EACCES: "make the directory writable",
+}
+
+
+@pytest.mark.parametrize("code", ADVICE)
+def test_the_advice_fits_the_error(store: Store, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    store.put("f", "cpu", "k", ENTRY)
+    real = os.open
+
+    def fail(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & os.O_CREAT or Path(path).name == ".f.json.lock":
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for work in (
+        lambda: store.put("f", "cpu", "k2", ENTRY),
+        lambda: Claim(store.directory, "g", "cpu", "k").try_acquire(),
+        lambda: Journal(store.directory, "g", "cpu", "k").append({"n": 1}),
+        lambda: TuningCache(store.directory).export(store.directory.with_name("table")),
+    ):
+        with pytest.raises(CacheWriteError) as caught:
+            work()
+        assert f"{os.strerror(code)})" in str(caught.value)
+        assert ADVICE[code] in str(caught.value)
+        assert ("writable" in str(caught.value)) == (code == errno.EACCES)
+
+
 @contextlib.contextmanager
 def mounted_tmpfs(directory: Path, options: str) -> Iterator[Callable[[str], None]]:
     directory.mkdir()
@@ -369,7 +408,7 @@ def test_a_full_disk_keeps_the_old_file_and_names_the_unsaved_result(tmp_path: P
     with mounted_tmpfs(tmp_path / "small", "size=64k"):
         store = Store(tmp_path / "small", lock_timeout_s=5)
         store.put("f", "cpu", "k", ENTRY)
-        with pytest.raises(CacheWriteError, match=r"nothing was saved in .*f\.json.*No space left"):
+        with pytest.raises(CacheWriteError, match=r"nothing was saved in .*f\.json.*No space left.*: make room on"):
             store.put("f", "cpu", "big", {"config": {"x": "x" * 100_000}})
         assert store.read("f") == {"cpu": {"k": STORED}}
         store.put("f", "cpu", "k2", ENTRY)

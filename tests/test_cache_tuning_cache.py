@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store, entries
 from quarantune.cache.entries import CacheKey, MergeReport
 from quarantune.cache.journal import Journal
 
@@ -158,7 +160,7 @@ def test_merge_keeps_the_entry_with_more_samples_of_one_config(cache: TuningCach
 def test_merging_changes_nothing_in_the_other_cache(cache: TuningCache, tmp_path: Path) -> None:
     other = tmp_path / "other"
     Store(other).put("f", "cpu", "[1]", {"config": {"BM": 1}})
-    (other / "torn.json").write_text('{"cpu": {')
+    (other / "torn.json").write_text('{\n"cpu": {')
     before = {path.name: path.read_bytes() for path in other.iterdir()}
     with pytest.warns(CacheWarning, match="the file stays"):
         assert len(cache.merge(other).added) == 1
@@ -245,7 +247,7 @@ def test_problems_names_every_problem_and_changes_nothing(cache: TuningCache) ->
     cache.put("good", 1, "cpu", {"BM": 1})
     assert cache.problems() == []
     files = {
-        "torn.json": '{"cpu": {',
+        "torn.json": '{\n"cpu": {',
         "newer.json": json.dumps({"cpu": {"k": {"schema": SCHEMA + 1, "config": {}}}}),
         "odd.json": json.dumps({"cpu": {"k": {"config": 3, "time_ms": "fast"}}}),
         "old.json.corrupt-20250101T000000": "junk",
@@ -266,6 +268,50 @@ def test_problems_names_every_problem_and_changes_nothing(cache: TuningCache) ->
     ):
         assert sum(fragment in problem for problem in problems) == 1, fragment
     assert {name: (cache.directory / name).read_text() for name in files} == files
+
+
+FOREIGN = {
+    "package.json": '{\n  "name": "of another program",\n  "scripts": {"test": "x"}\n}\n',
+    "tsconfig.json": '{\n  // with a comment\n  "compilerOptions": {"strict": true}\n}\n',
+    "list.json": "[1, 2]",
+    "empty.json": "",
+    "binary.json": "\x00\x01",
+    "folder.json/inside.json": "{}",
+    "f.json.corrupt-by-me": "mine",
+    ".f.json.bak.tmp": "mine",
+    "f.trials/notes.jsonl": "of another program\n",
+    "f.trials/notes.tmp": "mine",
+    "other.trials/results.final": "mine",
+    "other.trials/results.corrupt-1": "mine",
+    "other.entries/readme.json": "mine",
+}
+
+
+def test_files_of_other_programs_are_left_alone_and_are_no_damage(cache: TuningCache, tmp_path: Path) -> None:
+    Store(cache.directory).put("f", "cpu", "1", {"config": {"BM": 1}, "created": "2020-01-01T00:00:00+00:00"})
+    for name, content in FOREIGN.items():
+        (cache.directory / name).parent.mkdir(exist_ok=True)
+        (cache.directory / name).write_text(content)
+        os.utime(cache.directory / name, (1e9, 1e9))
+    (cache.directory / "link.json").symlink_to(tmp_path / "elsewhere")
+
+    def foreign() -> dict[str, str]:
+        paths = [path for path in cache.directory.rglob("*") if path.is_file() and path.name != ".f.json.lock"]
+        return {str(path.relative_to(cache.directory)): path.read_text() for path in paths}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert [record.key.kernel_type for record in cache] == ["f"]
+        assert cache.problems() == []
+        assert cache.export(tmp_path / "table") == cache.keys()
+        assert not TuningCache(tmp_path / "merged").merge(cache.directory).conflicts
+        assert not cache.diff(tmp_path / "table").only_here
+        removed, files = entries.prune(Store(cache.directory), older_than_s=3600.0)
+    assert (len(removed), files) == (1, [])
+    assert foreign().items() >= FOREIGN.items()
+    cache.clear()
+    assert foreign() == FOREIGN
+    assert (cache.directory / "link.json").is_symlink()
 
 
 @pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")

@@ -489,7 +489,7 @@ def test_a_dry_run_changes_nothing(run: Run, filled: Store) -> None:
     code, out, err = run("cache", "prune", "--older-than", "30d", "--dry-run")
     assert code == 0
     assert out.endswith("3 results would be removed\n")
-    assert "package.json" in err
+    assert err == "", "a file of another program is no damage"
     assert sorted(os.listdir(filled.directory)) == before
 
 

@@ -236,7 +236,7 @@ esac
 
 def test_damaged_results_are_found(cache_dir: Path) -> None:
     cache_dir.mkdir()
-    (cache_dir / "matmul.json").write_text("{")
+    (cache_dir / "matmul.json").write_text('{\n"cpu": {')
     found = {entry.name: entry for entry in doctor.cache_directory(Settings(cache_dir=cache_dir))}
     assert found["cached results"].status is doctor.Status.WARN
     assert "matmul.json" in found["cached results"].found

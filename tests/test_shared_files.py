@@ -48,7 +48,6 @@ def append(directory: Path) -> None:
 
 def claim(directory: Path) -> None:
     with Claim(directory, *PROBLEM) as held:
-        assert held.silent_s() != 0
         if held.try_acquire():
             held.leave_failure({"why": "none"})
 
@@ -261,7 +260,7 @@ def as_user(user: int, script: str, *arguments: object) -> subprocess.CompletedP
         from quarantune.cache.claims import Claim
         from quarantune.cache.journal import Journal
         from quarantune.values import settings
-        import platformdirs.unix
+        import filelock, platformdirs.unix
         place = Path(sys.argv[1])
         os.umask(0o022)
         os.setgroups([])

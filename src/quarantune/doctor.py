@@ -32,7 +32,7 @@ from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device
 from quarantune.host import machine
 from quarantune.host.process import environment_variables, in_sandbox, interpreter
-from quarantune.host.shared_files import Directory, SideLock
+from quarantune.host.shared_files import Directory, SideLock, advice
 from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.settings import SettingKeywords, Settings
@@ -346,7 +346,8 @@ def cache_directory(settings: Settings) -> list[Check]:
             checks = [_room(settings.cache_dir), _locks(probe)]
     except OSError as error:
         found = f"{str(settings.cache_dir)!r} cannot be written ({error.strerror}): no result is kept"
-        return [fail("cache directory", found, "make it writable, or set QUARANTUNE_CACHE_DIR to a directory that is")]
+        remedy = f"{advice(error)}, or set QUARANTUNE_CACHE_DIR to another directory"
+        return [fail("cache directory", found, remedy)]
     return [*checks, _content(settings.cache_dir)]
 
 
@@ -361,14 +362,14 @@ def _locks(probe: Path) -> Check:
     """Returns whether a lock that this process holds keeps another process out."""
     kind = filesystem(probe)
     place = f" ({kind})" if kind else ""
-    with Directory(probe) as opened, SideLock(opened, "lock") as lock, SideLock(opened, "lock") as second:
+    with Directory(probe) as opened, SideLock(opened, "lock") as lock, open(probe / "lock") as second:
         if lock.take() is None:
             return warn(
                 _LOCKS,
                 f"the filesystem{place} has none, so writers use a file in place of a lock, which is slower",
                 "mount it with locks (Lustre: -o flock; NFS: with lockd), or set QUARANTUNE_CACHE_DIR to another disk",
             )
-        said = _try_in_another_process(second.fd)  # the lock belongs to the open file, not to the name
+        said = _try_in_another_process(second.fileno())  # the lock belongs to the open file, not to the name
     if said == "refused":
         return ok(_LOCKS, f"a lock keeps another process of this machine out{place}")
     if said == "granted":

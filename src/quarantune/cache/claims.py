@@ -2,8 +2,8 @@
 
 Two mechanisms keep processes apart, here and among the writers of `store`. A lock on a side file, which the kernel
 releases when its holder dies. And, since on some shared filesystems locks have no effect or bind one host only, a file
-that names its owner: it counts until its owner is dead for certain, or until the file has not changed for so long that
-the owner must be.
+that names its owner: it counts until its owner is dead for certain, or until a waiter has seen no change of the file
+for so long that the owner must be. Times of files are never compared with a clock, because the clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
 
     The claim is a file that names its holder, made in one step that fails if there is one already. It is stale when
     its holder is dead: when the kernel has released the lock on a side file, or the process is gone. It is also stale
-    when it has not been refreshed for longer than the worst case that its holder stated, which works between hosts
-    that cannot see each other's processes or locks. Should a holder taken for dead go on, two jobs measure the same
-    trials, and nothing is lost.
+    when this object has seen it unchanged for longer than the worst case that its holder stated, which works between
+    hosts that cannot see each other's processes or locks, and whose clocks differ. Should a holder taken for dead
+    continue, two jobs measure the same trials, and nothing is lost.
 
     Use it as a context manager to release it, or let it die with the process.
     """
@@ -113,6 +113,8 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         self._locked: bool | None = False
         """Whether the lock is ours; None where locks have no effect."""
         self._gave_way = False
+        self._seen: tuple[Holder | None, int] | None = None
+        self._seen_since = 0.0
 
     def __exit__(self, *_: object) -> None:
         """Releases the claim."""
@@ -143,7 +145,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         except OSError as error:
             raise CacheWriteError(
                 f"other jobs cannot see that this call is being tuned: {str(self._path)!r} cannot be written "
-                f"({error.strerror}); make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
+                f"({error.strerror}); {shared_files.advice(error)}, or set QUARANTUNE_CACHE_DIR to another directory"
             ) from error
 
     def refresh(self) -> bool:
@@ -190,36 +192,29 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         """Returns the holder of the claim, dead or alive, or None."""
         return self._read(Holder, self._name)
 
-    def silent_s(self) -> float | None:
-        """Returns the seconds since the claim was last refreshed; None if there is none."""
-        # Both times are the filesystem's, so that the clocks of different hosts need not agree.
-        with contextlib.suppress(OSError), Directory(*self._where) as place:
-            place.touch(self._lock_name)
-            return place.status(self._lock_name).st_mtime - place.status(self._name).st_mtime
-        return None
-
     def _read(self, kind: type[_Kind], name: str, largest_bytes: int = _LARGEST_CLAIM_BYTES) -> _Kind | None:
         """Returns the record in a file; None where there is no such file, or it holds something else."""
-        try:
-            return kind.from_json(decode_json(self._content(name, largest_bytes)))
-        except (OSError, ValueError):
-            return None
+        for afresh in (False, True):
+            with contextlib.suppress(OSError, ValueError):
+                return kind.from_json(decode_json(self._content(name, largest_bytes, afresh=afresh)))
+        return None
 
-    def _content(self, name: str, largest_bytes: int = _LARGEST_CLAIM_BYTES) -> bytes:
-        return shared_files.read(self._path.with_name(name), below=self._where[0], largest_bytes=largest_bytes)
+    def _content(self, name: str, largest_bytes: int = _LARGEST_CLAIM_BYTES, *, afresh: bool = True) -> bytes:
+        path, root = self._path.with_name(name), self._where[0]
+        return shared_files.read(path, below=root, largest_bytes=largest_bytes, afresh=afresh)
 
-    def _is_stale(self) -> bool:
+    def _is_stale(self, place: Directory, holder: Holder | None) -> bool:
         """Returns whether the claim's holder is dead or has been silent for too long."""
-        silent_s = self.silent_s()
-        if silent_s is None:
+        try:
+            seen = holder, place.status(self._name).st_mtime_ns
+        except FileNotFoundError:
             return False
-        holder = self.holder()
-        if holder is None:
-            return abs(silent_s) > _GRACE_S
+        if seen != self._seen:
+            self._seen, self._seen_since = seen, time.monotonic()
         # An empty boot id, of kernels that show none, says nothing.
-        if holder.owner.is_dead() or (self._locked and holder.locked and holder.boot == boot_id() != ""):
+        if holder and (holder.owner.is_dead() or (self._locked and holder.locked and holder.boot == boot_id() != "")):
             return True
-        return abs(silent_s) > holder.worst_case_s + _GRACE_S  # a time in the future was set by hand
+        return time.monotonic() - self._seen_since > (holder.worst_case_s if holder else 0.0) + _GRACE_S
 
     def _take(self, place: Directory) -> bool:
         if not place.is_there(self._name):
@@ -227,7 +222,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             self._gave_way = self._locked is False and not self._gave_way
             return not self._gave_way and self._create(place)
         holder = self.holder()
-        return self._is_stale() and self._remove(place, holder) and self._create(place)
+        return self._is_stale(place, holder) and self._remove(place, holder) and self._create(place)
 
     def _create(self, place: Directory) -> bool:
         # Made in one step that fails if it is there, and written through the same descriptor.

@@ -8,6 +8,7 @@ import datetime
 import fnmatch
 import functools
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -26,12 +27,15 @@ from quarantune.cache.store import (
     problem_hash,
     safe_name,
 )
-from quarantune.host.shared_files import Directory, paths
+from quarantune.host.shared_files import Directory, advice, paths
 from quarantune.values.codec import decode_json
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Findings
 
-_SET_ASIDE = ("*.json.corrupt-*", "*.entries/*.json.corrupt-*", "*.trials/*.corrupt-*")
+_ASIDE = f"corrupt-{'[0-9]' * 8}T{'[0-9]' * 6}*"
+_SET_ASIDE = (f"*.json.{_ASIDE}", f"*.entries/*.json.{_ASIDE}", f"*.trials/*.{_ASIDE}")
+_DRAFT = re.compile(r".*\.([0-9a-f]{16}|[0-9a-f]+-\d+-\d+-\d+)\.tmp")
+"""The names of drafts: those of any file, those of writers of entries, and claims that are being removed."""
 
 
 class CacheKey(NamedTuple):
@@ -136,6 +140,7 @@ class CacheDiff:
 
 def records(store: Store) -> Iterator[CacheRecord]:
     """Yields all entries of a cache with their keys."""
+    store = Store(store.directory, read_only=True)  # sets nothing aside that another program may have written
     for name in store.names():
         yield from entries_of(name, store.read(name))
 
@@ -223,7 +228,7 @@ def export(
                 place.replace(path.name, encode(joined))
         except OSError as error:
             raise CacheWriteError(
-                f"nothing was exported to {str(path)!r} ({error.strerror}): name a directory that is writable"
+                f"nothing was exported to {str(path)!r} ({error.strerror}): {advice(error)}, or name another directory"
             ) from error
     return [key for name, contents in found for key, _ in entries_of(name, contents)]
 
@@ -298,8 +303,8 @@ def problems(store: Store) -> list[str]:
 
 # --- pruning ---
 
-_DRAFT_AGE_S = 3600.0
-"""No process works on a draft for longer than this, in seconds."""
+_DRAFT_AGE_S = 24 * 3600.0
+"""No process works on a draft for longer than this, in seconds, whatever the clocks of its host and of this one."""
 
 
 def prune(
@@ -325,8 +330,6 @@ def prune(
     Raises:
         CacheWriteError: something could not be removed; the message says why.
     """
-    if dry_run:
-        store = Store(store.directory, read_only=True)  # sets no damage aside
     now_s = time.time()
     files = list(_remains(store.directory, now_s, is_chosen))
     results: list[CacheKey] = []
@@ -348,7 +351,9 @@ def _prune_entries(
     def is_old(device: str, key: str, entry: Entry) -> bool:
         return is_chosen(name, device) and _created_s(entry) < before_s
 
-    old = [key for key, entry in entries_of(name, store.read(name)) if is_old(key.device, key.problem_size, entry)]
+    # A look sets nothing aside that another program may have written.
+    contents = Store(store.directory, read_only=True).read(name)
+    old = [key for key, entry in entries_of(name, contents) if is_old(key.device, key.problem_size, entry)]
     if old and not dry_run:
         store.discard(name, is_old)
         renewed = {record.key for record in entries_of(name, store.read(name))}
@@ -363,8 +368,11 @@ def _remains(directory: Path, now_s: float, is_chosen: Callable[[str, None], boo
     for path in paths(directory, *_SET_ASIDE, ".*.json.*.tmp", "*.entries/*.tmp", "*.trials/*.tmp"):
         name = path.parent.stem if path.parent != directory else path.name.removeprefix(".").rpartition(".json.")[0]
         # A file that was only too large for the version that set it aside holds results.
-        is_whole = path.suffix == ".tmp" or _is_readable(path, LARGEST_ENTRIES_BYTES)
-        if is_chosen(name, None) and is_whole and (path.suffix != ".tmp" or _written_s(path) < now_s - _DRAFT_AGE_S):
+        if path.suffix == ".tmp":
+            is_remains = _DRAFT.fullmatch(path.name) is not None and _written_s(path) < now_s - _DRAFT_AGE_S
+        else:
+            is_remains = _is_readable(path, LARGEST_ENTRIES_BYTES)
+        if is_remains and is_chosen(name, None):
             yield path
 
 
@@ -374,10 +382,10 @@ def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str, None], 
         # A folder that another program has made may have a name that stands for ours in a pattern.
         if folder.stem != safe_name(folder.stem) or not is_chosen(folder.stem, None):
             continue
-        known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
         if store.problems(folder.stem):
             continue  # there may be results that cannot be read
-        for path in paths(store.directory, *(f"{folder.name}/*.{suffix}" for suffix in journal.RECORDS)):
+        known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
+        for path in paths(store.directory, *(f"{folder.name}/{journal.PROBLEM}.*{it}" for it in journal.RECORDS)):
             is_old = path.name.partition(".")[0] not in known and _written_s(path) < before_s
             if is_old and _is_readable(path, journal.LARGEST_READ_JOURNAL_BYTES):
                 yield path

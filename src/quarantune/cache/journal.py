@@ -34,6 +34,8 @@ _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
 RECORDS = ("jsonl", "final", "uncompiled", "failed")
 """The suffixes of the files about one problem beside its entry; locks and claims of living jobs are none of them."""
+PROBLEM = "[0-9a-f]" * 12
+"""The pattern of a `problem_hash`, with which all files about a problem begin."""
 _TURNS = ("", *(f"_{number:04}" for number in range(1, 10_000)))
 """What tells the files apart that one host has written one after the other."""
 _CONSEQUENCE = ": trials that are missing are measured again"
@@ -90,7 +92,7 @@ class Journal:
         except OSError as error:
             raise CacheWriteError(
                 f"the trial was not recorded in {str(self.directory)!r} ({error.strerror}): an interrupted sweep "
-                "measures it again; make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
+                f"measures it again; {shared_files.advice(error)}, or set QUARANTUNE_CACHE_DIR to another directory"
             ) from error
 
     def records(self) -> list[JsonObject]:
@@ -133,7 +135,7 @@ def conclusions(directory: Path, name: str, device: str, key: str) -> Journal:
     return Journal(directory, name, device, key, suffix=".final")
 
 
-def discard_all(directory: Path, name: str, problem: str = "*") -> None:
+def discard_all(directory: Path, name: str, problem: str = PROBLEM) -> None:
     """Removes the journals of a function, those of failed compilations included.
 
     Args:
@@ -195,7 +197,8 @@ def remove(directory: Path, paths: Iterable[Path]) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            text = f"the file {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
+            remedy = f"{shared_files.advice(error)}, or remove it by hand"
+            text = f"the file {str(path)!r} could not be removed ({error.strerror}): {remedy}"
             failure = failure or CacheWriteError(text)
     if failure is not None:
         raise failure
@@ -230,13 +233,13 @@ def read(path: Path) -> list[JsonObject]:
 
 def records_below(directory: Path, suffix: str) -> Iterator[JsonObject | None]:
     """Yields the records of all journals with a suffix below a directory; None for each damaged line."""
-    for path in shared_files.paths(directory, f"*.trials/*{suffix}"):
+    for path in shared_files.paths(directory, f"*.trials/{PROBLEM}.*{suffix}"):
         yield from _read_lines(path, below=directory)
 
 
 def damage(directory: Path) -> list[str]:
     """Returns a sentence for each journal below a cache directory that has damaged lines."""
-    paths = shared_files.paths(directory, "*.trials/*.jsonl", "*.trials/*.uncompiled")
+    paths = shared_files.paths(directory, *(f"*.trials/{PROBLEM}.*{suffix}" for suffix in ("jsonl", "uncompiled")))
     found = {path: sum(record is None for record in _read_lines(path, below=directory)) for path in paths}
     return [f"{_damage_of(path, damaged)}{_CONSEQUENCE}" for path, damaged in found.items() if damaged]
 

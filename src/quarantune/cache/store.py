@@ -24,7 +24,15 @@ from typing import Annotated, Any, TypeAlias
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id, process_status
 from quarantune.host.process import new_lock, warn
-from quarantune.host.shared_files import Directory, NotAFileError, SideLock, TooLargeError, directory_of, paths
+from quarantune.host.shared_files import (
+    Directory,
+    NotAFileError,
+    SideLock,
+    TooLargeError,
+    advice,
+    directory_of,
+    paths,
+)
 from quarantune.values.codec import JsonObject, Record, decode_json, is_plausible_ms, within
 
 SCHEMA = 1
@@ -39,9 +47,8 @@ _SEARCHED_BYTES = 1 << 20
 """In a larger file, one entry is looked for without decoding the others."""
 _LONGEST_TEXT = 1 << 20
 _SET_ASIDE_TIMEOUT_S = 2.0
-_POLL_S = 0.005
 _STALE_S = 30.0
-"""A writer's draft that has not changed for this long no longer counts; a file is written in milliseconds."""
+"""A writer's draft that has been there for this long no longer counts; a file is written in milliseconds."""
 _ANNOUNCEMENT = re.compile(r"(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp")
 _PLAIN_NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]{0,99}")
 _HASHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}-[0-9a-f]{12}")
@@ -86,11 +93,15 @@ class EntryFile:
     is_read_only: bool
     timeout_s: float
 
-    def load(self, *, attempts: int = 3) -> Contents:
+    def load(self, *, attempts: int = 3, afresh: bool = False) -> Contents:
         """Returns the entries; none if there is no file.
+
+        Damage counts if a second reading finds it, too: a network filesystem that keeps sizes cuts a file that another
+        host has replaced.
 
         Args:
             attempts: how often it is read where it is replaced meanwhile.
+            afresh: whether nothing counts that this machine has kept of the file, as in `Directory.read_afresh`.
 
         Raises:
             DamagedError: it holds something other than valid entries.
@@ -98,7 +109,11 @@ class EntryFile:
             OSError: it cannot be read; `TooLargeError` if it is too large, as earlier versions could leave it.
         """
         try:
-            return _decode_entries(self._read(), self.path)
+            return _decode_entries(self._read(afresh=afresh), self.path)
+        except DamagedError:
+            if afresh:
+                raise
+            return self.load(afresh=True)
         except NotAFileError as error:
             raise DamagedError(f"the cache file {str(self.path)!r} cannot be used: {error.strerror}") from None
         except (FileNotFoundError, NotADirectoryError):
@@ -107,7 +122,7 @@ class EntryFile:
             # A network filesystem reports ESTALE when the file is replaced while it is read.
             if error.errno != errno.ESTALE or attempts == 1:
                 raise
-            return self.load(attempts=attempts - 1)
+            return self.load(attempts=attempts - 1, afresh=afresh)
 
     def find(self, device: str, key: str) -> Entry | None:
         """Returns an entry of a large file as `encode` writes it, without decoding the others; None elsewhere.
@@ -144,9 +159,13 @@ class EntryFile:
             NewerSchemaError: it was written by a later version of this package.
         """
         try:
-            return self.load()
+            return self.load(afresh=True)
         except DamagedError as error:
             aside = self._set_aside(keep=bool(error.usable))
+            with contextlib.suppress(DamagedError, OSError), directory_of(aside, below=self.directory) as place:
+                whole = dataclasses.replace(self, path=aside).load()
+                place.remove(aside.name)
+                return whole
             report_once(f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it")
             return error.usable
 
@@ -188,12 +207,12 @@ class EntryFile:
 
     def _holds(self, data: bytes) -> bool:
         with contextlib.suppress(FileNotFoundError, NotAFileError):
-            return self._read() == data
+            return self._read(afresh=True) == data
         return False
 
-    def _read(self) -> bytes:
+    def _read(self, *, afresh: bool = False) -> bytes:
         below = None if self.is_read_only else self.directory
-        return shared_files.read(self.path, below=below, largest_bytes=LARGEST_READ_ENTRIES_BYTES)
+        return shared_files.read(self.path, below=below, largest_bytes=LARGEST_READ_ENTRIES_BYTES, afresh=afresh)
 
     @contextlib.contextmanager
     def _announced(self) -> Iterator[Callable[[bytes], None]]:
@@ -202,8 +221,8 @@ class EntryFile:
         In case that lock has no effect, a writer also announces itself: it creates its draft first, then looks for
         those of other writers, and backs off if there is one; it reads only when it has found itself alone. Of two
         writers one created its draft before the other looked, so at most one goes on, which relies only on the order of
-        operations in a directory. The draft of a writer whose process is gone, or that has not changed for 30 s, is
-        removed. Should that writer live after all, its replacement fails for want of the draft, and it starts over.
+        operations in a directory. The draft of a writer whose process is gone, or that this process has seen for 30 s,
+        is removed. Should that writer live after all, its replacement fails for want of the draft, and it starts over.
 
         Raises:
             CacheWriteError: the wait was too long, or the directory cannot be written to.
@@ -214,10 +233,7 @@ class EntryFile:
             for attempt in itertools.count():
                 own = f".{name}.{Owner.this_process()}-{next(_serial)}.tmp"
                 with place.draft(own, name) as take_place:
-                    try:
-                        other = _other_writer(place, name, own)
-                    except FileNotFoundError:
-                        other = "one that withdrew ours"
+                    other = _other_writer(place, name, own)
                     if other is None:
                         yield take_place
                         return
@@ -318,12 +334,12 @@ def _typed_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = "make the directory writable"
+        fix = advice(error)
         if isinstance(error, PermissionError) and os.access(path.parent, os.W_OK):
             fix = "it belongs to another user, who can let others write to it and to the lock beside it (chmod a+w)"
         raise CacheWriteError(
-            f"nothing was saved in {str(path)!r} ({_reason(error)}): {fix}, or set QUARANTUNE_CACHE_DIR to one that is "
-            "writable"
+            f"nothing was saved in {str(path)!r} ({_reason(error)}): {fix}, or set QUARANTUNE_CACHE_DIR to another "
+            "directory"
         ) from error
     except NewerSchemaError as error:
         raise CacheWriteError(str(error)) from None
@@ -372,8 +388,9 @@ class Store:
         return self.directory / f"{safe_name(name)}.json"
 
     def names(self) -> list[str]:
-        """Returns the safe names of all functions that have a file."""
-        return sorted({path.stem for path in paths(self.directory, "[!.]*.json", "[!.]*.entries")})
+        """Returns the safe names of all functions that have a file; files of other programs do not count."""
+        mains = [path for path in paths(self.directory, "[!.]*.json") if self._is_ours(path)]
+        return sorted({path.stem for path in mains + paths(self.directory, "[!.]*.entries")})
 
     def read(self, name: str) -> Contents:
         """Returns all entries in a function's files; those in no usable file are left out."""
@@ -484,6 +501,20 @@ class Store:
         """Returns a sentence for each fault of a function's files and their entries; changes nothing."""
         return [problem for file in self._files(name) for problem in file.problems()]
 
+    def _is_ours(self, main: Path) -> bool:
+        """Returns whether a file is ours, damaged or not: it has our lock or folder beside it, or looks alike."""
+        if any(
+            map(os.path.lexists, (main.with_name(f".{main.name}.lock"), _folder(main), main.with_suffix(".trials")))
+        ):
+            return True
+        try:
+            data = self._file(main)._read()
+            return data.startswith(b'{\n"') or _is_contents(decode_json(data))
+        except (NotAFileError, ValueError):
+            return False
+        except OSError:
+            return True
+
     def _file(self, path: Path) -> EntryFile:
         return EntryFile(path, self.directory, self.read_only, self._lock_timeout_s)
 
@@ -526,20 +557,18 @@ class Store:
     def _lock(self, name: str) -> Iterator[None]:
         """Holds the lock that all writers of a function's files queue for; on a filesystem without locks, nothing."""
         assert not self.read_only
-        path, deadline = self.path(name), time.monotonic() + self._lock_timeout_s
+        path = self.path(name)
         lock_name = f".{path.name}.lock"
         with (
             _typed_errors(path),
             Directory(self.directory, make=True) as place,
             SideLock(place, lock_name) as lock,
         ):
-            while lock.take() is False:
-                if time.monotonic() > deadline:
-                    raise CacheWriteError(
-                        f"the lock {str(place.path / lock_name)!r} was held by others for {self._lock_timeout_s:g} s: "
-                        "see who holds it, or set QUARANTUNE_LOCK_TIMEOUT higher"
-                    )
-                time.sleep(_POLL_S)
+            if lock.take(self._lock_timeout_s) is False:
+                raise CacheWriteError(
+                    f"the lock {str(place.path / lock_name)!r} was held by others for {self._lock_timeout_s:g} s: "
+                    "see who holds it, or set QUARANTUNE_LOCK_TIMEOUT higher"
+                )
             yield
 
     def _places(self, name: str, offered: Contents) -> dict[Path, Contents]:
@@ -602,18 +631,27 @@ def _without(is_unwanted: Callable[[str, str, Entry], bool], present: Contents) 
 # --- writers ---
 
 
+_drafts_seen: dict[Path, dict[str, float]] = {}
+"""For each file with drafts of other writers, when each of them was first seen, in seconds of this process's clock."""
+
+
 def _other_writer(place: Directory, target: str, own: str) -> str | None:
     """Returns the draft of another live writer, or None; removes those of dead ones."""
-    # Both times are the filesystem's, so that the clocks of different hosts need not agree.
-    now = place.status(own).st_mtime
-    prefix = f".{target}."
-    for name in place.names():
-        match = _ANNOUNCEMENT.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
-        if match is None or name == own:
-            continue
+    names, prefix, now, path = place.names(), f".{target}.", time.monotonic(), place.path / target
+    if own not in names:
+        return "one that withdrew ours"
+    matches = {
+        name: match
+        for name in names
+        if name.startswith(prefix) and name != own and (match := _ANNOUNCEMENT.fullmatch(name.removeprefix(prefix)))
+    }
+    earlier = _drafts_seen.pop(path, {})
+    if matches:
+        _drafts_seen[path] = {name: earlier.get(name, now) for name in matches}
+    for name, match in matches.items():
         owner = Owner(host=match["host"], pid=int(match["pid"]), started=int(match["started"]))
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            if not owner.is_dead() and abs(now - place.status(name).st_mtime) < _STALE_S:
+        with contextlib.suppress(PermissionError):
+            if not owner.is_dead() and now - earlier.get(name, now) < _STALE_S:
                 return name
             place.remove(name)
     return None

@@ -42,7 +42,7 @@ from quarantune.cli.output import (
     printable_lines,
 )
 from quarantune.devices import discovery, targets
-from quarantune.host.shared_files import Directory
+from quarantune.host.shared_files import Directory, advice
 from quarantune.resolve import recorded
 from quarantune.resolve.call_key import BoundCall
 from quarantune.resolve.recorded import RecordedCall, described_arguments, described_settings
@@ -131,8 +131,8 @@ def _check_cache() -> None:
             pass
     except OSError as error:
         raise InputError(
-            f"nothing can be saved in {os.fspath(settings.cache_dir)!r} ({error.strerror}): give another directory "
-            "with --cache-dir or QUARANTUNE_CACHE_DIR"
+            f"nothing can be saved in {os.fspath(settings.cache_dir)!r} ({error.strerror}): {advice(error)}, or give "
+            "another directory with --cache-dir or QUARANTUNE_CACHE_DIR"
         ) from error
 
 

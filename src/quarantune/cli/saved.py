@@ -17,6 +17,7 @@ from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Contents, Entry, Store, entries, safe_name
 from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, printable_lines, wrapped
+from quarantune.host.shared_files import advice
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject, frozen
 from quarantune.values.configs import format_config
@@ -196,7 +197,8 @@ def report(options: argparse.Namespace, out: Output) -> int:
     try:
         html_report.write(path, results)
     except OSError as error:
-        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): give another file with -o") from error
+        remedy = f"{advice(error)}, or give another file with -o"
+        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): {remedy}") from error
     trials = sum(len(data.result.trials) for data in results)
     out.line(f"{counted(len(results), 'result')} with {counted(trials, 'trial')} written to {path}")
     out.json({"file": str(path), "function": results[0].result.name, "results": len(results), "trials": trials})

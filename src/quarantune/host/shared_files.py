@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import fnmatch
 import itertools
 import os
@@ -31,6 +30,24 @@ _ODD = {
 
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 """The errors of filesystems without locks."""
+_ADVICE = {
+    errno.ENOSPC: "make room on its disk",
+    errno.EDQUOT: "free some of your quota on its disk",
+    errno.EROFS: "mount its disk so that it can be written",
+    errno.ENAMETOOLONG: "choose a directory with a shorter path",
+    errno.EMFILE: "close some of this process's files, raise their limit (`ulimit -n`)",
+    errno.ENFILE: "close files, of which the machine has too many open",
+    errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
+    errno.ENOTDIR: "move away what is in the place of the directory",
+    errno.EACCES: "make the directory writable",
+    errno.EPERM: "make the directory writable",
+}
+"""The remedies for errors of writing, to be followed by another remedy."""
+_POLL_S = 0.005
+"""Seconds between two attempts to take a lock."""
+
+
+_PART_BYTES = 1 << 20
 
 
 class NotAFileError(OSError):
@@ -99,10 +116,13 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
                 raise
         try:
             fd = os.open(name, flags | _FILE | os.O_EXCL, 0o666, dir_fd=self._fd)
-        except FileExistsError:
-            if flags & os.O_EXCL:
+        except OSError as error:
+            # Another process was quicker. Where a server tells no more than that it failed, sshfs says EPERM.
+            if not isinstance(error, FileExistsError) and not self.is_there(name):
                 raise
-            return self.open(name, flags)  # another process was quicker
+            if flags & os.O_EXCL:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name) from None
+            return self.open(name, flags)
         if self._shares:
             mode = os.fstat(self._fd).st_mode
             _add_mode(fd, (0o060 if mode & 0o020 else 0) | (0o006 if mode & 0o002 else 0))
@@ -122,13 +142,31 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
         """
         return _content(self.open(name, os.O_RDONLY), name, largest_bytes)
 
+    def read_afresh(self, name: str, *, largest_bytes: int) -> bytes:
+        """Returns what `read` does, but under a new name, for which no network filesystem has kept a size or content.
+
+        Under the old name, the machine may know the file that another host has replaced. Where the new name cannot be
+        made, the old one is read.
+        """
+        new = draft_name(name)
+        try:
+            self.link(name, new)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return self.read(name, largest_bytes=largest_bytes)
+        try:
+            return self.read(new, largest_bytes=largest_bytes)
+        finally:
+            self.remove(new)
+
     def replace(self, name: str, content: bytes) -> None:
         """Makes `content` a file's content, all of it or none; a link is replaced, not followed.
 
         Raises:
             OSError: the disk or the directory refused; nothing was written.
         """
-        with self.draft(f".{name}.{secrets.token_hex(8)}.tmp", name) as take_place:
+        with self.draft(draft_name(name), name) as take_place:
             take_place(content)
 
     @contextlib.contextmanager
@@ -188,10 +226,6 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
             return os.path.samestat(self.status(name), os.fstat(fd))
         return False
 
-    def touch(self, name: str) -> None:
-        """Sets the time of a file to the filesystem's present."""
-        os.utime(name, dir_fd=self._fd, follow_symlinks=False)
-
     def rename(self, name: str, new: str) -> None:
         """Renames a file, which replaces one that has the new name."""
         os.replace(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
@@ -229,8 +263,12 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
 
     def _open_folder(self, name: str, *, make: bool) -> int:
         if make and not self.is_there(name):
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.mkdir(name, dir_fd=self._fd)
+            except OSError:
+                if not self.is_there(name):
+                    raise
+            else:
                 fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
                 _add_mode(fd, os.fstat(self._fd).st_mode & 0o022)
                 os.close(fd)
@@ -238,38 +276,62 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
 
 
 class SideLock(contextlib.AbstractContextManager["SideLock"]):
-    """The lock on a side file that is never removed; the kernel releases it when its holder dies."""
+    """The lock on a side file that is never removed: a `FileLock`, which the kernel releases when its holder dies.
+
+    A fork of the holder closes its copy of the lock. filelock refuses a link in the place of the file. The file is made
+    here before, because filelock follows links in the place of folders, locks pipes, and gives no mode to a new file
+    without giving it to one that was there. A filesystem without locks is no failure here: writers also announce
+    themselves. filelock's substitute would count until its holder is seen to be dead, which other hosts cannot see.
+    """
 
     def __init__(self, place: Directory, name: str) -> None:
-        """Opens the file, and makes it if necessary.
+        """Makes the file if it is missing.
 
         Raises:
             OSError: it cannot be opened.
         """
-        self.fd = place.open(name, os.O_RDWR | os.O_CREAT)
+        from filelock import FileLock  # only writers need it, and it takes 30 ms
+
+        os.close(place.open(name, os.O_RDWR | os.O_CREAT))
+        # Not one lock for each thread: the thread that releases a claim may be another than the one that took it.
+        self._lock = FileLock(place.path / name, thread_local=False, fallback_to_soft=False)
 
     def __exit__(self, *_: object) -> None:
         """Releases the lock and closes the file."""
         # The work under the lock is done: an error while releasing it must not look like a failure of that work.
         with contextlib.suppress(OSError):
-            fcntl.flock(self.fd, fcntl.LOCK_UN)  # closing is not enough where a forked child has the same lock open
-        os.close(self.fd)
+            self._lock.release()
 
-    def take(self) -> bool | None:
-        """Takes the lock if nobody else has it, without waiting.
+    def take(self, wait_s: float = 0.0) -> bool | None:
+        """Takes the lock as soon as nobody else has it.
+
+        Args:
+            wait_s: the longest wait in seconds.
 
         Returns:
             Whether it was granted; None where the filesystem has no locks.
         """
         try:
-            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock.acquire(wait_s, _POLL_S)
+        except TimeoutError:
             return False
         except OSError as error:
             if error.errno in _NO_FLOCK:
                 return None
             raise
         return True
+
+
+def draft_name(name: str) -> str:
+    """Returns a name for a draft of a file, which nothing has."""
+    return f".{name}.{secrets.token_hex(8)}.tmp"
+
+
+def advice(error: OSError) -> str:
+    """Returns a remedy for an error of writing a file, to be followed by another one."""
+    if isinstance(error, NotAFileError):
+        return "move away what is in the place of the file"
+    return _ADVICE.get(error.errno or 0, "see whether its disk works")
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -279,7 +341,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
-def read(path: Path, *, largest_bytes: int, below: Path | None = None) -> bytes:
+def read(path: Path, *, largest_bytes: int, below: Path | None = None, afresh: bool = False) -> bytes:
     """Returns the content of a regular file.
 
     Args:
@@ -287,6 +349,7 @@ def read(path: Path, *, largest_bytes: int, below: Path | None = None) -> bytes:
         largest_bytes: the largest size accepted.
         below: the directory that the user has chosen, where nothing below it may be a link; None where the user has
             named the file, or nothing is ever written beside it.
+        afresh: whether to read it as `Directory.read_afresh` does; without an effect where `below` is None.
 
     Raises:
         NotAFileError: the path is something else.
@@ -296,7 +359,7 @@ def read(path: Path, *, largest_bytes: int, below: Path | None = None) -> bytes:
     if below is None:
         return _content(_opened(os.fspath(path), 0, None), os.fspath(path), largest_bytes)
     with directory_of(path, below=below) as place:
-        return place.read(path.name, largest_bytes=largest_bytes)
+        return (place.read_afresh if afresh else place.read)(path.name, largest_bytes=largest_bytes)
 
 
 def directory_of(path: Path, *, below: Path, make: bool = False) -> Directory:
@@ -367,10 +430,13 @@ def _opened(name: str, flags: int, directory_fd: int | None) -> int:
 
 
 def _content(fd: int, name: str, largest_bytes: int) -> bytes:
-    with os.fdopen(fd, "rb") as file:
-        # Room is made for as much as is asked for, and a file that grows meanwhile counts as it was.
-        if (size := os.fstat(fd).st_size) <= largest_bytes:
-            return file.read(size)
+    # The size may be that of an earlier file of the name, on a network filesystem: it says when to stop only at first.
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        data, size = bytearray(), os.fstat(fd).st_size
+        while max(size, len(data)) <= largest_bytes:
+            if not (part := file.read(_PART_BYTES)):
+                return bytes(data)
+            data += part
     raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB", name)
 
 

@@ -24,6 +24,7 @@ from quarantune.cache import CacheWriteError, journal
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import short_text
 from quarantune.host.process import cache_name, module_name, new_lock
+from quarantune.host.shared_files import advice
 from quarantune.resolve.call_key import KeyedCall, TunedFunction, keyed
 from quarantune.transport import arrays, assignment
 from quarantune.transport.arrays import dtype_from_name
@@ -258,9 +259,9 @@ class _Writer:
                         calls.append(dataclasses.replace(record, count=more).to_json())
                         self._met[about] = record, record.count
                 except CacheWriteError as error:
-                    reason = getattr(error.__cause__, "strerror", None) or error
-                    fault = f"calls cannot be recorded in {str(self._directory)!r} ({reason})"
-                    cache.report_once(f"{fault}: make it writable, or set QUARANTUNE_RECORD to another directory")
+                    cause = error.__cause__ if isinstance(error.__cause__, OSError) else OSError(0, str(error))
+                    fault = f"calls cannot be recorded in {str(self._directory)!r} ({cause.strerror})"
+                    cache.report_once(f"{fault}: {advice(cause)}, or set QUARANTUNE_RECORD to another directory")
 
 
 _writers: dict[tuple[int, Path], _Writer] = {}
