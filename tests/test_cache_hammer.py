@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -120,3 +123,98 @@ def test_no_acknowledged_write_is_lost_and_no_read_is_torn(
     lost = {key: n for key, n in dict(writes).items() if found[key]["config"]["BM"] not in (n, n + KEYS)}
     assert lost == {}
     assert list(tmp_path.rglob("*.corrupt-*")) == []
+
+
+# --- two hosts: two mounts of one directory, with caches of their own ---------------------------------------
+
+MOUNTS = {
+    "sshfs": ["sshfs", "-o", "ssh_command={server}"],
+    "sshfs that keeps content": ["sshfs", "-o", "ssh_command={server},kernel_cache"],
+    "bindfs": ["bindfs", "-o", "attr_timeout=1,entry_timeout=1"],
+}
+SERVER = "/usr/lib/openssh/sftp-server"
+
+TWO_HOSTS = """
+import os, random, socket, sys, time
+from pathlib import Path
+from quarantune.cache import Store
+from quarantune.cache.claims import Claim, wait
+directory, me, count, ahead_s = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+socket.sethostname(me)
+store, swept, configs, utime = Store(directory), 0, [], os.utime
+if ahead_s:
+    os.utime = lambda fd: utime(fd, (time.time() + ahead_s,) * 2)  # as on a filesystem that takes its clients' times
+for number in range(count):
+    store.put("writers", "cpu", f"{me}/{number}", {"config": {"n": number}, "note": "x" * 300})
+    claim = Claim(directory, "f", "cpu", str(number))
+    found = wait(claim, lambda: store.get("f", "cpu", str(number)), lambda *_: None, poll_s=0.01)
+    if found is claim:
+        for _ in range(3):
+            time.sleep(0.01)
+            claim.refresh()
+        swept += 1
+        store.put("f", "cpu", str(number), {"config": {"by": me}})
+        claim.release()
+        found = store.get("f", "cpu", str(number))
+    configs.append(found["config"]["by"])
+print(swept, *configs)
+"""
+
+
+@contextlib.contextmanager
+def two_mounts(kind: str, tmp_path: Path) -> Iterator[tuple[Path, list[Path]]]:
+    program, *options = MOUNTS[kind]
+    needed = [program, "fusermount3", *([SERVER] if program == "sshfs" else [])]
+    if missing := [name for name in needed if shutil.which(name) is None]:
+        pytest.skip(f"{missing[0]} is not installed")
+    if os.geteuid() != 0 or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("only root can mount, and give a process the name of a host of its own; and it needs /dev/fuse")
+    shared, server, mounts = tmp_path / "shared", tmp_path / "server", [tmp_path / "one", tmp_path / "two"]
+    server.write_text(f"#!/bin/sh\nexec {SERVER}\n")
+    server.chmod(0o755)
+    shared.mkdir()
+    source = f"host:{shared}" if program == "sshfs" else str(shared)
+    try:
+        for mount in mounts:
+            mount.mkdir()
+            command = [program, *(option.format(server=server) for option in options), source, str(mount)]
+            if subprocess.run(command, capture_output=True).returncode != 0:
+                pytest.skip(f"{program} may not mount here")
+        yield shared, mounts
+    finally:
+        for mount in mounts:
+            subprocess.run(["fusermount3", "-u", "-z", str(mount)], capture_output=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead_s", [0, 3600])
+@pytest.mark.parametrize("kind", MOUNTS)
+def test_hosts_that_keep_sizes_of_files_lose_nothing_and_sweep_once(tmp_path: Path, kind: str, ahead_s: int) -> None:
+    count = 15
+    with two_mounts(kind, tmp_path) as (shared, mounts):
+        writers = [
+            subprocess.Popen(
+                [
+                    "unshare",
+                    "--uts",
+                    sys.executable,
+                    "-W",
+                    "error",
+                    "-c",
+                    TWO_HOSTS,
+                    mount,
+                    mount.name,
+                    str(count),
+                    ahead,
+                ],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for mount, ahead in zip(mounts, ("0", str(ahead_s)), strict=True)
+        ]
+        (swept, *configs), (more_swept, *same_configs) = (writer.communicate()[0].split() for writer in writers)
+        assert configs == same_configs, "both use one config"
+        assert int(swept) + int(more_swept) == count
+        entries = Store(shared, read_only=True).read("writers")["cpu"]
+        assert entries.keys() == {f"{mount.name}/{number}" for mount in mounts for number in range(count)}
+        assert [path for path in shared.rglob("*") if "corrupt" in path.name or path.suffix == ".tmp"] == []

@@ -453,7 +453,7 @@ def test_old_results_are_pruned_with_their_trials_and_others_stay(run: Run, fill
     assert lock.exists()
     damaged = filled.directory / "kernels.scale.json.corrupt-20260101T000000"
     damaged.write_text("{")
-    fresh, dead = (filled.directory / f".kernels.scale.json.{token}.tmp" for token in ("new", "old"))
+    fresh, dead = (filled.directory / f".kernels.scale.json.{digit * 16}.tmp" for digit in "01")
     for draft in (fresh, dead):
         draft.touch()
     os.utime(dead, (0, 0))
@@ -493,20 +493,20 @@ def test_a_dry_run_changes_nothing(run: Run, filled: Store) -> None:
     assert sorted(os.listdir(filled.directory)) == before
 
 
-def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> None:
+def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from quarantune.cache import entries
 
-    looked = filled.read
+    read, looked = Store.read, filled.read
     journal = Journal(filled.directory, "kernels.scale", "H200", "a")
     journal.append({"trial": "a"})
 
-    def renew_after_looking(name: str) -> Any:
-        found = looked(name)
-        if name == "kernels.scale":
+    def renew_after_looking(store: Store, name: str) -> Any:
+        found = read(store, name)
+        if store is not filled and name == "kernels.scale":
             filled.put(name, "H200", "a", entry(1, 64, created="2999-01-01T00:00:00Z"))
         return found
 
-    filled.read = renew_after_looking  # type: ignore[method-assign]
+    monkeypatch.setattr(Store, "read", renew_after_looking)
     removed, _ = entries.prune(filled, older_than_s=86400.0)
     assert ("kernels.scale", "a", "H200") not in removed
     assert ("kernels.scale", "a", "H100") in removed

@@ -46,7 +46,7 @@ class Holder(Record):
         token: different for every claim ever made.
         host_name: the holder's machine, for people.
         owner: the holder's process.
-        boot: the boot id of the holder's kernel.
+        boot: the holder's kernel and mount, within which a lock binds all processes.
         locked: whether it also holds the lock, which its kernel releases when it dies.
         worst_case_s: the holder refreshes its claim at least this often, in seconds.
     """
@@ -212,7 +212,8 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         if seen != self._seen:
             self._seen, self._seen_since = seen, time.monotonic()
         # An empty boot id, of kernels that show none, says nothing.
-        if holder and (holder.owner.is_dead() or (self._locked and holder.locked and holder.boot == boot_id() != "")):
+        is_of_one_kernel = holder and holder.boot == _kernel(place) != ""
+        if holder and (holder.owner.is_dead() or (self._locked and holder.locked and is_of_one_kernel)):
             return True
         return time.monotonic() - self._seen_since > (holder.worst_case_s if holder else 0.0) + _GRACE_S
 
@@ -235,7 +236,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             token=f"{owner}-{os.fstat(fd).st_ino}-{time.monotonic_ns()}",
             host_name=platform.node(),
             owner=owner,
-            boot=boot_id(),
+            boot=_kernel(place),
             locked=bool(self._locked),
             worst_case_s=self._worst_case_s,
         )
@@ -289,6 +290,12 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
     def _let_go(self) -> None:
         self._locked, self._place = False, None
         self._open.close()
+
+
+def _kernel(place: Directory) -> str:
+    """Returns the boot id of this kernel, with the number of the mount: containers may mount one directory each."""
+    boot = boot_id()
+    return boot and f"{boot}-{place.status('.').st_dev}"
 
 
 def wait(
