@@ -147,7 +147,7 @@ if ahead_s:
 for number in range(count):
     store.put("writers", "cpu", f"{me}/{number}", {"config": {"n": number}, "note": "x" * 300})
     claim = Claim(directory, "f", "cpu", str(number))
-    found = wait(claim, lambda: store.get("f", "cpu", str(number)), lambda *_: None, poll_s=0.01)
+    found = wait(claim, lambda: store.get("f", "cpu", str(number), afresh=claim.held), lambda *_: None, poll_s=0.01)
     if found is claim:
         for _ in range(3):
             time.sleep(0.01)
@@ -155,7 +155,7 @@ for number in range(count):
         swept += 1
         store.put("f", "cpu", str(number), {"config": {"by": me}})
         claim.release()
-        found = store.get("f", "cpu", str(number))
+        found = store.get("f", "cpu", str(number), afresh=True)
     configs.append(found["config"]["by"])
 print(swept, *configs)
 """

@@ -401,11 +401,12 @@ class Store:
                 contents.setdefault(device, {}).setdefault(key, entry)
         return contents
 
-    def get(self, name: str, device: str, key: str) -> Entry | None:
-        """Returns one entry, or None."""
+    def get(self, name: str, device: str, key: str, *, afresh: bool = False) -> Entry | None:
+        """Returns one entry, or None; for `afresh` see `EntryFile.load`."""
         main = self.path(name)
         for file in map(self._file, (main, _further(main, device, key))):
-            entry = file.find(device, key) or self._read(name, file).get(device, {}).get(key)
+            entry = None if afresh else file.find(device, key)
+            entry = entry or self._read(name, file, afresh=afresh).get(device, {}).get(key)
             if entry is not None:
                 return entry
         return None
@@ -526,9 +527,9 @@ class Store:
         found = paths(folder, pattern) if self.read_only else paths(self.directory, f"{folder.name}/{pattern}")
         yield from map(self._file, found)
 
-    def _read(self, name: str, file: EntryFile) -> Contents:
+    def _read(self, name: str, file: EntryFile, *, afresh: bool = False) -> Contents:
         try:
-            return file.load()
+            return file.load(afresh=afresh)
         except OSError as error:
             report_once(
                 f"the cache file {str(file.path)!r} cannot be read ({_reason(error)}): tuned results are not found"

@@ -461,9 +461,11 @@ class KnownResults:
         self._failures[key] = _without_traceback(error)
         self._note_tuned(key)
 
-    def saved(self, keyed: KeyedCall, settings: Settings, *, other_than: Entry | None = None) -> Known | None:
+    def saved(
+        self, keyed: KeyedCall, settings: Settings, *, other_than: Entry | None = None, afresh: bool = False
+    ) -> Known | None:
         """Returns the result that the user's cache holds now, or None where there is none to use, or no other."""
-        entry = open_store(settings).get(self._function.name, keyed.key.device, keyed.key.text)
+        entry = open_store(settings).get(self._function.name, keyed.key.device, keyed.key.text, afresh=afresh)
         return None if entry == other_than else self._usable(entry, keyed.call, settings)
 
     def _usable(self, entry: Entry | None, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Known | None:

@@ -91,7 +91,7 @@ class SweepRecords:
         self,
         stack: contextlib.ExitStack,
         *,
-        done: Callable[[], Known | TuningFailedError | None],
+        done: Callable[[bool], Known | TuningFailedError | None],
         failed: Callable[[JsonObject], Known | TuningFailedError | None],
         say: Callable[[str], None],
     ) -> Known | None:
@@ -101,7 +101,7 @@ class SweepRecords:
 
         Args:
             stack: releases the claim when it is closed.
-            done: returns the answer, if there is one by now.
+            done: returns the answer, if there is one; takes whether to read the cache afresh, see `EntryFile.load`.
             failed: takes the failure that another job has left, and returns it as an answer if it is one.
             say: shows that the job waits.
 
@@ -128,7 +128,9 @@ class SweepRecords:
                 say(f"waiting for {holder} to tune it ({waited_s:.0f} s, {trials:,} trials so far)")
 
         try:
-            answer: Known | TuningFailedError | Claim = claims.wait(claim, done, on_wait, failed=failed)
+            answer: Known | TuningFailedError | Claim = claims.wait(
+                claim, lambda: done(claim.held), on_wait, failed=failed
+            )
         except CacheWriteError as error:
             cache.report_once(f"{self._name}: the results of this process are not saved: {error}")
             self.directory = None

@@ -166,8 +166,10 @@ class TuningJob:
             TuningFailedError: every config failed in that job.
         """
 
-        def done() -> Known | None:
-            found = self._known.saved(self._keyed, self._settings, other_than=self._earlier) if self._follows else None
+        def done(afresh: bool) -> Known | None:
+            if not self._follows:
+                return None
+            found = self._known.saved(self._keyed, self._settings, other_than=self._earlier, afresh=afresh)
             return found if found and self._known.is_enough(found, self._settings) else None
 
         return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say)
