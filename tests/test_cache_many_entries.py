@@ -209,7 +209,7 @@ def test_an_entry_of_a_large_file_is_found_without_decoding_the_others(
 def test_a_forged_line_of_a_large_file_is_damage(store: Store, line: bytes) -> None:
     store.directory.mkdir()
     store.path("f").write_bytes(b'{"a": {}, "%b": {},\n"cpu": {\n  %b\n}\n}' % (b"x" * (1 << 20), line))
-    with pytest.warns(CacheWarning, match="set aside"):
+    with pytest.warns(CacheWarning, match="sets it aside"):
         assert store.get("f", "cpu", "k") is None
 
 
@@ -227,16 +227,16 @@ def test_damage_in_one_file_is_set_aside_and_the_other_files_stay(store: Store, 
     held = set(json.loads(path.read_bytes())["cpu"])
     path.write_bytes(damage)
     assert len(store.problems("f")) == 1
-    with pytest.warns(CacheWarning, match="set aside") as told:
+    with pytest.warns(CacheWarning, match="sets it aside") as told:
         found = [set(store.read("f")["cpu"]) for _ in range(2)]
     assert len(told) == 1
     assert found == [({f"k{number}" for number in range(100)} - held) | ({"good"} if b"good" in damage else set())] * 2
-    (aside,) = path.parent.glob("*.corrupt-*")
-    assert aside.read_bytes() == damage
-    assert any(str(aside) in problem for problem in TuningCache(store.directory).problems())
     for key in held:
         store.put("f", "cpu", key, OTHER)
         assert store.get("f", "cpu", key) == OTHER
+    (aside,) = path.parent.glob("*.corrupt-*")
+    assert aside.read_bytes() == damage
+    assert any(str(aside) in problem for problem in TuningCache(store.directory).problems())
     _, found_files = entries.prune(store)
     assert found_files == [aside]
     assert not aside.exists()

@@ -169,16 +169,15 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_set_aside_reported_once_and_a_miss(store: Store, content: bytes) -> None:
+def test_a_damaged_file_is_a_miss_reported_once_and_set_aside_by_the_next_write(store: Store, content: bytes) -> None:
     store.directory.mkdir()
     store.path("f").write_bytes(content)
-    with pytest.warns(CacheWarning, match="set aside") as caught:
+    with pytest.warns(CacheWarning, match="next write sets it aside as '.*f.json.corrupt-<time>'") as caught:
         assert [store.get("f", "cpu", "k") for _ in range(2)] == [None, None]
     assert len(caught) == 1
-    (aside,) = store.directory.glob("f.json.corrupt-*")
-    assert aside.read_bytes() == content
-    assert str(aside) in str(caught[0].message)
+    assert store.path("f").read_bytes() == content, "a look-up changes nothing"
     store.put("f", "cpu", "k", ENTRY)
+    (aside,) = store.directory.glob("f.json.corrupt-*")
     assert store.get("f", "cpu", "k") == STORED
     assert aside.read_bytes() == content
 
@@ -187,7 +186,7 @@ def test_a_write_sets_a_damaged_file_aside_before_it_writes(store: Store) -> Non
     store.directory.mkdir()
     for number, content in enumerate((b"{", b"[", b"{")):
         store.path("f").write_bytes(content)
-        with pytest.warns(CacheWarning, match="set aside"):
+        with pytest.warns(CacheWarning, match="set aside") if number < 2 else contextlib.nullcontext():
             store.put("f", "cpu", f"k{number}", ENTRY)
         assert list(store.read("f")["cpu"]) == [f"k{number}"]
     assert sorted(path.read_bytes() for path in store.directory.glob("f.json.corrupt-*")) == [
@@ -424,7 +423,7 @@ def test_a_read_only_filesystem_is_read_and_not_written(tmp_path: Path) -> None:
         assert store.get("f", "cpu", "k") == STORED
         with pytest.raises(CacheWriteError, match="Read-only file system"):
             store.put("f", "cpu", "k", ENTRY)
-        with pytest.warns(CacheWarning, match="damaged and could not be set aside"):
+        with pytest.warns(CacheWarning, match="is not JSON"):
             assert store.read("damaged") == {}
 
 

@@ -434,7 +434,7 @@ def test_an_entry_with_a_nonsensical_config_is_a_miss_with_a_warning(
         edit(cache_dir, lambda entry, damage=damage: entry.update(damage))
         fn = scaled(name)
         outdated = (f"{name}: the cached config", "is not in the config space any more")
-        with one_warning(*(outdated if isinstance(damage["config"], dict) else ("its config is", "was set aside"))):
+        with one_warning(*(outdated if isinstance(damage["config"], dict) else ("its config is", "sets it aside"))):
             assert fn.lookup(X) is None
             np.testing.assert_array_equal(fn(X), X * 2)
         assert entry_of(cache_dir)["config"] == good["config"]
@@ -470,7 +470,7 @@ def test_nonsense_around_a_good_config_never_crashes_a_call(
     fields = ("time_ms", "key_values", "fingerprint", "space", "versions", "created", "trials")
     for field in fields:
         edit(cache_dir, lambda entry, field=field: entry.update({field: nonsense}))
-        with one_warning(f"its {field} ", "set aside") if field in refused else contextlib.nullcontext():
+        with one_warning(f"its {field} ", "sets it aside") if field in refused else contextlib.nullcontext():
             np.testing.assert_array_equal(scaled(name)(X), X * 2)
         with quarantune.settings(on_miss="error"), pytest.raises(CacheMissError):
             scaled(name)(X[:2])
@@ -483,7 +483,7 @@ def test_nonsense_around_a_good_config_never_crashes_a_call(
 def test_a_damaged_cache_file_is_set_aside_and_reported_once(content: str, name: str, cache_dir: Path) -> None:
     cache_dir.mkdir()
     (cache_dir / f"{name}.json").write_text(content)
-    with one_warning("set aside as", ".corrupt-"):
+    with one_warning("sets it aside as", ".corrupt-"):
         np.testing.assert_array_equal(scaled(name)(X), X * 2)
         np.testing.assert_array_equal(scaled(name)(X), X * 2)
     (aside,) = cache_dir.glob(f"{name}.json.corrupt-*")

@@ -32,7 +32,7 @@ from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device
 from quarantune.host import machine
 from quarantune.host.process import environment_variables, in_sandbox, interpreter
-from quarantune.host.shared_files import Directory, SideLock, advice
+from quarantune.host.shared_files import Directory, SideLock, advice, lock_works
 from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.settings import SettingKeywords, Settings
@@ -324,16 +324,8 @@ def _amount(size: int) -> str:
 _LOCKS = "cache locks"
 _MOST_SHOWN = 3
 _LEAST_FREE_BYTES = 16 * _MIB
-_TRY = """
-import fcntl, sys
-try:
-    fcntl.flock(0, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except BlockingIOError:
-    print("refused")
-else:
-    print("granted")
-"""
-"""The program of a second process, whose standard input is a file that the first one has locked."""
+_APART = {"9p", "bindfs", "blobfuse2", "fuse", "gcsfuse", "goofys", "rclone", "s3fs", "sshfs"}
+"""Filesystems whose locks other hosts do not see, and which keep sizes and times of files for seconds."""
 
 
 def cache_directory(settings: Settings) -> list[Check]:
@@ -359,37 +351,22 @@ def _room(path: Path) -> Check:
 
 
 def _locks(probe: Path) -> Check:
-    """Returns whether a lock that this process holds keeps another process out."""
+    """Returns whether a lock keeps others of this machine out, and what is known of its filesystem between hosts."""
     kind = filesystem(probe)
     place = f" ({kind})" if kind else ""
-    with Directory(probe) as opened, SideLock(opened, "lock") as lock, open(probe / "lock") as second:
-        if lock.take() is None:
-            return warn(
-                _LOCKS,
-                f"the filesystem{place} has none, so writers use a file in place of a lock, which is slower",
-                "mount it with locks (Lustre: -o flock; NFS: with lockd), or set QUARANTUNE_CACHE_DIR to another disk",
-            )
-        said = _try_in_another_process(second.fileno())  # the lock belongs to the open file, not to the name
-    if said == "refused":
+    with Directory(probe) as opened, SideLock(opened, "lock") as lock:
+        taken = lock.take()
+        is_good = taken is True and lock_works(opened, "lock")
+    if is_good and kind.removeprefix("fuse.") not in _APART:
         return ok(_LOCKS, f"a lock keeps another process of this machine out{place}")
-    if said == "granted":
-        return warn(
-            _LOCKS,
-            f"a lock has no effect{place}: two processes held it at a time. Nothing is lost, since writers also "
-            "announce themselves by files, but a job that died keeps others waiting for longer",
-            "mount the filesystem with locks (Lustre: -o flock, not -o localflock; NFS: without nolock), or set "
-            "QUARANTUNE_CACHE_DIR to another disk",
-        )
-    return warn(_LOCKS, f"the second process that tries a lock failed: {said}", "see whether Python starts processes")
-
-
-def _try_in_another_process(fd: int) -> str:
-    try:
-        command = [interpreter(), "-c", _TRY]
-        done = subprocess.run(command, stdin=fd, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
-    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
-        return first_line(error)
-    return done.stdout.strip() or (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    lacks = "a lock binds this machine only" if is_good else "a lock has no effect" if taken else "there are no locks"
+    return warn(
+        _LOCKS,
+        f"{lacks}{place}. Writers announce themselves by files instead, which keeps results where a file that one "
+        "host makes is seen by all at once (not on object stores); a job that died keeps others waiting for longer",
+        "mount it with locks (Lustre: -o flock, not -o localflock; NFS: with lockd, without nolock), or set "
+        "QUARANTUNE_CACHE_DIR to another disk, unless one host alone uses this one",
+    )
 
 
 def _content(path: Path) -> Check:

@@ -283,9 +283,8 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
 
     def _try_lock(self, place: Directory) -> None:
         self._locked = self._open.enter_context(SideLock(place, self._lock_name)).take()
-        with SideLock(place, self._lock_name) as rival:
-            if self._locked and rival.take() is not False:
-                self._locked = None  # a filesystem that grants a second descriptor the lock has locks in name only
+        if self._locked and not shared_files.lock_works(place, self._lock_name):
+            self._locked = None
 
     def _let_go(self) -> None:
         self._locked, self._place = False, None

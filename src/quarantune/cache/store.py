@@ -46,7 +46,6 @@ _MAIN_BYTES = 1 << 19
 _SEARCHED_BYTES = 1 << 20
 """In a larger file, one entry is looked for without decoding the others."""
 _LONGEST_TEXT = 1 << 20
-_SET_ASIDE_TIMEOUT_S = 2.0
 _STALE_S = 30.0
 """A writer's draft that has been there for this long no longer counts; a file is written in milliseconds."""
 _ANNOUNCEMENT = re.compile(r"(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp")
@@ -166,7 +165,8 @@ class EntryFile:
                 whole = dataclasses.replace(self, path=aside).load()
                 place.remove(aside.name)
                 return whole
-            report_once(f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it")
+            told = f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it"
+            report_once(told, topic=str(error))
             return error.usable
 
     def replace(self, change: Callable[[Contents], Contents]) -> None:
@@ -360,7 +360,7 @@ class Store:
     every entry, without a lock.
 
     Every method takes a function's unmodified name; `safe_name` turns it into the name of a file. Reading takes no
-    lock and never raises: an unreadable file is reported once and counts as empty.
+    lock, changes nothing and never raises: an unreadable file is reported once and counts as empty.
 
     When a write returns, the entry is in the file and on the disk, and later writers read it. A write is read back
     before it counts, and repeated if another writer has overwritten it nevertheless. A crash at any instant leaves the
@@ -395,9 +395,9 @@ class Store:
     def read(self, name: str) -> Contents:
         """Returns all entries in a function's files; those in no usable file are left out."""
         files = self._files(name)
-        contents = self._read(name, next(files))
+        contents = self._read(next(files))
         for file in files:
-            for device, key, entry in _each(self._read(name, file)):
+            for device, key, entry in _each(self._read(file)):
                 contents.setdefault(device, {}).setdefault(key, entry)
         return contents
 
@@ -406,7 +406,7 @@ class Store:
         main = self.path(name)
         for file in map(self._file, (main, _further(main, device, key))):
             entry = None if afresh else file.find(device, key)
-            entry = entry or self._read(name, file, afresh=afresh).get(device, {}).get(key)
+            entry = entry or self._read(file, afresh=afresh).get(device, {}).get(key)
             if entry is not None:
                 return entry
         return None
@@ -527,7 +527,7 @@ class Store:
         found = paths(folder, pattern) if self.read_only else paths(self.directory, f"{folder.name}/{pattern}")
         yield from map(self._file, found)
 
-    def _read(self, name: str, file: EntryFile, *, afresh: bool = False) -> Contents:
+    def _read(self, file: EntryFile, *, afresh: bool = False) -> Contents:
         try:
             return file.load(afresh=afresh)
         except OSError as error:
@@ -537,22 +537,11 @@ class Store:
         except NewerSchemaError as error:
             report_once(str(error))
         except DamagedError as error:
-            if not self.read_only:
-                return self._read_damaged(name, file.path, error.usable)
-            report_once(f"{error}; the rest of this file is used, and the file stays, because it is only read")
+            aside = f"the next write sets it aside as '{file.path}.corrupt-<time>'"
+            then = "the file stays, because it is only read" if self.read_only else aside
+            report_once(f"{error}; the rest of this file is used, and {then}", topic=str(error))
             return error.usable
         return {}
-
-    def _read_damaged(self, name: str, path: Path, usable: Contents) -> Contents:
-        # Only under our own lease is the file that is moved aside certain to be the damaged one, not its successor.
-        hasty = Store(self.directory, lock_timeout_s=min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S))
-        try:
-            with hasty._lock(name):
-                hasty._file(path).replace(lambda present: present)
-                return hasty._file(path).load()
-        except (CacheWriteError, DamagedError) as error:
-            report_once(f"{str(path)!r} is damaged and could not be set aside: {error}")
-            return usable
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
@@ -632,30 +621,27 @@ def _without(is_unwanted: Callable[[str, str, Entry], bool], present: Contents) 
 # --- writers ---
 
 
-_drafts_seen: dict[Path, dict[str, float]] = {}
-"""For each file with drafts of other writers, when each of them was first seen, in seconds of this process's clock."""
-
-
 def _other_writer(place: Directory, target: str, own: str) -> str | None:
     """Returns the draft of another live writer, or None; removes those of dead ones."""
-    names, prefix, now, path = place.names(), f".{target}.", time.monotonic(), place.path / target
+    names, prefix = place.names(), f".{target}."
     if own not in names:
         return "one that withdrew ours"
-    matches = {
-        name: match
-        for name in names
-        if name.startswith(prefix) and name != own and (match := _ANNOUNCEMENT.fullmatch(name.removeprefix(prefix)))
-    }
-    earlier = _drafts_seen.pop(path, {})
-    if matches:
-        _drafts_seen[path] = {name: earlier.get(name, now) for name in matches}
-    for name, match in matches.items():
+    for name in names:
+        match = _ANNOUNCEMENT.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+        if match is None or name == own:
+            continue
         owner = Owner(host=match["host"], pid=int(match["pid"]), started=int(match["started"]))
         with contextlib.suppress(PermissionError):
-            if not owner.is_dead() and now - earlier.get(name, now) < _STALE_S:
+            if not owner.is_dead() and time.monotonic() - _first_seen(name) < _STALE_S:
                 return name
             place.remove(name)
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_seen(draft: str) -> float:
+    """Returns when this process first saw a draft, whose name no other ever has, in seconds of the process's clock."""
+    return time.monotonic()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,9 +38,6 @@ _ADVICE = {
     errno.EMFILE: "close some of this process's files, raise their limit (`ulimit -n`)",
     errno.ENFILE: "close files, of which the machine has too many open",
     errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
-    errno.ENOTDIR: "move away what is in the place of the directory",
-    errno.EACCES: "make the directory writable",
-    errno.EPERM: "make the directory writable",
 }
 """The remedies for errors of writing, to be followed by another remedy."""
 _POLL_S = 0.005
@@ -329,9 +326,10 @@ def draft_name(name: str) -> str:
 
 def advice(error: OSError) -> str:
     """Returns a remedy for an error of writing a file, to be followed by another one."""
-    if isinstance(error, NotAFileError):
-        return "move away what is in the place of the file"
-    return _ADVICE.get(error.errno or 0, "see whether its disk works")
+    if isinstance(error, (NotAFileError, NotADirectoryError, FileExistsError)):
+        return "move away what is in its place"
+    is_refused = isinstance(error, PermissionError)
+    return _ADVICE.get(error.errno or 0, "make the directory writable" if is_refused else "see whether its disk works")
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -339,6 +337,12 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def lock_works(place: Directory, name: str) -> bool:
+    """Returns whether a lock that is held keeps others out: on some filesystems, locks have no effect."""
+    with SideLock(place, name) as rival:
+        return rival.take() is False
 
 
 def read(path: Path, *, largest_bytes: int, below: Path | None = None, afresh: bool = False) -> bytes:
