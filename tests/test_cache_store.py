@@ -412,6 +412,10 @@ def test_a_full_disk_keeps_the_old_file_and_names_the_unsaved_result(tmp_path: P
         assert store.read("f") == {"cpu": {"k": STORED}}
         store.put("f", "cpu", "k2", ENTRY)
         assert set(store.read("f")["cpu"]) == {"k", "k2"}
+        journal = Journal(store.directory, "f", "cpu", "k")
+        with pytest.raises(CacheWriteError, match=r"not recorded in .*only \d+ bytes could be written.*; make room on"):
+            journal.append({"x": "x" * 100_000})
+        assert journal.records() == []
 
 
 def test_a_read_only_filesystem_is_read_and_not_written(tmp_path: Path) -> None:
@@ -521,6 +525,21 @@ def test_a_stale_network_handle_is_read_again(store: Store, monkeypatch: pytest.
     monkeypatch.setattr(os, "open", stale_once)
     assert store.get("f", "cpu", "k") == STORED
     assert failures == []
+
+
+def test_only_a_writer_imports_filelock(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+import quarantune
+from quarantune.cache import Store
+store = Store(Path(sys.argv[1]))
+store.get("f", "cpu", "k")
+print("filelock" in sys.modules, end=" ")
+store.put("f", "cpu", "k", {"config": {}})
+print("filelock" in sys.modules)
+"""
+    assert python("-c", script, tmp_path) == "False True\n"
 
 
 def test_a_look_up_takes_no_lock(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

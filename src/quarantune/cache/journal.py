@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -216,7 +217,7 @@ def _append_line(place: Directory, name: str, line: bytes) -> bool:
         separator = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
         written = os.write(fd, separator + line)
         if written < len(separator) + len(line):
-            raise OSError(0, f"only {written} bytes could be written")
+            raise OSError(errno.ENOSPC, f"only {written} bytes could be written")
         return True
     finally:
         os.close(fd)
