@@ -243,6 +243,18 @@ def test_damaged_results_are_found(cache_dir: Path) -> None:
     assert [path.name for path in cache_dir.iterdir()] == ["matmul.json"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "status"), [("ext4", "ok"), ("nfs4", "ok"), ("fuse.sshfs", "warn"), ("fuse.gcsfuse", "warn")]
+)
+def test_a_filesystem_whose_locks_bind_one_host_is_named(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str, status: str
+) -> None:
+    monkeypatch.setattr(doctor, "filesystem", lambda path: kind)
+    found = {check.name: check for check in doctor.cache_directory(Settings(cache_dir=cache_dir))}["cache locks"]
+    assert (found.status, kind in found.found) == (status, True)
+    assert ("binds this machine only" in found.found) == (status == "warn")
+
+
 @pytest.mark.slow
 def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point(tmp_path: Path) -> None:
     odd = tmp_path / "\u00e9 \v\u2028\udcff"
