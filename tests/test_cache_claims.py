@@ -16,7 +16,7 @@ from helpers import pass_time, python
 from quarantune.cache import CacheWriteError
 from quarantune.cache.claims import Claim, wait
 from quarantune.cache.store import Owner
-from quarantune.host.shared_files import Directory, SideLock
+from quarantune.host.shared_files import Directory, side_lock
 
 HOLD = """
 import fcntl, sys
@@ -317,28 +317,28 @@ signal.pause()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         fork = int(holder.stdout.readline())
-        with (
-            Directory(tmp_path, "f.trials") as place,
-            SideLock(place, Claim(tmp_path, "f", "cpu", "key")._lock_name) as lock,
-        ):
-            assert lock.take() is False
+        name = Claim(tmp_path, "f", "cpu", "key")._lock_name
+        with Directory(tmp_path, "f.trials") as place:
+            with side_lock(place, name) as is_granted:
+                assert is_granted is False
             holder.kill()
             holder.wait()
             os.kill(fork, 0)
-            deadline = time.monotonic() + 10
-            while not lock.take():
-                assert time.monotonic() < deadline
+            with side_lock(place, name, 10.0) as is_granted:
+                assert is_granted
 
 
 def test_a_lock_that_is_waited_for_is_taken_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
-    with Directory(tmp_path) as place, SideLock(place, "lock") as waits:
-        with SideLock(place, "lock") as held:
-            assert held.take()
-            assert waits.take(0.02) is False
+    with Directory(tmp_path) as place:
+        with side_lock(place, "lock") as is_held:
+            assert is_held
+            with side_lock(place, "lock", 0.02) as is_granted:
+                assert is_granted is False
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            with pytest.raises(KeyboardInterrupt):
-                waits.take(100.0)
-        assert waits.take(100.0)
+            with pytest.raises(KeyboardInterrupt), side_lock(place, "lock", 100.0):
+                pass
+        with side_lock(place, "lock", 100.0) as is_granted:
+            assert is_granted
 
 
 def test_another_thread_releases_the_lock_of_a_claim(make: Callable[..., Claim]) -> None:

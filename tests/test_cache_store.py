@@ -25,6 +25,7 @@ from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import Owner
+from quarantune.host import shared_files
 
 ENTRY = {"config": {"BM": 32}, "time_ms": 0.5}
 STORED = {"schema": SCHEMA, **ENTRY}
@@ -290,7 +291,7 @@ def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
         if not slept:
             slept.append(True)
             # Meanwhile a writer without working locks withdraws our announcement and writes.
-            monkeypatch.setattr("quarantune.cache.store.SideLock.take", lambda *_: None)
+            monkeypatch.setattr("quarantune.cache.store.side_lock", lambda *_: contextlib.nullcontext())
             (announced,) = store.directory.glob(".f.json.*.tmp")
             announced.unlink()
             rival.put("f", "cpu", "rival", ENTRY)
@@ -498,6 +499,37 @@ def test_without_flock_writers_keep_apart_by_their_announcements(
     store.put("f", "cpu", "k2", ENTRY)
     assert set(store.read("f")["cpu"]) == {"k", "k2"}
     assert sorted(os.listdir(store.directory)) == [".f.json.lock", "f.json"]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_a_file_that_is_cut_while_it_has_its_name_is_no_damage(
+    store: Store, monkeypatch: pytest.MonkeyPatch, has_links: bool, is_newer: bool
+) -> None:
+    # As on a network filesystem, where the machine knows the size of the file that another host has replaced.
+    store.put("f", "cpu", "k", ENTRY)
+    if is_newer:
+        store.path("f").write_text(NEWER)
+    before, real = store.path("f").read_bytes(), shared_files._content
+
+    def cut(fd: int, name: str, largest_bytes: int) -> bytes:
+        content = real(fd, name, largest_bytes)
+        return content[:-9] if Path(name).name == "f.json" and content == before else content
+
+    def no_links(*names: Any, **where: Any) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_files, "_content", cut)
+        if not has_links:
+            patch.setattr(os, "link", no_links)
+        with pytest.raises(CacheWriteError, match="newer") if is_newer else contextlib.nullcontext():
+            store.put("f", "cpu", "k2", ENTRY)
+    if is_newer:
+        assert store.path("f").read_bytes() == before
+    else:
+        assert set(store.read("f")["cpu"]) == {"k", "k2"}
+    assert list(store.directory.glob("*.corrupt-*")) == []
 
 
 def test_threads_of_one_process_lose_nothing(store: Store) -> None:

@@ -32,7 +32,7 @@ from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device
 from quarantune.host import machine
 from quarantune.host.process import environment_variables, in_sandbox, interpreter
-from quarantune.host.shared_files import Directory, SideLock, advice, lock_works
+from quarantune.host.shared_files import Directory, advice, lock_works, side_lock
 from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.settings import SettingKeywords, Settings
@@ -354,8 +354,7 @@ def _locks(probe: Path) -> Check:
     """Returns whether a lock keeps others of this machine out, and what is known of its filesystem between hosts."""
     kind = filesystem(probe)
     place = f" ({kind})" if kind else ""
-    with Directory(probe) as opened, SideLock(opened, "lock") as lock:
-        taken = lock.take()
+    with Directory(probe) as opened, side_lock(opened, "lock") as taken:
         is_good = taken is True and lock_works(opened, "lock")
     if is_good and kind.removeprefix("fuse.") not in _APART:
         return ok(_LOCKS, f"a lock keeps another process of this machine out{place}")

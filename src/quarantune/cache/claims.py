@@ -23,7 +23,7 @@ from quarantune.cache.journal import trials_folder
 from quarantune.cache.store import CacheWriteError, Owner, problem_hash, report_once, short_text
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id
-from quarantune.host.shared_files import Directory, SideLock
+from quarantune.host.shared_files import Directory, lock_works, side_lock
 from quarantune.values.codec import JsonObject, Record, decode_json, within
 
 T = TypeVar("T")
@@ -282,8 +282,8 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         return False
 
     def _try_lock(self, place: Directory) -> None:
-        self._locked = self._open.enter_context(SideLock(place, self._lock_name)).take()
-        if self._locked and not shared_files.lock_works(place, self._lock_name):
+        self._locked = self._open.enter_context(side_lock(place, self._lock_name))
+        if self._locked and not lock_works(place, self._lock_name):
             self._locked = None
 
     def _let_go(self) -> None:

@@ -27,11 +27,11 @@ from quarantune.host.process import new_lock, warn
 from quarantune.host.shared_files import (
     Directory,
     NotAFileError,
-    SideLock,
     TooLargeError,
     advice,
     directory_of,
     paths,
+    side_lock,
 )
 from quarantune.values.codec import JsonObject, Record, decode_json, is_plausible_ms, within
 
@@ -160,11 +160,22 @@ class EntryFile:
         try:
             return self.load(afresh=True)
         except DamagedError as error:
-            aside = self._set_aside(keep=bool(error.usable))
-            with contextlib.suppress(DamagedError, OSError), directory_of(aside, below=self.directory) as place:
-                whole = dataclasses.replace(self, path=aside).load()
-                place.remove(aside.name)
-                return whole
+            with directory_of(self.path, below=self.directory) as place:
+                name, aside = self.path.name, self.path.with_name(place.free_name(self.path.name))
+                try:
+                    # With usable entries, the file also keeps its name, until they replace it.
+                    (place.link if error.usable else place.rename)(name, aside.name)
+                except OSError:
+                    place.rename(name, aside.name)
+                # Where no new name could be read before, this one may show a whole file, which takes its name back.
+                with contextlib.ExitStack() as whole:
+                    whole.callback(
+                        *(place.remove, aside.name) if place.is_there(name) else (place.rename, aside.name, name)
+                    )
+                    try:
+                        return dataclasses.replace(self, path=aside).load()
+                    except (DamagedError, OSError):
+                        whole.pop_all()
             told = f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it"
             report_once(told, topic=str(error))
             return error.usable
@@ -243,17 +254,6 @@ class EntryFile:
                         "see whether that one hangs, or set QUARANTUNE_LOCK_TIMEOUT higher"
                     )
                 time.sleep(random.uniform(0.2, 1.0) * 0.001 * 2 ** min(attempt, 6))
-
-    def _set_aside(self, *, keep: bool) -> Path:
-        """Renames a damaged file; with `keep` it also keeps its name, until its usable entries replace it."""
-        with directory_of(self.path, below=self.directory) as place:
-            aside = place.free_name(self.path.name)
-            if keep:
-                with contextlib.suppress(OSError):
-                    place.link(self.path.name, aside)
-                    return place.path / aside
-            place.rename(self.path.name, aside)
-            return place.path / aside
 
 
 def _decode_entries(data: bytes, path: Path) -> Contents:
@@ -552,9 +552,9 @@ class Store:
         with (
             _typed_errors(path),
             Directory(self.directory, make=True) as place,
-            SideLock(place, lock_name) as lock,
+            side_lock(place, lock_name, self._lock_timeout_s) as is_granted,
         ):
-            if lock.take(self._lock_timeout_s) is False:
+            if is_granted is False:
                 raise CacheWriteError(
                     f"the lock {str(place.path / lock_name)!r} was held by others for {self._lock_timeout_s:g} s: "
                     "see who holds it, or set QUARANTUNE_LOCK_TIMEOUT higher"

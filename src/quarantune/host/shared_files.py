@@ -272,51 +272,46 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
         return _open_folder(name, self._fd)
 
 
-class SideLock(contextlib.AbstractContextManager["SideLock"]):
-    """The lock on a side file that is never removed: a `FileLock`, which the kernel releases when its holder dies.
+@contextlib.contextmanager
+def side_lock(place: Directory, name: str, wait_s: float = 0.0) -> Iterator[bool | None]:
+    """Holds the lock on a side file that is never removed: a `FileLock`, released by the kernel when its holder dies.
 
     A fork of the holder closes its copy of the lock. filelock refuses a link in the place of the file. The file is made
     here before, because filelock follows links in the place of folders, locks pipes, and gives no mode to a new file
     without giving it to one that was there. A filesystem without locks is no failure here: writers also announce
     themselves. filelock's substitute would count until its holder is seen to be dead, which other hosts cannot see.
+
+    Args:
+        place: the directory.
+        name: the file, which is made if it is missing.
+        wait_s: the longest wait for other holders in seconds.
+
+    Yields:
+        Whether the lock was granted; None where the filesystem has no locks.
+
+    Raises:
+        OSError: the file cannot be opened.
     """
+    from filelock import FileLock  # only writers need it, and it takes 30 ms
 
-    def __init__(self, place: Directory, name: str) -> None:
-        """Makes the file if it is missing.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
-        from filelock import FileLock  # only writers need it, and it takes 30 ms
-
-        os.close(place.open(name, os.O_RDWR | os.O_CREAT))
-        # Not one lock for each thread: the thread that releases a claim may be another than the one that took it.
-        self._lock = FileLock(place.path / name, thread_local=False, fallback_to_soft=False)
-
-    def __exit__(self, *_: object) -> None:
-        """Releases the lock and closes the file."""
+    os.close(place.open(name, os.O_RDWR | os.O_CREAT))
+    # Not one lock for each thread: the thread that releases a claim may be another than the one that took it.
+    lock = FileLock(place.path / name, thread_local=False, fallback_to_soft=False)
+    is_granted: bool | None = True
+    try:
+        lock.acquire(wait_s, _POLL_S)
+    except TimeoutError:
+        is_granted = False
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        is_granted = None
+    try:
+        yield is_granted
+    finally:
         # The work under the lock is done: an error while releasing it must not look like a failure of that work.
         with contextlib.suppress(OSError):
-            self._lock.release()
-
-    def take(self, wait_s: float = 0.0) -> bool | None:
-        """Takes the lock as soon as nobody else has it.
-
-        Args:
-            wait_s: the longest wait in seconds.
-
-        Returns:
-            Whether it was granted; None where the filesystem has no locks.
-        """
-        try:
-            self._lock.acquire(wait_s, _POLL_S)
-        except TimeoutError:
-            return False
-        except OSError as error:
-            if error.errno in _NO_FLOCK:
-                return None
-            raise
-        return True
+            lock.release()
 
 
 def draft_name(name: str) -> str:
@@ -341,8 +336,8 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 def lock_works(place: Directory, name: str) -> bool:
     """Returns whether a lock that is held keeps others out: on some filesystems, locks have no effect."""
-    with SideLock(place, name) as rival:
-        return rival.take() is False
+    with side_lock(place, name) as is_granted:
+        return is_granted is False
 
 
 def read(path: Path, *, largest_bytes: int, below: Path | None = None, afresh: bool = False) -> bytes:

@@ -30,8 +30,8 @@ _REMAINS = re.compile(rf"{_PART.pattern}|\.({_PART.pattern}|{re.escape(JSON)})\.
 _LARGEST_BYTES = 1 << 31
 _IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 """A file cannot be replaced: its directory is not writable, or it is a mount."""
-_SAVING_S = 3600.0
-"""No save takes longer than this, in seconds."""
+_SAVING_S = 24 * 3600.0
+"""No save takes longer than this, in seconds, whatever the clocks of its host and of this one."""
 
 
 class SavedResultError(ValueError):
