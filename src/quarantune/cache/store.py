@@ -92,14 +92,13 @@ class EntryFile:
     is_read_only: bool
     timeout_s: float
 
-    def load(self, *, attempts: int = 3, afresh: bool = False) -> Contents:
+    def load(self, *, afresh: bool = False) -> Contents:
         """Returns the entries; none if there is no file.
 
         Damage counts if a second reading finds it, too: a network filesystem that keeps sizes cuts a file that another
-        host has replaced.
+        host has replaced, or reports ESTALE.
 
         Args:
-            attempts: how often it is read where it is replaced meanwhile.
             afresh: whether nothing counts that this machine has kept of the file, as in `Directory.read_afresh`.
 
         Raises:
@@ -109,19 +108,14 @@ class EntryFile:
         """
         try:
             return _decode_entries(self._read(afresh=afresh), self.path)
-        except DamagedError:
-            if afresh:
-                raise
-            return self.load(afresh=True)
         except NotAFileError as error:
             raise DamagedError(f"the cache file {str(self.path)!r} cannot be used: {error.strerror}") from None
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except OSError as error:
-            # A network filesystem reports ESTALE when the file is replaced while it is read.
-            if error.errno != errno.ESTALE or attempts == 1:
+        except (DamagedError, OSError) as error:
+            if afresh or getattr(error, "errno", errno.ESTALE) != errno.ESTALE:
                 raise
-            return self.load(attempts=attempts - 1, afresh=afresh)
+            return self.load(afresh=True)
 
     def find(self, device: str, key: str) -> Entry | None:
         """Returns an entry of a large file as `encode` writes it, without decoding the others; None elsewhere.
