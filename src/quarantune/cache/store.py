@@ -498,9 +498,8 @@ class Store:
 
     def _is_ours(self, main: Path) -> bool:
         """Returns whether a file is ours, damaged or not: it has our lock or folder beside it, or looks alike."""
-        if any(
-            map(os.path.lexists, (main.with_name(f".{main.name}.lock"), _folder(main), main.with_suffix(".trials")))
-        ):
+        beside = f".{main.name}.lock", _folder(main).name, f"{main.stem}.trials"
+        if any(os.path.lexists(main.with_name(name)) for name in beside):
             return True
         try:
             data = self._file(main)._read()
