@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import json
+import math
 import os
 import pickle
 import shutil
@@ -161,12 +162,26 @@ def test_a_decorator_without_configs_is_refused_with_the_fix() -> None:
         ({"rtol": 10**400}, ValueError, "is not valid: give a number of at least 0"),
         ({"max_mismatched_ratio": 2}, ValueError, "=2 is not valid: give a share of the elements, from 0 to 1"),
         ({"TIMEOUT": 1}, TypeError, "Did you mean 'timeout'?"),
+        ({"rep": True}, ValueError, "rep=True is not valid"),
+        ({"seed": np.True_}, ValueError, "seed=True is not valid"),
+        ({"time_budget": np.float32("nan")}, ValueError, "time_budget=nan is not valid"),
+        ({"check_grad": "false"}, ValueError, "check_grad='false' is not valid: give True or False"),
+        ({"time_grad": math.nan}, ValueError, "time_grad=nan is not valid"),
+        ({"partial": []}, ValueError, "partial=[] is not valid"),
+        ({"partial": None}, ValueError, "partial=None is not valid"),
     ],
 )
 def test_bad_options_are_refused_at_decoration_with_the_fix(options: dict[str, Any], kind: type, says: str) -> None:
     with pytest.raises(kind) as caught:
         quarantune.autotune([{"n": 1}], **options)
     assert says in str(caught.value)
+
+
+def test_scalars_of_numpy_are_options_like_the_numbers_in_them() -> None:
+    given = {"rep": np.int64(3), "warmup": np.uint8(2), "seed": np.int32(1), "timeout": np.float32(2.5)}
+    taken = Options(**given, rtol=np.float16(0.5), check_grad=np.True_, patience=np.array(4))
+    found = [taken.rep, taken.warmup, taken.seed, taken.timeout, taken.rtol, taken.check_grad, taken.patience]
+    assert json.dumps(found) == "[3, 2, 1, 2.5, 0.5, true, 4]"
 
 
 @pytest.mark.usefixtures("no_process")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,14 @@ def test_a_hanging_plugin_ends_the_probe_with_advice(tmp_path: Path, monkeypatch
     template.close_shared()
     monkeypatch.setattr(discovery, "_PROBE_DEADLINE_S", 120.0)
     assert discovery._probe.__wrapped__(("cpu",))[0].platform == "cpu"
+
+
+@pytest.mark.skipif(bool(entry_points(group="jax_plugins")), reason="JAX has a plugin here")
+@pytest.mark.parametrize("platforms", ["cuda", "nonsense"])
+def test_a_platform_without_its_plugin_is_named_in_the_error(platforms: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_platforms", lambda: platforms)
+    with pytest.raises(SandboxError, match=rf"probe failed: \w+Error.*JAX_PLATFORMS={platforms}: is JAX's plugin"):
+        discovery._probe.__wrapped__((platforms,))
 
 
 LOADS_PLUGINS = """

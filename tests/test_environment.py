@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quarantune.values.settings import Settings, current, parse_memory, settings
@@ -73,6 +75,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("timeout", "-1", "seconds above 0"),
         ("memory_limit", "8 elephants", "'8GB'"),
         ("memory_limit", "0", "'8GB'"),
+        ("memory_limit", "10MB", "at least 16 MiB"),
         ("devices", "0,,2", "indices or UUIDs"),
         ("devices", "0,0", "different"),
         ("configs_per_worker", "0", "or 'auto'"),
@@ -81,7 +84,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("progress", "2", "0, 1, or 'auto'"),
         ("lock_timeout", "-0.1", "from 0 to 1e9"),
         ("timeout", "1e10", "at most 1e9"),
-        ("memory_limit", "1", "a number with a unit"),
+        ("memory_limit", "1", "with a unit"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_accepted_values(
@@ -106,6 +109,11 @@ def test_a_bad_value_is_refused_with_its_name_and_accepted_values(
         ("progress", True, True),
         ("cache_dir", Path("/x"), Path("/x")),
         ("configs_per_worker", 1, 1),
+        ("devices", np.int64(1), ("1",)),
+        ("devices", np.array([0, 2]), ("0", "2")),
+        ("max_trials", np.int32(3), 3),
+        ("timeout", np.float32(2.5), 2.5),
+        ("disable_cache", np.True_, True),
     ],
 )
 def test_a_block_takes_python_values_and_strings(name: str, value: Any, expected: Any) -> None:
@@ -126,6 +134,19 @@ def test_a_block_takes_python_values_and_strings(name: str, value: Any, expected
         pytest.param("timeout", 10**5000, id="very long"),
         pytest.param("memory_limit", 10**5000, id="very much"),
         ("memory_limit", 1),
+        ("devices", True),
+        ("devices", [True]),
+        ("devices", [0, None]),
+        ("devices", [1.5]),
+        ("devices", -1),
+        ("devices", b"0"),
+        ("timeout", np.True_),
+        ("max_trials", np.True_),
+        ("cpu_utilization", np.True_),
+        ("lock_timeout", np.float64("nan")),
+        ("configs_per_worker", math.nan),
+        ("memory_limit", np.True_),
+        ("disable_cache", math.nan),
     ],
 )
 def test_a_block_refuses_a_bad_value_before_it_is_entered(name: str, value: Any) -> None:

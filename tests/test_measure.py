@@ -629,3 +629,8 @@ def test_times_are_unreliable_unless_two_samples_hardly_waited(
     samples_ms: list[float], cpu_ms: list[float], is_unreliable: bool
 ) -> None:
     assert sampling.is_unreliable(samples_ms, cpu_ms) is is_unreliable
+
+
+def test_a_trial_is_usable_if_it_is_ok_and_has_a_time() -> None:
+    trials = [Trial(config={}, outcome=outcome, time_ms=time_ms) for outcome in Outcome for time_ms in (None, 1.0)]
+    assert [(trial.outcome, trial.time_ms) for trial in trials if trial.is_usable] == [(Outcome.OK, 1.0)]

@@ -12,7 +12,7 @@ from quarantune.transport import assignment
 from quarantune.transport.problem import assignment_in_force, describe_function
 from quarantune.values.codec import is_whole
 from quarantune.values.configs import Config
-from quarantune.values.settings import ContextualKeywords, Options, checked_options
+from quarantune.values.settings import ContextualKeywords, Options, checked_options, unwrapped
 
 if TYPE_CHECKING:
     from quarantune.resolve.contextual_job import ContextualFunction
@@ -74,6 +74,7 @@ def contextual_autotune(
     for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), ("objective", "time alone"), *of_kernels):
         if name in options:
             raise TypeError(f"contextual_autotune() has no option {name!r}: use {instead}")
+    n_warmup, n_repeat = unwrapped(n_warmup), unwrapped(n_repeat)
     for name, count, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):
         if not is_whole(count, least):
             raise ValueError(f"{name}={count!r} is not valid: give a whole number of at least {least}")

@@ -311,8 +311,11 @@ def _probe(_: tuple[str | None, ...]) -> tuple[CompileTarget, ...]:
                 elif event.number == number:
                     if isinstance(reply, Probed):
                         return reply.devices
-                    detail = (isinstance(reply, Failed) and reply.text) or sandbox.log(number)[-2000:]
-                    raise SandboxError(f"the device probe failed: {detail}")
+                    # JAX raises an assertion without a text if the plugin of a platform is missing.
+                    detail = reply.message if isinstance(reply, Failed) else sandbox.log(number)[-2000:]
+                    platforms = _platforms()
+                    hint = f" (JAX_PLATFORMS={platforms}: is JAX's plugin for that installed?)" if platforms else ""
+                    raise SandboxError(f"the device probe failed: {detail}{hint}")
     raise SandboxError(
         f"the device probe did not end within {_PROBE_DEADLINE_S:g} s: a device's driver or a JAX plugin hangs; "
         "to tune without it, name the platforms to use, as in JAX_PLATFORMS=cpu"

@@ -25,7 +25,7 @@ from quarantune.transport.problem import Problem
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
 from quarantune.values.settings import AUTO, TIME
-from quarantune.values.trial import END, UNTUNED, EngineError, Outcome, Trial
+from quarantune.values.trial import END, UNTUNED, EngineError, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -106,7 +106,7 @@ def _has_all(indices: Collection[int], problem: Problem, trials: Mapping[int, Tr
 
     Another shard that died with them, or an earlier sweep, may have measured them.
     """
-    needed = {index for index, trial in trials.items() if is_usable(trial)}
+    needed = {index for index, trial in trials.items() if trial.is_usable}
     needed.add(finals.default_among(trials, problem.default))
     return needed <= {*indices, UNTUNED}
 
@@ -156,7 +156,7 @@ def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], compl
 def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:
     """Returns the fastest config of a group; None where none could run."""
     group = {index: trials[index] for index in shard.given if index in trials}
-    if not any(map(is_usable, group.values())):
+    if not any(trial.is_usable for trial in group.values()):
         return None
     return finals.conclude(group, end.swept.final, default=None)[1][0]
 
@@ -198,11 +198,6 @@ def next_groups(groups: Sequence[Sequence[int]], default: int | None) -> list[li
         return [leaders[first::count] for first in range(count)]
     chosen = [index for group in groups for index in group][:MOST]
     return [chosen if default is None or default in chosen else [*chosen, default]]
-
-
-def is_usable(trial: Trial) -> bool:
-    """Returns whether a config may win."""
-    return trial.outcome is Outcome.OK and trial.time_ms is not None
 
 
 class WholeSweeps(Executor):

@@ -69,7 +69,7 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
 
     Configs that lowered to the same program were measured once and are represented by the first of them.
     """
-    measured = [index for index, trial in trials.items() if trial.outcome is Outcome.OK and trial.time_ms is not None]
+    measured = [index for index, trial in trials.items() if trial.is_usable]
     first_of = {_program(index, trials): index for index in sorted(measured, reverse=True)}
     ranked = sorted(first_of.values(), key=lambda index: (trials[index].merit or 0.0, index))
     if not ranked:
@@ -336,7 +336,7 @@ def _ratio(ours: float, theirs: float) -> float:
 
 def scored(trial: Trial, objective: Objective) -> Trial:
     """Returns a trial with its score; it is an error if the objective makes no finite number of it."""
-    if objective == TIME or trial.outcome is not Outcome.OK or trial.time_ms is None:  # it was only compiled
+    if objective == TIME or not trial.is_usable:  # it was only compiled
         return trial
     try:
         given = dataclasses.replace(trial, config=as_given(trial.config))

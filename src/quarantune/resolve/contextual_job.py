@@ -290,7 +290,7 @@ class ContextualJob(TuningJob):
             swept = sweep.run(request, configs)
         if swept.complaint:
             _logger.warning("%s: %s", label, swept.complaint)
-        if not any(trial.outcome is Outcome.OK for trial in trials.values()):
+        if not any(trial.is_usable for trial in trials.values()):
             ordered = [trials[index] for index in sorted(trials)]
             raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
         settled, (winner, *tie) = finals.conclude(trials, swept.final, default=0)

@@ -349,7 +349,7 @@ class TuningJob:
     def _conclude(self, swept: Swept, progress: Progress) -> TuningResult:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
-        usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
+        usable = [trial for trial in self._trials.values() if trial.is_usable]
         if not usable:
             progress.end(f"all {len(self._trials):,} configs failed")
             raise self._error(swept)
@@ -430,7 +430,7 @@ class TuningJob:
 
     def _keep_best(self, kind: type[BaseException] | None, *_: object) -> None:
         """Has the calls of this process use the best config so far, if its user interrupted the sweep."""
-        is_usable = any(trial.outcome is Outcome.OK for trial in self._trials.values())
+        is_usable = any(trial.is_usable for trial in self._trials.values())
         if kind is not None and issubclass(kind, KeyboardInterrupt) and is_usable:
             settled, level = finals.conclude(self._trials, finals.Final(), default=self._call.default_index)
             best = settled[level[0]]

@@ -251,7 +251,7 @@ class Progress:
 
     def _best_text(self, trials: Sequence[Trial]) -> str:
         """Returns the best of the trials so far, and its gain; empty where none was measured."""
-        timed = [trial for trial in trials if trial.outcome is Outcome.OK and trial.time_ms]
+        timed = [trial for trial in trials if trial.is_usable]
         if not timed:
             return ""
         best = min(timed, key=lambda trial: trial.figure or 0.0)

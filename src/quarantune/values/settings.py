@@ -48,6 +48,7 @@ _TOLERANCES = ("rtol", "atol", "max_mismatched_ratio")
 _LEAST = {"warmup": 0, "rep": 1, "devices_per_trial": 1, "max_trials": 1, "patience": 1, "seed": 0}
 """The options that are whole numbers, with the least value of each."""
 _DURATIONS = ("compile_timeout", "timeout", "time_budget")
+_FLAGS = ("check_grad", "time_grad", "partial")
 SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 """The kinds of made-up arrays."""
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
@@ -150,6 +151,8 @@ class Options:
     tables: str | None = None
 
     def __post_init__(self) -> None:
+        for field in (*_LEAST, *_DURATIONS, *_TOLERANCES, *_FLAGS):
+            object.__setattr__(self, field, unwrapped(getattr(self, field)))
         fields = dataclasses.fields(self)
         given = {field.name: value for field in fields if (value := getattr(self, field.name)) is not field.default}
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
@@ -172,6 +175,8 @@ class Options:
             if field in _DURATIONS and (not is_number(value) or not 0 < value <= _LONGEST_S):
                 accepted = f"a number of seconds above 0 and at most {_LONGEST_S:.0e}"
                 raise ValueError(f"{field}={shown(value)} is not valid: give {accepted}")
+            if field in _FLAGS and not (isinstance(value, int) and value in (0, 1)):
+                raise ValueError(f"{field}={shown(value)} is not valid: give True or False")
         if self.memory_limit is not None:
             parse_memory(self.memory_limit)
         _ = self.device_memory_bytes  # raises where it is no amount
@@ -406,6 +411,11 @@ def table_directory(name: object) -> Path:
 # --- settings ---
 
 
+def unwrapped(value: Any) -> Any:
+    """Returns the number or flag in a scalar of NumPy's or JAX's; any other value as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and not isinstance(value, float) else value
+
+
 def _flag(value: Any) -> bool:
     text = str(value).strip().lower()
     if text not in _TRUE + _FALSE:
@@ -469,9 +479,10 @@ def _path(value: Any) -> Path:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    items: Iterable[Any] = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
-    names = tuple(str(item).strip() for item in items)
-    if not names or not all(names) or len(set(names)) < len(names):
+    given: Iterable[Any] = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    items = [] if isinstance(value, (bytes, bytearray)) else [*map(unwrapped, given)]
+    names = tuple(str(item).strip() for item in items if isinstance(item, str) or is_whole(item, 0))
+    if not names or not all(names) or len(set(names)) < len(items):
         raise ValueError
     return names
 
@@ -557,7 +568,7 @@ class Settings:
     max_cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 for no bound", -1)
     compile_timeout: float | None = _setting(*_SECONDS)
     timeout: float | None = _setting(*_SECONDS)
-    memory_limit: int | None = _setting(parse_memory, "bytes, or a number with a unit such as '8GB' or '512MiB'")
+    memory_limit: int | None = _setting(parse_memory, "at least 16 MiB, in bytes or with a unit, as '8GB'")
     search: str | Search | None = _setting(  # noqa: RUF009 - makes a field
         _search, "'auto', 'exhaustive', 'random', 'surrogate', 'optuna:<sampler>', or an object with ask and tell"
     )
@@ -731,6 +742,6 @@ def _parse(name: str, label: str, value: Any) -> Any:
     if value is None or (unset and isinstance(value, str) and value.strip().lower() == unset):
         return field.default_factory() if callable(field.default_factory) else field.default
     try:
-        return field.metadata["parse"](value)
+        return field.metadata["parse"](unwrapped(value))
     except (ValueError, TypeError, OverflowError, RuntimeError):  # the last where `~` names no user
         raise ValueError(f"{label}={shown(value)} is not valid: it must be {field.metadata['accepts']}.") from None

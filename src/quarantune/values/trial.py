@@ -276,6 +276,11 @@ class Trial(Record):
         return (self.figures or NO_FIGURES).device_bytes
 
     @property
+    def is_usable(self) -> bool:
+        """Whether its config worked and was timed, so that it may win."""
+        return self.outcome is Outcome.OK and self.time_ms is not None
+
+    @property
     def merit(self) -> float | None:
         """The figure by which finalists are chosen, less being better: the score, or a time in milliseconds.
 
