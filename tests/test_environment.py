@@ -84,7 +84,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("progress", "2", "0, 1, or 'auto'"),
         ("lock_timeout", "-0.1", "from 0 to 1e9"),
         ("timeout", "1e10", "at most 1e9"),
-        ("memory_limit", "1", "with a unit"),
+        ("memory_limit", "1", "a number with a unit"),
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_accepted_values(

@@ -568,7 +568,7 @@ class Settings:
     max_cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 for no bound", -1)
     compile_timeout: float | None = _setting(*_SECONDS)
     timeout: float | None = _setting(*_SECONDS)
-    memory_limit: int | None = _setting(parse_memory, "at least 16 MiB, in bytes or with a unit, as '8GB'")
+    memory_limit: int | None = _setting(parse_memory, "at least 16 MiB: bytes, or a number with a unit as in '8GB'")
     search: str | Search | None = _setting(  # noqa: RUF009 - makes a field
         _search, "'auto', 'exhaustive', 'random', 'surrogate', 'optuna:<sampler>', or an object with ask and tell"
     )
