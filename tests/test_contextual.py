@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import ends, python
+from helpers import ends, isolated, python
 
 import quarantune
 from quarantune.sweep import sweep
@@ -198,6 +198,50 @@ def test_what_a_jitted_function_prints_as_it_is_traced_is_heard_once(capsys: pyt
     assert "traced" not in capsys.readouterr().out
     whole(X)
     assert capsys.readouterr().out.count("traced") == 1
+
+
+@pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("judge", ["ref_fn", "check_fn", "defaults", "tolerance"])
+def test_all_kernels_of_a_function_share_one_reference(
+    judge: str, jitted: bool, isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The last config of each kernel is wrong.
+    first, second = (
+        kernel(name, {"ms": [1, 2, 3]}, lambda x, ms: jnp.cos(x) * (2 + (ms == 3))) for name in ("first", "second")
+    )
+    calls = tmp_path / "calls"
+    calls.touch()
+
+    def right(x: Any) -> Any:
+        with calls.open("a") as file:
+            file.write("called\n")
+        return jnp.cos(jnp.cos(x) * 2) * 2
+
+    def both(x: Any) -> Any:
+        return second(first(x))
+
+    options: dict[str, Any] = {} if judge == "defaults" else {"ref_fn": right}
+    if judge == "check_fn":
+        options["check_fn"] = lambda output, expected, x: bool(jnp.allclose(output, expected))
+    elif judge == "tolerance":
+        options["rtol"] = 1e-3
+    run, untuned = sweep.run, []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        swept = run(*args, **kwargs)
+        untuned.append(swept.untuned is not None)
+        return swept
+
+    monkeypatch.setattr(sweep, "run", noting)
+    both_tuned = quarantune.contextual_autotune(jax.jit(both) if jitted else both, n_repeat=2, **options)
+    descriptors = os.listdir("/proc/self/fd")
+    with isolated(isolation):
+        result = both_tuned.tune(X)
+    assert isolation != "none" or os.listdir("/proc/self/fd") == descriptors
+    assert ends(result.trials) == ["ok", "ok", "wrong"] * 2
+    assert untuned == [True, False, False]
+    assert len(calls.read_text().splitlines()) == (judge != "defaults")
 
 
 def test_untuned_a_function_runs_with_its_kernels_own_defaults() -> None:

@@ -24,6 +24,7 @@ from quarantune.resolve.tuning_job import TuningJob
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
+from quarantune.sandbox import wire
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep import proof, sweep
 from quarantune.sweep.limits import EXHAUSTED, Isolation, SearchLimits, isolation_of
@@ -101,6 +102,7 @@ class ContextualJob(TuningJob):
             )
         with self._shown_progress() as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
+            stack.callback(wire.close_all, self._outputs)
             if (answer := self._take_claim(progress, stack)) is not None:
                 progress.end("tuned by another job meanwhile")
                 return self._result_of(answer)
@@ -108,6 +110,11 @@ class ContextualJob(TuningJob):
             was = "" if not result.baseline_ms else f", {result.baseline_ms / result.time_ms:.3g}x the first configs"
             progress.end(f"{result.time_ms:.4g} ms with {result.config_text}{was}; {self._records.saved}")
             return result
+
+    @lazy
+    def _outputs(self) -> list[int]:
+        """The outputs that all sweeps of the job compare with. Each runs the same function on the same arguments."""
+        return []
 
     @property
     def _search(self) -> SearchLimits:
@@ -286,6 +293,7 @@ class ContextualJob(TuningJob):
                 events=SweepEvents(on_trial=on_trial, on_tick=self._records.refresh, on_phase=progress.enter),
                 space=Space(possible),
                 source=search or NOTHING_MORE,
+                outputs=None if callable(self._options.supply) else self._outputs,
             )
             swept = sweep.run(request, configs)
         if swept.complaint:

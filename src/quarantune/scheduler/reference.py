@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from quarantune.measure import finals
 from quarantune.sandbox import spool
@@ -38,7 +38,13 @@ class Reference:
     """
 
     def __init__(
-        self, *, compares: bool = False, default: int | None = None, is_first: bool = True, calibrates: bool = False
+        self,
+        *,
+        compares: bool = False,
+        default: int | None = None,
+        is_first: bool = True,
+        calibrates: bool = False,
+        known: Sequence[int] = (),
     ) -> None:
         """Sets up a reference.
 
@@ -47,13 +53,14 @@ class Reference:
             default: the index under which the function's defaults run; None where the function has none.
             is_first: whether all other configs wait for the defaults, and are not compared with each other until then.
             calibrates: whether the defaults' output is kept beside the one of `give`, for their noise alone.
+            known: what `right_fds` returned in an earlier sweep of the same call; the caller closes these.
         """
-        self.fds: list[int] = []
+        self.fds = [os.dup(fd) for fd in known]
         self.untuned: Trial | None = None
         self.compares = compares
         self.is_coming = False
         self.noise: float | None = None
-        self._is_given = False
+        self._is_given = bool(known)
         self._calibrates = calibrates
         self._defaults = {default} if default is not None else set()
         self._default_end = ""
@@ -67,6 +74,13 @@ class Reference:
         """Takes the file that holds the output of `ref_fn`."""
         self.fds.append(spool.protect(fd))
         self._is_given, self.is_coming = True, False
+
+    @property
+    def right_fds(self) -> list[int]:
+        """The outputs that suffice to judge configs, the one that is right first; empty if there are none yet."""
+        if self._is_given:
+            return [] if self._calibrates else self.fds
+        return [] if self.standard is None else [self.fds[self.standard]]
 
     def close(self) -> None:
         """Closes the outputs."""

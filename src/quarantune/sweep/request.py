@@ -70,6 +70,8 @@ class SweepRequest:
         has_final: whether the fastest configs are compared once more at the end.
         proof: compares the program of one config with the caller's.
         measures_energy: whether the energy of calls is measured.
+        outputs: `Reference.right_fds` for all sweeps of one call with the same arguments, empty before the first; None
+            for a sweep that stands alone. The caller closes them.
     """
 
     problem: Problem
@@ -85,6 +87,7 @@ class SweepRequest:
     has_final: bool = True
     proof: Proof = dataclasses.field(default_factory=Proof)
     measures_energy: bool = False
+    outputs: list[int] | None = None
 
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""

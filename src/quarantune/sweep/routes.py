@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -115,13 +116,16 @@ class Routes:
         with self._schedulers:
             self._reference, configs = self._reference_for(configs, measured)
             self._schedulers.callback(self._reference.close)
-            self._reference.is_coming = callable(self._request.options.ref_fn) and bool(configs)
+            has_ref_fn = callable(self._request.options.ref_fn)
+            self._reference.is_coming = has_ref_fn and bool(configs) and not self._request.outputs
             finish, self._finish = self._finish, self._reference.hold(self._finish, self._request.events.untuned)
             try:
                 self._run_routes(configs)
             except ReferenceFailedError as error:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.settle(finish)
+            if self._request.outputs == []:
+                self._request.outputs.extend(map(os.dup, self._reference.right_fds))
             contenders = self._reference.contenders(measured, self._problem.default) if self._request.has_final else {}
             last = self._opened[-1] if self._opened else self._new_scheduler(self._route_with_device)
             # The last route may have run nothing but the config that confirms an error.
@@ -326,6 +330,9 @@ class Routes:
         """
         problem, options, default = self._problem, self._request.options, self._problem.default
         compares, calibrates = options.compares_outputs and bool(configs), options.calibrates and bool(configs)
+        if self._request.outputs:
+            known_default = default if default in configs else None
+            return Reference(compares=compares, default=known_default, known=self._request.outputs), configs
         if problem.untuned is None:
             # The output of a plain callable may well differ between configs.
             return Reference(compares=compares and jax_internals.is_jitted(problem.fn)), configs
