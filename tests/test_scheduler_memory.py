@@ -69,6 +69,47 @@ def test_a_worker_over_its_memory_limit_is_oom_with_the_figure(
     assert result.trials[1].peak_memory_bytes == 3 * GB
 
 
+@ROUTES
+def test_a_limit_below_the_least_of_a_worker_is_refused_with_the_figure(
+    route: Route, worker_memory: dict[int, int]
+) -> None:
+    def loads(worker: FakeWorker) -> list[Step] | None:
+        worker_memory[worker.number] = 3 * GB
+        if worker.do == "Prepare":
+            return [(0.5, worker.says("Ready", "load", modules=[], held_bytes=3 * GB))]
+        return [(0.5, worker.says("PhaseEntered", "compile", held_bytes=3 * GB)), (0.5, worker.ends())]
+
+    says = r"memory_limit=1,073,741,824 bytes is too little: a worker holds 3,221,225,472 bytes before a config"
+    with pytest.raises(ValueError, match=says):
+        run(plan_for(route), 3, loads)
+
+
+@ROUTES
+@pytest.mark.parametrize("said", ["compile", "load"])
+def test_a_config_that_forges_the_least_of_a_worker_ends_itself_alone(
+    route: Route, said: str, worker_memory: dict[int, int]
+) -> None:
+    def forges(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "Prepare":
+            return None
+        worker_memory[worker.number] = 3 * GB
+        phase = "compile" if worker.do == "Compile" else "check"
+        forged = [
+            worker.says("PhaseEntered", said, held_bytes=99 * GB),
+            worker.says("PhaseEntered", phase, held_bytes=99 * GB),
+        ]
+        return [(0.01, worker.says("PhaseEntered", phase)), *((0.01, step) for step in forged)]
+
+    assert run(plan_for(route, configs_per_worker=1), 3, for_config(1, forges)).outcomes == ["ok", "oom", "ok"]
+
+
+def test_no_worker_is_refused_its_least_where_the_limit_is_a_share(worker_memory: dict[int, int]) -> None:
+    def loads(worker: FakeWorker) -> list[Step]:
+        return [(0.1, worker.says("PhaseEntered", "compile", held_bytes=3 * GB)), (0.1, worker.ends())]
+
+    assert run(plan_for(Route.TOGETHER, may_exceed_alone=True), 1, loads).outcomes == ["crashed"]
+
+
 def test_memory_of_the_template_does_not_count_against_a_worker(worker_memory: dict[int, int]) -> None:
     clock = Clock()
 
@@ -87,7 +128,7 @@ def test_the_memory_of_descendants_counts(worker_memory: dict[int, int], monkeyp
 
     def forks(worker: FakeWorker) -> list[Step]:
         worker_memory[worker.number + 1_000_000] = worker_memory[worker.number + 2_000_000] = GB - 1
-        return [(0.1, worker.says("PhaseEntered", "load"))]
+        return [(0.1, worker.says("PhaseEntered", "compile"))]
 
     result = run(plan_for(Route.TOGETHER), 3, for_config(1, forks))
     assert result.outcomes == ["ok", "oom", "ok"]

@@ -206,3 +206,54 @@ def test_no_descriptor_leaks_wherever_they_run_out(monkeypatch: pytest.MonkeyPat
         assert 3 <= min(succeeded) <= 10, "some runs had too few descriptors and others enough"
     finally:
         wire.close_all(taken)
+
+
+HEAVY = """
+import functools, threading
+import jax, numpy as np
+import quarantune
+
+BALLAST = np.ones(40_000_000)  # 320 MB
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # no worker can be forked after this module
+
+def double(x, n: int = 1):
+    return x * 2.0
+"""
+LIMITED = """
+import os
+import jax, numpy as np
+import heavy, quarantune
+
+def tuner(jitted=True, **options):
+    fn = jax.jit(heavy.double, static_argnames="n") if jitted else heavy.double
+    return quarantune.AutoTuner(fn, [{"n": 1}, {"n": 2}], warmup=0, rep=1, **options)
+
+def refused(label, tuned):
+    try:
+        tuned.run(np.ones(8, np.float32))
+    except ValueError as error:
+        print(label, error)
+
+if __name__ == "__main__":
+    refused("option", tuner(memory_limit="150MB"))
+    refused("plain", tuner(jitted=False, memory_limit="150MB"))
+    for settings in ({}, {"isolation": "compile"}, {"start_method": "spawn"}):
+        with quarantune.settings(memory_limit="150MB", **settings):
+            refused(f"settings {settings}", tuner())
+    os.environ["QUARANTUNE_MEMORY_LIMIT"] = "150MB"
+    refused("variable", tuner())
+    os.environ["QUARANTUNE_MEMORY_LIMIT"] = "650MB"
+    print(len(tuner().run(np.ones(8, np.float32)).trials))
+"""
+
+
+@pytest.mark.slow
+def test_a_limit_that_no_worker_keeps_is_refused_and_a_greater_one_works(tmp_path: Path, cache_dir: Path) -> None:
+    (tmp_path / "heavy.py").write_text(HEAVY)
+    (tmp_path / "program.py").write_text(LIMITED)
+    *refusals, trials = python(tmp_path / "program.py", JAX_PLATFORMS="cpu").splitlines()
+    assert trials == "2"
+    assert len(refusals) == 6
+    for refusal in refusals:
+        found = re.search(r"memory_limit=150,000,000 bytes is too little: a worker holds (3[0-9,]{10}) bytes", refusal)
+        assert found, refusal

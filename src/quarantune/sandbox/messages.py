@@ -209,10 +209,12 @@ class Reply:
     Attributes:
         trial: the one of the task that it answers.
         phase: the phase that the worker is in.
+        held_bytes: the private memory of its process.
     """
 
     trial: int | None
     phase: Phase
+    held_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,9 @@ class Conclusions:
             return  # late, or of a trial that is over
         worker.was_heard = True
         try:
-            self._apply(worker, codec.decode(frame, *REPLIES))
+            reply = codec.decode(frame, *REPLIES)
+            self._run.memory.note(worker, reply)
+            self._apply(worker, reply)
         except (TypeError, ValueError, ArithmeticError) as error:
             self._run.workers.kill_with_verdict(
                 worker, WorkerVerdict(Outcome.CRASHED, f"it sent an invalid message: {error!r}")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from quarantune.host import machine
-from quarantune.sandbox.messages import Failed
+from quarantune.sandbox.messages import Failed, Reply
 from quarantune.sandbox.pool import Sandbox
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
@@ -19,6 +19,8 @@ _WAITING_LOOK_S = 1.0
 _FREE_LOOK_S = 1.0
 _FAST_BYTES = 64 << 20
 _FLOOR_BYTES = 256 << 20
+_MOST_BARE_BYTES = 4 << 30
+"""A worker in which no config has begun may exceed a limit up to this, so that it can report how much it needs."""
 _WAITING = (WorkerState.PARKED, WorkerState.IDLE)
 
 
@@ -42,6 +44,7 @@ class MemoryWatch:
         self._workers = workers
         self._reference = reference
         self.available_memory = available_memory
+        self._bare_bytes = 0
         self._next_look = 0.0
         self._next_close_look = 0.0
         self._next_waiting_look = 0.0
@@ -55,6 +58,12 @@ class MemoryWatch:
         whole = self._total_bytes + self._free_bytes
         return self._total_bytes / whole if whole else 0.0
 
+    def note(self, worker: Worker, reply: Reply) -> None:
+        """Takes note of the memory that a worker reports before a config begins in it."""
+        if worker.is_bare:
+            self._bare_bytes = max(self._bare_bytes, reply.held_bytes - self._sandbox.baseline_bytes)
+            worker.is_bare = reply.phase is Phase.LOAD
+
     def over(self, now: float) -> list[tuple[Worker, WorkerVerdict]]:
         """Returns the workers that hold too much, each with the verdict that it deserves.
 
@@ -64,12 +73,16 @@ class MemoryWatch:
 
         Args:
             now: the time in seconds.
+
+        Raises:
+            ValueError: the limit that the user has set is less than any worker holds.
         """
         if now < self._next_look:
             return []
         self._next_look = now + _LOOK_S
         watched = self._alive()
         is_fast = self._look(watched, now)
+        self._check_limit(watched)
         over = [(worker, self._verdict(worker)) for worker in watched if worker.used_bytes > self._limit_bytes(worker)]
         if over or any(worker.verdict and worker.verdict.outcome is Outcome.OOM for worker in self._workers):
             return over  # those that are dying have yet to return their memory
@@ -80,6 +93,16 @@ class MemoryWatch:
         if self._free_bytes < _FLOOR_BYTES and (largest := self.largest()) is not None:
             return [(largest, shortage(largest, f"the machine had only {_gigabytes(self._free_bytes)} left"))]
         return []
+
+    def _check_limit(self, watched: Sequence[Worker]) -> None:
+        """Raises if the limit that the user has set is less than a worker holds that has no config."""
+        ready = [worker.used_bytes for worker in watched if worker.is_bare and worker.state is WorkerState.IDLE]
+        bare_bytes, limit_bytes = max(self._bare_bytes, *ready, 0), self._plan.memory_limit_bytes
+        if bare_bytes > limit_bytes and not self._plan.may_exceed_alone:
+            raise ValueError(
+                f"memory_limit={limit_bytes:,} bytes is too little: a worker holds {bare_bytes:,} bytes before a "
+                "config begins. Set twice that or more, or no limit for a share of the free memory"
+            )
 
     def largest(self) -> Worker | None:
         """Returns the worker that holds the most memory now."""
@@ -141,7 +164,8 @@ class MemoryWatch:
 
     def _limit_bytes(self, worker: Worker) -> int:
         own = None if worker.job is None else worker.job.limit_bytes
-        return self._plan.memory_limit_bytes if own is None else own
+        limit = self._plan.memory_limit_bytes if own is None else own
+        return max(limit, _MOST_BARE_BYTES) if worker.is_bare and not self._plan.may_exceed_alone else limit
 
     def _verdict(self, worker: Worker) -> WorkerVerdict:
         used, limit = _gigabytes(worker.used_bytes), _gigabytes(self._limit_bytes(worker))

@@ -191,6 +191,7 @@ class Worker:
         traceback: the last lines of the traceback that its config left.
         raised_at: the place of the exception that its task failed with.
         verdict: the meaning of its end, once decided.
+        is_bare: whether no config has begun in it.
     """
 
     number: int
@@ -217,6 +218,7 @@ class Worker:
     traceback: str = ""
     raised_at: str = ""
     verdict: WorkerVerdict | None = None
+    is_bare: bool = True
 
     def transition(self, state: WorkerState) -> None:
         """Moves to another state.
@@ -226,6 +228,7 @@ class Worker:
         """
         if state is not WorkerState.DYING and state not in _MOVES[self.state]:
             raise RuntimeError(f"worker {self.number} cannot go from {self.state.name} to {state.name}")
+        self.is_bare &= state is not WorkerState.MEASURING
         self.state = state
 
     def take(self, job: Job, deadline: float) -> None:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import jax
 
 from quarantune import jax_internals
+from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK
 from quarantune.host.waits import RunTime, run_limit
 from quarantune.jax_internals.other_processes import load_plugins, shares_what_xla_finds
@@ -338,7 +339,8 @@ class TaskRunner:
 
     def _heading(self) -> dict[str, Any]:
         """Returns the fields that all replies have."""
-        return {"trial": self._trial, "phase": self.phase}
+        held_bytes = 0 if self._connection is None else machine.resident_bytes(os.getpid())[0]
+        return {"trial": self._trial, "phase": self.phase, "held_bytes": held_bytes}
 
     def send(self, reply: Reply) -> None:
         """Sends a reply to the scheduler."""
