@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
 import pickle
+import platform
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from helpers import python
 
 import quarantune
 from quarantune.transport import executable
@@ -187,3 +190,76 @@ def test_a_program_for_a_device_of_another_rank_is_refused() -> None:
     moved = struct.pack("<Q", len(text)) + text + blob[8 + length :]
     with pytest.raises(ValueError, match="no device with its number"):
         executable.from_data(moved, onto=jax.local_devices()[0])
+
+
+FORGING = """
+import struct, sys
+import jax, jax.numpy as jnp, numpy as np
+import quarantune
+from quarantune.host.process import in_sandbox
+from quarantune.transport import executable
+
+def unloadable(program):
+    # The sections of the machine code get an impossible size. LLVM aborts a process that loads them.
+    data = bytearray(program)
+    start = data.find(b"\\x7fELF")
+    (table,) = struct.unpack_from("<Q", data, start + 0x28)
+    size, count = struct.unpack_from("<HH", data, start + 0x3A)
+    for place in range(start + table, start + table + size * count, size):
+        if struct.unpack_from("<Q", data, place + 8)[0] & 2:  # it is loaded
+            struct.pack_into("<I", data, place + 4, 8)  # and has no bytes in the file
+            struct.pack_into("<Q", data, place + 0x20, 1 << 46)
+    return bytes(data)
+
+def forge(name):
+    honest = getattr(executable, name)
+    setattr(executable, name, lambda compiled: unloadable(honest(compiled)))
+
+@jax.jit(static_argnames=["n", "all_forge"])
+def forging(x, all_forge=False, n: int = 1):
+    if in_sandbox() and (all_forge or n == 2):
+        forge("to_data")
+        forge("to_pickle")
+    for _ in range(300 if n == 1 else 0):  # the defaults are slow, so that another config wins, and both are finalists
+        x = jnp.sort(x)
+    return jnp.tanh(x) * n / n
+
+X = np.ones(8, np.float32)
+if __name__ == "__main__":
+    if sys.argv[1] == "compile":
+        one, two, three = quarantune.compile_configs(forging, [{"n": 1}, {"n": 2}, {"n": 3}], X)
+        print(one(X)[0] == three(X)[0] == np.tanh(X[0]))
+    else:
+        tuner = quarantune.AutoTuner(forging, [{"n": 1}, {"n": 2}, {"n": 3}], rep=3)
+        result = tuner.run(X, all_forge=True)
+        result.save(sys.argv[2])
+        print([trial.outcome.value for trial in result.trials], result.executable)
+        print(quarantune.TuningResult.load(sys.argv[2], trusted=True).fn(X, all_forge=True)[0] == np.tanh(X[0]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="forges machine code in an ELF file")
+@pytest.mark.parametrize("do", ["compile", "tune"])
+def test_a_program_that_aborts_whoever_loads_it_aborts_no_caller(do: str, tmp_path: Path, cache_dir: Path) -> None:
+    (tmp_path / "program.py").write_text(FORGING)
+    said = python(tmp_path / "program.py", do, tmp_path / "saved", JAX_PLATFORMS="cpu").splitlines()
+    assert said[-1] == "True"
+    assert do == "compile" or said[0].endswith("] None")
+
+
+@pytest.mark.usefixtures("two_slots")
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other", "empty"])
+def test_a_saved_winner_that_cannot_be_loaded_is_compiled_again(damage: str, tmp_path: Path) -> None:
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def doubling(x: Any, n: int = 1) -> Any:
+        return x * 2
+
+    compiled = executable.to_pickle(doubling.lower(X).compile())
+    cut = compiled[: len(compiled) // 2]
+    program = {"cut": cut, "flipped": b"\0" + compiled[1:], "other": pickle.dumps(3), "empty": b""}[damage]
+    result = quarantune.AutoTuner(doubling, [{"n": 1}], rep=1).run(X)
+    dataclasses.replace(result, executable=program).save(tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"the saved winner cannot be loaded: \w+.*compiled again"):
+        loaded = quarantune.TuningResult.load(tmp_path, trusted=True)
+    np.testing.assert_array_equal(loaded.fn(X), 2 * X)

@@ -110,7 +110,7 @@ def compile_configs(
     """Compiles many configs of a jitted function, each in a worker process.
 
     Workers answer with data that is validated, and reading it runs no code. Only XLA can read the program itself:
-    machine code that it loads in this process and runs when the callable is called.
+    machine code that it loads and runs in this process when the callable is called, and not before.
 
     Args:
         fn: the jitted function, autotuned or not.

@@ -32,26 +32,20 @@ class Winner:
         Args:
             fn: the jitted function.
             config: the config.
-            compiled: the executable, callable or as read from its file.
+            compiled: the executable, callable or as read from its file. XLA may end a process that loads a damaged
+                program, so one that was read is loaded by the first call.
             args: the positional arguments that it was compiled for, with arrays or placeholders; where the executable
                 is callable, only the places of arrays count.
             kwargs: the keyword arguments, likewise.
-
-        Raises:
-            ValueError: the executable that was read does not fit such arguments.
         """
         functools.update_wrapper(self, fn)
         self.config = config
         self._bound = bind_config(fn, config)
         self._jitted, self._keywords = jitted_with(fn, config)
         self._jit = jax_internals.jit_options(fn)
-        dynamic, self._statics = self._split(args, kwargs)
-        self._read: ExecutableParts | None = None
-        if isinstance(compiled, ExecutableParts):
-            self._read = compiled
-            self._call = None if compiled.out_tree is None else compiled.with_trees(_tree(dynamic), compiled.out_tree)
-        else:
-            self._call = compiled
+        _, self._statics = self._split(args, kwargs)
+        self._read = compiled if isinstance(compiled, ExecutableParts) else None
+        self._call = None if self._read else compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable, or the function where the executable does not fit the call."""
@@ -62,8 +56,10 @@ class Winner:
             # An executable accepts weak types for strong ones and the reverse, and returns its own.
             if self._call is None:
                 assert self._read is not None
-                # Its outputs hold classes that only the function can name: trace it, as any first call does.
-                out_tree = self._jitted.trace(*args, **kwargs, **self._keywords).out_tree
+                out_tree = self._read.out_tree
+                if out_tree is None:
+                    # Its outputs hold classes that only the function can name: trace it, as any first call does.
+                    out_tree = self._jitted.trace(*args, **kwargs, **self._keywords).out_tree
                 self._call = self._read.with_trees(_tree((dynamic_args, dynamic_kwargs)), out_tree)
             leaves = jax.tree.leaves((dynamic_args, dynamic_kwargs))
             if [jax.typeof(leaf).weak_type for leaf in leaves] != self._weak:

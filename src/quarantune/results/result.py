@@ -441,15 +441,16 @@ class TuningResult(Record):
         executable = contents.get(WINNER)
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]
-            if (here, describe.versions()) == (self.device, self.versions):
-                fn = Winner(plain, best, load(executable), args=call[0], kwargs=call[1])
-            else:
-                warnings.warn(
-                    f"the saved winner was compiled for {self.device} under {self.versions}, and this is {here} under "
-                    f"{describe.versions()}: it is compiled again, and may not be the best here",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+            now = describe.versions()
+            reason = f"was compiled for {self.device} under {self.versions}, and this is {here} under {now}"
+            if (here, now) == (self.device, self.versions):
+                try:
+                    fn, reason = Winner(plain, best, load(executable), args=call[0], kwargs=call[1]), ""
+                except Exception as error:
+                    reason = f"cannot be loaded: {error!r:.500}"
+            if reason:
+                told = f"the saved winner {reason}: it is compiled again, and may not be the best here"
+                warnings.warn(told, RuntimeWarning, stacklevel=3)
         return dataclasses.replace(
             self,
             best_config=best,

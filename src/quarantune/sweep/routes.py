@@ -132,6 +132,8 @@ class Routes:
             comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
             final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = self._race.executables()
+            if len(contenders) > 1 and not final.rounds_ms and jax_internals.is_jitted(self._problem.fn):
+                executables, for_cache = {}, {}  # no worker could load them, and XLA may end a process that tries
             reference = self._reference
             return Swept(final, for_cache, executables, reference.untuned, reference.complaint(), reference.noise)
 
