@@ -102,6 +102,8 @@ class ContextualJob(TuningJob):
             )
         with self._shown_progress() as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
+            # All sweeps run the same function on the same arguments, so one reference serves them.
+            self._outputs: list[int] = []
             stack.callback(wire.close_all, self._outputs)
             if (answer := self._take_claim(progress, stack)) is not None:
                 progress.end("tuned by another job meanwhile")
@@ -110,11 +112,6 @@ class ContextualJob(TuningJob):
             was = "" if not result.baseline_ms else f", {result.baseline_ms / result.time_ms:.3g}x the first configs"
             progress.end(f"{result.time_ms:.4g} ms with {result.config_text}{was}; {self._records.saved}")
             return result
-
-    @lazy
-    def _outputs(self) -> list[int]:
-        """The outputs that all sweeps of the job compare with. Each runs the same function on the same arguments."""
-        return []
 
     @property
     def _search(self) -> SearchLimits:

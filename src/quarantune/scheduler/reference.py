@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from quarantune.measure import finals
 from quarantune.sandbox import spool
@@ -38,13 +38,7 @@ class Reference:
     """
 
     def __init__(
-        self,
-        *,
-        compares: bool = False,
-        default: int | None = None,
-        is_first: bool = True,
-        calibrates: bool = False,
-        known: Sequence[int] = (),
+        self, *, compares: bool = False, default: int | None = None, is_first: bool = True, calibrates: bool = False
     ) -> None:
         """Sets up a reference.
 
@@ -53,14 +47,13 @@ class Reference:
             default: the index under which the function's defaults run; None where the function has none.
             is_first: whether all other configs wait for the defaults, and are not compared with each other until then.
             calibrates: whether the defaults' output is kept beside the one of `give`, for their noise alone.
-            known: what `right_fds` returned in an earlier sweep of the same call; the caller closes these.
         """
-        self.fds = [os.dup(fd) for fd in known]
+        self.fds: list[int] = []
         self.untuned: Trial | None = None
         self.compares = compares
         self.is_coming = False
         self.noise: float | None = None
-        self._is_given = bool(known)
+        self._is_given = False
         self._calibrates = calibrates
         self._defaults = {default} if default is not None else set()
         self._default_end = ""
@@ -71,7 +64,7 @@ class Reference:
         self._configs: dict[int, Config] = {}
 
     def give(self, fd: int) -> None:
-        """Takes the file that holds the output of `ref_fn`."""
+        """Takes the file that holds the output of `ref_fn`, or one of `right_fds` of an earlier sweep."""
         self.fds.append(spool.protect(fd))
         self._is_given, self.is_coming = True, False
 

@@ -116,8 +116,8 @@ class Routes:
         with self._schedulers:
             self._reference, configs = self._reference_for(configs, measured)
             self._schedulers.callback(self._reference.close)
-            has_ref_fn = callable(self._request.options.ref_fn)
-            self._reference.is_coming = has_ref_fn and bool(configs) and not self._request.outputs
+            needs_ref_fn = callable(self._request.options.ref_fn) and not self._request.outputs
+            self._reference.is_coming = needs_ref_fn and bool(configs)
             finish, self._finish = self._finish, self._reference.hold(self._finish, self._request.events.untuned)
             try:
                 self._run_routes(configs)
@@ -333,8 +333,10 @@ class Routes:
         problem, options, default = self._problem, self._request.options, self._problem.default
         compares, calibrates = options.compares_outputs and bool(configs), options.calibrates and bool(configs)
         if self._request.outputs:
-            known_default = default if default in configs else None
-            return Reference(compares=compares, default=known_default, known=self._request.outputs), configs
+            reference = Reference(compares=compares, default=default if default in configs else None)
+            for fd in self._request.outputs:
+                reference.give(fd)
+            return reference, configs
         if problem.untuned is None:
             # The output of a plain callable may well differ between configs.
             return Reference(compares=compares and jax_internals.is_jitted(problem.fn)), configs
