@@ -65,6 +65,7 @@ class Conclusions:
             self._run.workers.kill_with_verdict(
                 worker, WorkerVerdict(Outcome.CRASHED, f"it sent an invalid message: {error!r}")
             )
+        self._run.memory.check_limit()  # at once, since a quick config ends before the next look at the memory
 
     def _apply(self, worker: Worker, reply: Reply) -> None:
         worker.phase = reply.phase

@@ -75,14 +75,16 @@ class MemoryWatch:
             now: the time in seconds.
 
         Raises:
-            ValueError: the limit that the user has set is less than any worker holds.
+            ValueError: as for `check_limit`.
         """
         if now < self._next_look:
             return []
         self._next_look = now + _LOOK_S
         watched = self._alive()
         is_fast = self._look(watched, now)
-        self._check_limit(watched)
+        ready = [worker.used_bytes for worker in watched if worker.is_bare and worker.state is WorkerState.IDLE]
+        self._bare_bytes = max(self._bare_bytes, *ready, 0)
+        self.check_limit()
         over = [(worker, self._verdict(worker)) for worker in watched if worker.used_bytes > self._limit_bytes(worker)]
         if over or any(worker.verdict and worker.verdict.outcome is Outcome.OOM for worker in self._workers):
             return over  # those that are dying have yet to return their memory
@@ -94,13 +96,16 @@ class MemoryWatch:
             return [(largest, shortage(largest, f"the machine had only {_gigabytes(self._free_bytes)} left"))]
         return []
 
-    def _check_limit(self, watched: Sequence[Worker]) -> None:
-        """Raises if the limit that the user has set is less than a worker holds that has no config."""
-        ready = [worker.used_bytes for worker in watched if worker.is_bare and worker.state is WorkerState.IDLE]
-        bare_bytes, limit_bytes = max(self._bare_bytes, *ready, 0), self._plan.memory_limit_bytes
-        if bare_bytes > limit_bytes and not self._plan.may_exceed_alone:
+    def check_limit(self) -> None:
+        """Checks that the limit is not less than a worker holds before a config begins in it.
+
+        Raises:
+            ValueError: it is, and the user has set it.
+        """
+        limit_bytes = self._plan.memory_limit_bytes
+        if self._bare_bytes > limit_bytes and not self._plan.may_exceed_alone:
             raise ValueError(
-                f"memory_limit={limit_bytes:,} bytes is too little: a worker holds {bare_bytes:,} bytes before a "
+                f"memory_limit={limit_bytes:,} bytes is too little: a worker holds {self._bare_bytes:,} bytes before a "
                 "config begins. Set twice that or more, or no limit for a share of the free memory"
             )
 
