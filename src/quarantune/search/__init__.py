@@ -191,6 +191,11 @@ class UsersSearch(Strategy):
                 if position in self.trials:
                     self._search.tell(config, self.trials[position])
 
+    @property
+    def expects_gain(self) -> bool:
+        """Whether the other search expects a gain, if it has a model; True if it has none."""
+        return bool(getattr(self._search, "expects_gain", True))
+
     def tell(self, config: Config, trial: Trial) -> None:
         """Takes note of a trial, and passes it on."""
         super().tell(config, trial)

@@ -43,6 +43,10 @@ _DOUBTFUL = 0.2
 _LAST = 1e6
 _CAUTION = (1.0, 2.0)
 """Every second config is chosen as if the process were so much less certain."""
+_DOUBT = 2.0
+"""The factor by which the deviations are multiplied for the expected gain, because the process may be too certain."""
+_STEEPNESS_AT = (2, 4, 8, 16)
+"""Ranks of the times that show, with the best time, how much faster a lower value is; the steepest counts."""
 _BY_DENSITIES = 3
 """Of so many configs, one is chosen by the densities."""
 _BEST_SHARE = 0.1
@@ -55,7 +59,12 @@ class Models:
     """Learns from all trials so far, and chooses among candidates.
 
     A forecast is what is expected of some candidates. It learns from their trials, too, until it is made anew.
+
+    Attributes:
+        gain: the gain over the best time that the forecast expected when it was made, as a share of that time.
     """
+
+    gain: float
 
     def __init__(self, fields: Fields, features: Features, rng: np.random.Generator) -> None:
         """Looks at the values of all configs."""
@@ -87,13 +96,15 @@ class Models:
             self._scale = self._learn(points[works], logs[works], known=len(known))
             there = self._features.points(np.concatenate([candidates, pending]))
             self._prediction = self._process.predict(there)
+            ordered = slice(self._features.ordered)
+            succeeds = np.ones(len(there))
+            if not works.all():
+                succeeds = _success(points[:, ordered], works, there[:, ordered])
+            rank = 2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0)
+            self._rank = rank[: len(candidates)]
+            self.gain = self._gain(np.where(succeeds < _DOUBTFUL, 0, succeeds))
             for index in range(len(candidates), len(there)):
                 self._prediction.observe(index)
-            ordered = slice(self._features.ordered)
-            self._rank = np.zeros(len(candidates))
-            if not works.all():
-                succeeds = _success(points[:, ordered], works, there[: len(candidates), ordered])
-                self._rank = 2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0)
             self._densities = log_densities(self._levels, known, _best(logs), candidates)
 
     def _learn(self, points: Floats, logs: Floats, *, known: int) -> tuple[Floats, Floats]:
@@ -144,13 +155,29 @@ class Models:
 
     def _most_improving(self, caution: float) -> int:
         """Returns the index of the candidate with the greatest expected improvement."""
-        there = self._prediction
-        mean, variance = (each[: len(self._rank)] for each in (there.mean, there.variance))
-        deviation = caution * math.sqrt(self._process.variance) * np.sqrt(variance)
-        gain = (self._scale[1][:_IMPROVABLE][-1] - mean) / deviation
-        improvement = deviation * (gain * special.ndtr(gain) + np.exp(-0.5 * gain**2) / np.sqrt(2 * np.pi))
+        improvement = self._improvements(self._scale[1][:_IMPROVABLE][-1], caution)
         # Where there is no improvement to be expected anywhere, the process's times decide.
-        return int(np.argmax(self._rank + np.log(np.maximum(improvement, 1e-30)) - 1e-3 * mean))
+        promise = np.log(np.maximum(improvement, 1e-30)) - 1e-3 * self._prediction.mean
+        return int(np.argmax(self._rank + promise[: len(self._rank)]))
+
+    def _improvements(self, over: float, caution: float) -> Floats:
+        """Returns the expected improvement over a value at each point, as if the process were so much less certain."""
+        deviation = caution * np.sqrt(self._process.variance * self._prediction.variance)
+        gain = (over - self._prediction.mean) / deviation
+        return np.asarray(deviation * (gain * special.ndtr(gain) + np.exp(-0.5 * gain**2) / np.sqrt(2 * np.pi)))
+
+    def _gain(self, succeeds: Floats) -> float:
+        """Returns the sum of the expected gains over the best time, which is at least the expected gain of all points.
+
+        The times near the best show which gain an improvement of the process's values is.
+
+        Args:
+            succeeds: the probability that the config at each point works.
+        """
+        logs, values = self._scale
+        ranks = [rank for rank in _STEEPNESS_AT if rank < len(logs)] or [1]
+        steepness = np.max((logs[ranks] - logs[0]) / (values[ranks] - values[0] + 1e-9))
+        return float(steepness * (succeeds @ self._improvements(values[0], _DOUBT)))
 
     def _densest(self) -> int:
         """Returns the index of the drawn candidate whose values the best configs have most more often than others."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from quarantune.search import Strategy, log_time
 from quarantune.search.fields import Features, Fields, Floats
 from quarantune.values.configs import Config
+from quarantune.values.settings import LEAST_GAIN
 from quarantune.values.space import Space
 from quarantune.values.trial import Trial
 
@@ -32,6 +33,10 @@ _SERVES = 8
 """New candidates are looked at after so many trials, or after one that was better than all before it."""
 _PARENTS = 9
 """The number of the best configs whose neighbours and crossovers are candidates."""
+_JUDGES_FROM = 20
+"""The model's expectation of a gain counts once this many configs have worked."""
+_AGREEING = 2
+"""Number of forecasts in a row without a gain that end the hope of one."""
 _MUTATIONS = 0.5
 """The mean number of values that are changed at random in a crossover."""
 
@@ -68,11 +73,17 @@ class Surrogate(Strategy):
         self._models: Models | None = None
         self._positions: list[int] = []  # of the configs in the forecast; none where it must be made
         self._renewal = 0
+        self._hopeless = 0
         self._best = math.inf
         self._logs: dict[int, float] = {}
         # The models import SciPy, which takes a second and is not needed before the starts have been tried.
         with contextlib.suppress(RuntimeError):  # no further thread can start: they are imported when they are needed
             threading.Thread(target=importlib.import_module, args=("quarantune.search.models",), daemon=True).start()
+
+    @property
+    def expects_gain(self) -> bool:
+        """Whether the models expect that a further config is faster than the best by the least gain that counts."""
+        return self._hopeless < _AGREEING
 
     def learn(self, position: int, trial: Trial) -> None:
         """Takes the logarithm of the config's time, or NaN for a failure; a lost config has neither."""
@@ -132,6 +143,8 @@ class Surrogate(Strategy):
         if candidates:
             codes = self._fields.codes
             models.forecast(codes(told), logs, codes(candidates), codes(pending))
+            is_hopeless = models.gain < LEAST_GAIN and np.isfinite(logs).sum() >= _JUDGES_FROM
+            self._hopeless = self._hopeless + 1 if is_hopeless else 0
         return models
 
     def _candidates(self, parents: Sequence[int]) -> list[int]:

@@ -17,6 +17,7 @@ from quarantune.values.settings import (
     AUTO_MAX_TRIALS,
     AUTO_PATIENCE,
     EXHAUSTIVE,
+    LEAST_GAIN,
     SURROGATE,
     Options,
     Search,
@@ -96,6 +97,7 @@ class SweepLimits:
 
 
 EXHAUSTED, MAX_TRIALS, TIME_BUDGET, PATIENCE = "exhausted", "max_trials", "time_budget", "patience"
+NO_GAIN = "no_gain"
 """Why a search has ended."""
 
 
@@ -109,6 +111,7 @@ class SearchLimits:
         time_budget_s: seconds from the start of the sweep; None for no limit.
         patience: how many trials without a gain end the search; None for no limit.
         seed: the same seed and the same trials give the same search.
+        ends_without_hope: whether the search ends when its model expects no gain.
     """
 
     search: str | Search
@@ -116,6 +119,7 @@ class SearchLimits:
     time_budget_s: float | None
     patience: int | None
     seed: int
+    ends_without_hope: bool = False
 
     @classmethod
     def of(cls, options: Options, settings: Settings) -> SearchLimits:
@@ -142,6 +146,7 @@ class SearchLimits:
             search=SURROGATE,
             max_trials=self.max_trials or AUTO_MAX_TRIALS,
             patience=self.patience or AUTO_PATIENCE,
+            ends_without_hope=self.patience is None,
         )
 
     @property
@@ -159,6 +164,7 @@ class SearchLimits:
             MAX_TRIALS: f"{self.max_trials} trials",
             TIME_BUDGET: f"{self.time_budget_s} s",
             PATIENCE: f"{self.patience} trials without a gain",
+            NO_GAIN: f"its model expected no gain of {LEAST_GAIN:.1%}",
         }
         return f"the search ended after {ends[stopped]}" if stopped in ends else ""
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from quarantune import search
 from quarantune.scheduler.plan import ConfigSource
 from quarantune.search import Space
-from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, PATIENCE, TIME_BUDGET, SearchLimits
+from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, NO_GAIN, PATIENCE, TIME_BUDGET, SearchLimits
 from quarantune.values.configs import Config
 from quarantune.values.settings import LEAST_GAIN
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import Outcome, Phase, Trial
 
 _FINAL_S, _FINAL_SHARE = 3.0, 0.2
 """Seconds of the time budget that are kept for the final, and the largest share: it takes up to 2.4 s."""
@@ -21,9 +21,9 @@ _FINAL_S, _FINAL_SHARE = 3.0, 0.2
 class Searching(ConfigSource):
     """The search of one sweep, as the source of its configs.
 
-    When the time is over, but for that of the final, configs that are being measured finish, and the others are not
-    run. Where no config is usable by then, those in progress go on until one is, but for no longer than one trial may
-    take. The first config begins however short the time is.
+    When the time is over, but for that of the final, or the search's model expects no gain, configs that are being
+    measured finish, and the others are not run. Where no config is usable when the time is over, those in progress go
+    on until one is, but for no longer than one trial may take. The first config begins however short the time is.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Searching(ConfigSource):
     @property
     def stopped(self) -> str:
         """Why the search has ended; empty while it goes on."""
-        if self._stopped in (MAX_TRIALS, PATIENCE) and self.saw_all:
+        if self._stopped in (MAX_TRIALS, PATIENCE, NO_GAIN) and self.saw_all:
             return EXHAUSTED
         return self._stopped
 
@@ -111,6 +111,8 @@ class Searching(ConfigSource):
             self._stopped = MAX_TRIALS
         elif limits.patience is not None and self._without_gain >= limits.patience:
             self._stopped = PATIENCE
+        elif limits.ends_without_hope and not getattr(self._search, "expects_gain", True):
+            self._stopped = NO_GAIN
         elif self._has_begun and self._clock() >= self._ends_at:
             self._stopped = TIME_BUDGET
         return bool(self._stopped)
@@ -121,8 +123,11 @@ class Searching(ConfigSource):
             return {}
         if self._limits.max_trials is not None:
             count = min(count, self._limits.max_trials - self._tried - len(self._pending))
+        asked = self._search.ask(count)
+        if self.is_closed:  # what the search has learned ended it
+            return {}
         taken: dict[int, Config] = {}
-        for config in self._search.ask(count):
+        for config in asked:
             index = self._space.find(config)
             assert index is not None  # a search asks only configs of its space
             taken[index] = config if self._run_as is None else self._run_as[index]
@@ -148,7 +153,8 @@ class Searching(ConfigSource):
                 self._stopped = TIME_BUDGET  # which has cut off the last of these trials
             return
         self._tried += 1
-        self._without_gain += self._best is not None
+        is_cheap = trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE
+        self._without_gain += self._best is not None and not is_cheap
         if trial.outcome is Outcome.OK and (figure := trial.merit) is not None:
             self._is_usable = True
             if self._best is None or figure < self._best - LEAST_GAIN * abs(self._best):
@@ -156,6 +162,8 @@ class Searching(ConfigSource):
 
     def reason_to_stop(self) -> str:
         """Returns why configs that are not being measured should not go on; empty while they should."""
+        if self._stopped == NO_GAIN and self._is_usable:
+            return f"the search expected no gain of {LEAST_GAIN:.1%}"
         now = self._clock()
         if now < self._ends_at or not (self._is_usable or now >= self._ends_at + self._trial_s):
             return ""
