@@ -67,6 +67,30 @@ def test_a_time_budget_ends_a_search_of_ten_thousand_configs_in_time() -> None:
     assert result.seen == sum(trial.outcome is not Outcome.NOT_RUN for trial in result.trials)
 
 
+@functools.partial(jax.jit, static_argnames=["a", "b"])
+def half_of_its_space_fails(x: Any, a: int = 0, b: int = 0) -> Any:
+    if a + b > 20:
+        raise ValueError("this tile is too large")
+    turns = 3000 * (1 + (a - 7) ** 2 + (b - 5) ** 2)
+    return jax.lax.fori_loop(0, turns, lambda turn, y: 1.0001 * y + 0.5, x)
+
+
+@pytest.mark.usefixtures("quiet_place")
+@pytest.mark.parametrize("isolation", ["process", "compile"])
+def test_auto_ends_without_the_half_of_a_space_that_fails(isolation: str) -> None:
+    space = {"a": list(range(21)), "b": list(range(21))}
+    kernel = quarantune.AutoTuner(half_of_its_space_fails, space, ref_fn=None, rep=3)
+    with quarantune.settings(isolation=isolation):
+        result = kernel.run(jnp.ones(64))
+    assert result.stopped == "no_gain"
+    assert result.space_size == 441
+    assert result.seen is not None
+    assert result.seen <= 220, "a half of the space at most"
+    assert sum(result.counts[outcome] for outcome in ("ok", "slow")) <= 150
+    assert abs(result.best_config["a"] - 7) + abs(result.best_config["b"] - 5) <= 1
+    assert kernel.run(jnp.ones(64)).from_cache, "no larger budget is asked for"
+
+
 def test_a_larger_budget_goes_on_where_the_journal_ends(cache_dir: Path, sweeps: list[str]) -> None:
     first = tuner(max_trials=4).run(1.0)
     assert (first.stopped, first.seen, first.space_size, len(first.trials)) == ("max_trials", 4, 12, 4)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import pickle
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from quarantune import settings
 from quarantune.resolve.call_key import space_of
 from quarantune.resolve.call_results import more_thorough
 from quarantune.resolve.similar import difference
+from quarantune.results.replay import read
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
 from quarantune.sweep.limits import SearchLimits
@@ -28,6 +32,7 @@ from quarantune.values.space import expand
 from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+RECORDINGS = Path(__file__).parents[1] / "examples" / "spaces"
 ROUTES = pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])
 
 
@@ -224,6 +229,142 @@ def test_failures_use_up_patience_only_once_something_works() -> None:
     assert not search.is_closed
 
 
+def test_failures_while_configs_compile_use_up_no_patience() -> None:
+    search = searching(limits(patience=2))
+    ((index, config),) = search.take(1).items()
+    search.ended(index, trial(config, 1.0))
+    ends = [(Outcome.ERROR, Phase.COMPILE)] * 5 + [(Outcome.TIMEOUT, Phase.COMPILE), (Outcome.ERROR, Phase.CHECK)]
+    for outcome, phase in ends:  # only the last two cost time
+        assert not search.is_closed
+        ((index, config),) = search.take(1).items()
+        search.ended(index, dataclasses.replace(trial(config, None, outcome), phase=phase))
+    assert search.is_closed
+    assert search.stopped == "patience"
+
+
+class Hopeful:
+    """A search that expects a gain until it was told, or asked, of so many configs."""
+
+    def __init__(self, told: int = 100, asked: int = 100) -> None:
+        self.left_to_tell, self.left_to_ask = told, asked
+        self.configs = iter(SPACE)
+
+    @property
+    def expects_gain(self) -> bool:
+        return self.left_to_tell > 0 and self.left_to_ask > 0
+
+    def ask(self, n: int) -> list[Config]:
+        self.left_to_ask -= n
+        return list(itertools.islice(self.configs, n))
+
+    def tell(self, config: Config, trial: Trial) -> None:
+        self.left_to_tell -= 1
+
+
+def test_configs_that_wait_are_not_run_once_a_model_expects_no_gain() -> None:
+    search = searching(limits(search=Hopeful(told=2), ends_without_hope=True))
+    taken = search.take(4)
+    for index in (0, 1):
+        assert (search.is_closed, search.reason_to_stop()) == (False, "")
+        search.ended(index, trial(taken[index], 1.0))
+    assert (search.is_closed, search.take(2), search.stopped) == (True, {}, "no_gain")
+    assert search.reason_to_stop() == "the search expected no gain of 0.5%"
+    for index in (2, 3):
+        search.ended(index, trial(taken[index], None, Outcome.NOT_RUN))
+    assert (search.stopped, search.saw_all) == ("no_gain", False)
+    assert limits().why_ended("no_gain") == "the search ended after its model expected no gain of 0.5%"
+
+
+def test_what_a_model_learns_while_it_is_asked_ends_the_search() -> None:
+    search = searching(limits(search=Hopeful(asked=4), ends_without_hope=True))
+    for index, config in search.take(3).items():
+        search.ended(index, trial(config, 1.0))
+    assert (search.take(3), search.stopped) == ({}, "no_gain")
+
+
+def test_a_search_without_the_option_goes_on_when_its_model_expects_no_gain() -> None:
+    search = searching(limits(search=Hopeful(told=1)))
+    for index, config in search.take(8).items():
+        search.ended(index, trial(config, 1.0))
+    assert (len(search.take(8)), search.is_closed) == (2, False)
+
+
+def auto(trials: list[Trial], configs: Any = None, **options: Any) -> tuple[Searching, list[Trial]]:
+    """Runs `auto` on recorded trials, eight at a time, and returns it with the trials that it asked for."""
+    recorded = {text_of(trial.config): trial for trial in trials}
+    space = Space([trial.config for trial in trials] if configs is None else configs)
+    search = Searching(SearchLimits.of(Options(**options), environment.current()).resolved(space), space)
+    asked: list[Trial] = []
+    while taken := search.take(8):
+        for index, config in taken.items():
+            asked.append(recorded[text_of(config)])
+            search.ended(index, asked[-1])
+    return search, asked
+
+
+def best_ms(trials: list[Trial]) -> float:
+    return min(trial.time_ms or math.inf for trial in trials)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("name", "most"), [("hopper_matmul", 200), ("decode_attention", 250)])
+def test_auto_ends_when_its_model_expects_no_gain_and_has_the_best(name: str, most: int, seed: int) -> None:
+    trials = read(RECORDINGS / f"{name}.json.gz")
+    search, asked = auto(trials, seed=seed)
+    assert search.stopped == "no_gain"
+    assert len(asked) < most
+    assert best_ms(asked) <= 1.005 * best_ms(trials)
+
+
+def half_invalid(size: int = 24, *, duplicates: int = 1) -> list[Trial]:
+    """Returns trials of a square, of which the half beyond a diagonal fails while it is traced."""
+    trials = []
+    for a, b, c in itertools.product(range(size), range(size), range(duplicates)):
+        config = {"a": a, "b": b, "c": c}
+        if a + b >= size:
+            trials.append(Trial(config=config, outcome=Outcome.ERROR, phase=Phase.COMPILE))
+        else:
+            trials.append(trial(config, 1.0 + 0.02 * ((a - 9) ** 2 + (b - 7) ** 2)))
+    return trials
+
+
+def test_half_of_a_space_that_fails_costs_the_search_little() -> None:
+    trials = half_invalid()
+    search, asked = auto(trials)
+    assert search.stopped == "no_gain"
+    assert sum(trial.outcome is Outcome.OK for trial in asked) < 0.4 * sum(t.outcome is Outcome.OK for t in trials)
+    assert best_ms(asked) == best_ms(trials)
+
+
+def test_configs_of_equal_times_do_not_end_a_search_before_the_best() -> None:
+    trials = half_invalid(duplicates=20)  # more than the models look at to tell how much faster a config may be
+    search, asked = auto(trials)
+    assert search.stopped == "no_gain"
+    assert best_ms(asked) == best_ms(trials)
+
+
+def test_a_generator_that_takes_long_is_searched_until_no_gain_is_expected() -> None:
+    trials = half_invalid()
+
+    def slowly() -> Iterator[Config]:
+        for at, each in enumerate(trials):
+            if at == 310:  # read once the first config was tried
+                began_s = time.thread_time()
+                while time.thread_time() < began_s + 0.3:
+                    pass
+            yield each.config
+
+    search, asked = auto(trials, slowly())
+    assert search.stopped == "no_gain"
+    assert best_ms(asked) == best_ms(trials)
+
+
+def test_a_patience_of_the_authors_takes_the_place_of_the_models() -> None:
+    search, asked = auto(half_invalid(), patience=150)
+    assert search.stopped == "patience"
+    assert len(asked) > 150
+
+
 def test_known_trials_count_and_are_not_tried_again() -> None:
     known = {index: trial(SPACE[index], 1.0) for index in range(4)}
     search = searching(limits(max_trials=6), known=known)
@@ -314,10 +455,10 @@ def test_a_search_that_ends_early_has_not_seen_all() -> None:
     ("size", "dropped", "given", "wanted"),
     [
         (300, 0, {}, ("exhaustive", None, None)),
-        (301, 0, {}, ("surrogate", 400, 200)),
+        (301, 0, {}, ("surrogate", 400, None)),
         (700, 400, {}, ("exhaustive", None, None)),
-        (301, 0, {"max_trials": 50}, ("surrogate", 50, 200)),
-        (200, 0, {"max_trials": 50}, ("surrogate", 50, 200)),
+        (301, 0, {"max_trials": 50}, ("surrogate", 50, None)),
+        (200, 0, {"max_trials": 50}, ("surrogate", 50, None)),
         (200, 0, {"max_trials": 200}, ("exhaustive", 200, None)),
         (5000, 0, {"search": "random"}, ("random", None, None)),
         (5000, 0, {"patience": 9}, ("surrogate", 400, 9)),
@@ -330,6 +471,7 @@ def test_auto_tries_all_of_a_small_space_and_searches_a_large_one(
         Space([{"n": n} for n in range(size)]).where(lambda config: config["n"] >= dropped)
     )
     assert (chosen.search, chosen.max_trials, chosen.patience) == wanted
+    assert chosen.ends_without_hope is (wanted[0] == "surrogate" and "patience" not in given)
 
 
 def test_the_operators_search_and_budgets_beat_the_authors(monkeypatch: pytest.MonkeyPatch) -> None:

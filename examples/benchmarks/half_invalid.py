@@ -1,7 +1,8 @@
 """Compares `auto` with trying all configs, on JAX's own kernels in spaces of which about half does not compile.
 
 Each sweep has a fresh process, in which everything is imported and the arguments are on the device before the clock
-starts. Then another process times all winners in turn by device time. It needs an NVIDIA GPU of compute capability 9.0.
+starts. Then another process sweeps over the winners alone, several times. It needs an NVIDIA GPU of compute capability
+9.0.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import argparse
 import functools
 import gzip
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable
@@ -20,14 +20,13 @@ from typing import Any
 import jax
 import jobs
 import numpy as np
-import oracle
 import record_spaces
 
 import quarantune
 
 _SIZE = 4096
 _GROUPS = 8
-_ROUNDS = 9
+_ROUNDS = 3
 
 
 def _ragged_dot() -> Callable[..., Any]:
@@ -168,13 +167,22 @@ def sweep(*, name: str, options: dict[str, Any], keep: str = "") -> dict[str, An
 
 
 def exhaust(*, name: str, configs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Times configs in turn, by device time; returns `configs` and `times_ms`, one list of rounds for each."""
+    """Times configs as a sweep does, with a cold cache, in several sweeps of these configs alone.
+
+    Args:
+        name: the kernel.
+        configs: the configs.
+
+    Returns:
+        `configs` and `times_ms`, one list for each config, with its time in each sweep.
+    """
     fn, args = PROBLEMS[name][0](), _arguments(name)
-    compiled = [fn.lower(*args, **config).compile() for config in configs]
     times: list[list[float]] = [[] for _ in configs]
-    for _ in range(_ROUNDS):
-        for at in random.sample(range(len(configs)), len(configs)):
-            times[at].append(oracle.device_ms(compiled[at], tuple(args)))
+    for turn in range(_ROUNDS):
+        result = quarantune.AutoTuner(fn, configs, name=f"again_{turn}", ref_fn=None, search="exhaustive").run(*args)
+        last = {str(trial.config): trial.time_ms for trial in (*result.trials, *result.finalists)}
+        for config, of_one in zip(configs, times, strict=True):
+            of_one.append(last[str(config)])
     return {"configs": configs, "times_ms": times}
 
 

@@ -114,8 +114,8 @@ class TuningResult(Record):
         counts: how many configs ended in each outcome; of a result from the cache, as it was saved.
         created: when it was tuned, in UTC, as `2026-11-22T09:30:00+00:00`; empty where that is not known.
         commit: the commit of the repository with the function's file; empty where there is none.
-        stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; empty where that is not
-            known.
+        stopped: why the search ended: `exhausted`, `no_gain`, `max_trials`, `time_budget` or `patience`; empty where
+            that is not known.
         seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
         space_size: how many configs there are; None where that is not known.
         versions: the versions of JAX and others under which it was tuned.

@@ -46,7 +46,7 @@ _CAUTION = (1.0, 2.0)
 _DOUBT = 2.0
 """The factor by which the deviations are multiplied for the expected gain, because the process may be too certain."""
 _STEEPNESS_AT = (2, 4, 8, 16)
-"""Ranks of the times that show, with the best time, how much faster a lower value is; the steepest counts."""
+"""Ranks of the different times that show, with the best time, how much faster a lower value is; the steepest counts."""
 _BY_DENSITIES = 3
 """Of so many configs, one is chosen by the densities."""
 _BEST_SHARE = 0.1
@@ -174,8 +174,9 @@ class Models:
         Args:
             succeeds: the probability that the config at each point works.
         """
-        logs, values = self._scale
-        ranks = [rank for rank in _STEEPNESS_AT if rank < len(logs)] or [1]
+        logs, first = np.unique(self._scale[0], return_index=True)  # programs that are the same share one time
+        values = self._scale[1][first]
+        ranks = [rank for rank in _STEEPNESS_AT if rank < len(logs)] or [-1]
         steepness = np.max((logs[ranks] - logs[0]) / (values[ranks] - values[0] + 1e-9))
         return float(steepness * (succeeds @ self._improvements(values[0], _DOUBT)))
 

@@ -35,7 +35,7 @@ _PARENTS = 9
 """The number of the best configs whose neighbours and crossovers are candidates."""
 _JUDGES_FROM = 20
 """The model's expectation of a gain counts once this many configs have worked."""
-_AGREEING = 2
+_AGREEING = 3
 """Number of forecasts in a row without a gain that end the hope of one."""
 _MUTATIONS = 0.5
 """The mean number of values that are changed at random in a crossover."""

@@ -15,7 +15,6 @@ from quarantune.values.settings import (
     AUTO,
     AUTO_EXHAUSTIVE_MOST,
     AUTO_MAX_TRIALS,
-    AUTO_PATIENCE,
     EXHAUSTIVE,
     LEAST_GAIN,
     SURROGATE,
@@ -145,7 +144,6 @@ class SearchLimits:
             self,
             search=SURROGATE,
             max_trials=self.max_trials or AUTO_MAX_TRIALS,
-            patience=self.patience or AUTO_PATIENCE,
             ends_without_hope=self.patience is None,
         )
 

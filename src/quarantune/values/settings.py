@@ -61,9 +61,6 @@ AUTO_EXHAUSTIVE_MOST = 300
 """With `auto`, up to so many configs are all tried."""
 AUTO_MAX_TRIALS = 400
 """The number of trials of `auto` in a larger space."""
-AUTO_PATIENCE = 200
-"""`auto` stops after so many trials without a gain. In replays of recorded GPU spaces, 64 ended as low as 0.60 of the
-optimum; 200 ended at worst at 0.93, with a median of 0.997."""
 LEAST_GAIN = 0.005
 """A new best counts as a gain if it is faster by this share."""
 _TABLE = re.compile(r"(?P<package>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<directory>[\w-][\w.-]*(/[\w-][\w.-]*)*)")
@@ -112,12 +109,13 @@ class Options:
         check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
         time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
             floating arguments, so that the winner suits training.
-        search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` with 400 trials and a
-            patience of 200), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an object with the methods of
-            `Search`, which serves one problem.
+        search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` until its model
+            expects no gain, for at most 400 trials), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an
+            object with the methods of `Search`, which serves one problem.
         max_trials: at most this many configs are tried, those of an interrupted sweep included.
         time_budget: seconds after which no further config is tried.
-        patience: the search ends after this many trials without a gain of 0.5%.
+        patience: the search ends after this many trials without a gain of 0.5%; errors while a config is traced or
+            compiled do not count.
         seed: the same seed and the same trials give the same search.
         devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
             effect on a CPU, where a worker has as many devices as this process, or as the arguments need.

@@ -342,8 +342,8 @@ class Searched(Record):
     """How thoroughly a space was searched.
 
     Attributes:
-        stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; `estimated` where there
-            was none; empty where that is not known, as for results of earlier versions.
+        stopped: why the search ended: `exhausted`, `no_gain`, `max_trials`, `time_budget` or `patience`; `estimated`
+            where there was none; empty where that is not known, as for results of earlier versions.
         seen: how many configs were tried, or dropped by `prune_fn`.
         space_size: how many configs there are.
         budget: the budget that ended it, as a number of trials or of seconds; None for another end.

@@ -20,7 +20,7 @@ function drawWinner() {
   drawBars(bars, p, wins);
   drawShares(bars, p);
   body.append(outcomeStrip(p));
-  const searchEnd = { exhausted: "every config tried", max_trials: "ended by max_trials", time_budget: "ended by its time budget", patience: "ended by patience" }[p.stopped];
+  const searchEnd = { exhausted: "every config tried", max_trials: "ended by max_trials", time_budget: "ended by its time budget", patience: "ended by patience", no_gain: "ended as no gain was expected" }[p.stopped];
   $("winner-note").textContent = [searchEnd, p.note].filter(Boolean).join(" · ");
   $("winner-copy").replaceChildren(...(p.best ? [copyButton("Copy config as Python", () => asPython(p, p.best))] : []));
 }
