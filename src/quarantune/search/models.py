@@ -43,8 +43,6 @@ _DOUBTFUL = 0.2
 _LAST = 1e6
 _CAUTION = (1.0, 2.0)
 """Every second config is chosen as if the process were so much less certain."""
-_DOUBT = 2.0
-"""The factor by which the deviations are multiplied for the expected gain, because the process may be too certain."""
 _STEEPNESS_AT = (2, 4, 8, 16)
 """Ranks of the different times that show, with the best time, how much faster a lower value is; the steepest counts."""
 _BY_DENSITIES = 3
@@ -63,8 +61,6 @@ class Models:
     Attributes:
         gain: the gain over the best time that the forecast expected when it was made, as a share of that time.
     """
-
-    gain: float
 
     def __init__(self, fields: Fields, features: Features, rng: np.random.Generator) -> None:
         """Looks at the values of all configs."""
@@ -100,8 +96,7 @@ class Models:
             succeeds = np.ones(len(there))
             if not works.all():
                 succeeds = _success(points[:, ordered], works, there[:, ordered])
-            rank = 2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0)
-            self._rank = rank[: len(candidates)]
+            self._rank = (2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0))[: len(candidates)]
             self.gain = self._gain(np.where(succeeds < _DOUBTFUL, 0, succeeds))
             for index in range(len(candidates), len(there)):
                 self._prediction.observe(index)
@@ -169,16 +164,17 @@ class Models:
     def _gain(self, succeeds: Floats) -> float:
         """Returns the sum of the expected gains over the best time, which is at least the expected gain of all points.
 
-        The times near the best show which gain an improvement of the process's values is.
+        The times near the best show which gain an improvement of the process's values is. The deviations count double,
+        because the process may be too certain.
 
         Args:
             succeeds: the probability that the config at each point works.
         """
         logs, first = np.unique(self._scale[0], return_index=True)  # programs that are the same share one time
         values = self._scale[1][first]
-        ranks = [rank for rank in _STEEPNESS_AT if rank < len(logs)] or [-1]
+        ranks = np.minimum(_STEEPNESS_AT, len(logs) - 1)
         steepness = np.max((logs[ranks] - logs[0]) / (values[ranks] - values[0] + 1e-9))
-        return float(steepness * (succeeds @ self._improvements(values[0], _DOUBT)))
+        return float(steepness * (succeeds @ self._improvements(values[0], max(_CAUTION))))
 
     def _densest(self) -> int:
         """Returns the index of the drawn candidate whose values the best configs have most more often than others."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quarantune.search.models import Models
 
 _STARTS = 16
-"""So many configs are spread over the space before the models choose."""
+"""So many configs are spread over the space before the models choose, and have worked before they end the search."""
 _SPREAD_OVER = 12
 """The next start is the best of so many random configs."""
 _CANDIDATES = 1000
@@ -33,8 +33,6 @@ _SERVES = 8
 """New candidates are looked at after so many trials, or after one that was better than all before it."""
 _PARENTS = 9
 """The number of the best configs whose neighbours and crossovers are candidates."""
-_JUDGES_FROM = 20
-"""The model's expectation of a gain counts once this many configs have worked."""
 _AGREEING = 3
 """Number of forecasts in a row without a gain that end the hope of one."""
 _MUTATIONS = 0.5
@@ -143,7 +141,7 @@ class Surrogate(Strategy):
         if candidates:
             codes = self._fields.codes
             models.forecast(codes(told), logs, codes(candidates), codes(pending))
-            is_hopeless = models.gain < LEAST_GAIN and np.isfinite(logs).sum() >= _JUDGES_FROM
+            is_hopeless = models.gain < LEAST_GAIN and np.isfinite(logs).sum() >= _STARTS
             self._hopeless = self._hopeless + 1 if is_hopeless else 0
         return models
 

@@ -123,14 +123,13 @@ class Searching(ConfigSource):
             return {}
         if self._limits.max_trials is not None:
             count = min(count, self._limits.max_trials - self._tried - len(self._pending))
-        asked = self._search.ask(count)
-        if self.is_closed:  # what the search has learned ended it
-            return {}
         taken: dict[int, Config] = {}
-        for config in asked:
+        for config in self._search.ask(count):
             index = self._space.find(config)
             assert index is not None  # a search asks only configs of its space
             taken[index] = config if self._run_as is None else self._run_as[index]
+        if self.is_closed:  # what the search has learned ended it
+            return {}
         self._pending |= taken.keys()
         self._has_begun = True
         if not taken and not self._pending:
