@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import numpy as np
 
-from quarantune import jax_internals
 from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, report_once, short_hash
 from quarantune.devices import discovery
 from quarantune.host.process import as_formerly, cache_name, is_former, lazy
@@ -27,6 +26,7 @@ from quarantune.transport.problem import (
     check_jit_options,
     describe_call,
     describe_function,
+    describe_jax_state,
     fitted,
     is_array,
     key_part,
@@ -42,7 +42,6 @@ from quarantune.values.configs import (
     configs_made_by,
     format_config,
 )
-from quarantune.values.describe import describe_context_mesh, describe_static
 from quarantune.values.settings import Options
 from quarantune.values.space import Space
 from quarantune.values.texts import array_text, printable
@@ -524,9 +523,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     if axes is not None:
         values = {**values, "communicates over": axes.sizes}
     assignment = assignment_in_force.get()
-    state = jax_internals.describe_options(describe_static, own=None if assignment is None else assignment.text)
-    if (mesh := describe_context_mesh(call.args, call.kwargs)) is not None:
-        state["mesh"] = mesh
+    state = describe_jax_state(call.args, call.kwargs, own=None if assignment is None else assignment.text)
     return KeyedCall(
         call=call,
         key=CallKey(kind, _text(values, call, state)),

@@ -442,7 +442,7 @@ class TuningResult(Record):
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]
             if (here, describe.versions()) == (self.device, self.versions):
-                fn = Winner(plain, best, load(executable), args=call[0], kwargs=call[1])
+                fn = Winner(plain, best, load(executable), call, self.key)
             else:
                 warnings.warn(
                     f"the saved winner was compiled for {self.device} under {self.versions}, and this is {here} under "
