@@ -372,7 +372,8 @@ class TuningResult(Record):
 
         Raises:
             TypeError: the function cannot travel; the message says why.
-            SavedResultError: the result was loaded without its function.
+            SavedResultError: the result was loaded without its function, or the directory has a `result.json` of
+                another program.
             OSError: the directory cannot be written to.
         """
         from quarantune.transport import pickling
