@@ -38,7 +38,15 @@ from quarantune.transport.problem import (
     split_config,
 )
 from quarantune.values.configs import Config, MadeConfigs, as_given
-from quarantune.values.settings import OptionKeywords, Options, checked_options, on_forgetting, settings
+from quarantune.values.settings import (
+    OptionKeywords,
+    Options,
+    Which,
+    checked_options,
+    forget_choices,
+    on_forgetting,
+    settings,
+)
 from quarantune.values.space import Space
 
 if TYPE_CHECKING:
@@ -52,8 +60,10 @@ _I = TypeVar("_I")
 _Q = ParamSpec("_Q")
 _T = TypeVar("_T")
 
-Memo: TypeAlias = dict[Any, dict[Hashable, _T]]
-"""Choices by the key of the call, for each state of JAX's settings."""
+Memo: TypeAlias = dict[Hashable, _T]
+"""Choices by the state of JAX's settings and the key of the call."""
+_MOST_REMEMBERED = 4096
+"""A memo with this many calls is emptied. JAX, too, keeps no more static values than that of one function."""
 
 read_context = jax_internals.trace_context
 """Returns the state of JAX's settings, under which a choice is remembered."""
@@ -61,6 +71,8 @@ read_context = jax_internals.trace_context
 _Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., _R]]]
 _NOTHING: tuple[Any, tuple[Any, ...], list[Any], Callable[..., Any], _Known[Any]] = (None, (), [], print, {})
 """For a state of JAX's settings: the types and places of the arrays of one call, and its choice; and those of all."""
+
+_cleared_with_jax = jax_internals.cleared_with_caches(forget_choices)
 
 _aval, _sharding = jax_internals.aval_of, jax_internals.raw_sharding_of
 
@@ -128,8 +140,8 @@ class Tuned:
         """Binds a call, and returns its resolver."""
         return self._resolver, self._resolver.bind(args, kwargs)
 
-    def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again, where some are kept; see `on_forgetting`."""
+    def forget(self, of: Which | None = None) -> None:
+        """Clears the choices remembered for earlier calls, if there are any; as `forget_choices`."""
 
     def result(self, call: tuple[tuple[Any, ...], Mapping[str, Any]], *, anew: bool = False) -> TuningResult:
         """Returns the result for a call; for `tune_many` and the command line.
@@ -177,8 +189,8 @@ class TunedCallable(Tuned, Generic[_P, _R]):
         """Binds to an instance, as a function does."""
         return self if instance is None else BoundMethod(self, instance)
 
-    def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `on_forgetting`."""
+    def forget(self, of: Which | None = None) -> None:
+        """Clears the choices remembered for earlier calls; as `forget_choices`."""
         self._memo.clear()
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -333,8 +345,8 @@ class Autotuned(TunedCallable[_P, _R]):
         finally:
             self.forget()
 
-    def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `on_forgetting`."""
+    def forget(self, of: Which | None = None) -> None:
+        """Clears the choices remembered for earlier calls; as `forget_choices`."""
         super().forget()
         self._last = _NOTHING
 
@@ -372,6 +384,7 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def clear_cache(self) -> None:
         """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
+        self.forget()
         jax_internals.clear_caches(self.__wrapped__)
 
     def __repr__(self) -> str:
@@ -387,11 +400,9 @@ class Autotuned(TunedCallable[_P, _R]):
         return {} if call.given else resolver.config(call) or {}
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
-        key = memo_key(self._jit_options, args, kwargs)
-        assignment = assignment_in_force.get()
+        memo: Memo[Callable[..., _R]] = self._memo
         context = read_context()
-        memos: Memo[Callable[..., _R]] = self._memo if assignment is None else assignment.memo(self)
-        memo = {} if key is None else memos.setdefault(context, {})
+        key = memo_key(self._jit_options, args, kwargs, (context, assignment_in_force.get()))
         if key is not None and (bound := memo.get(key)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
@@ -412,7 +423,7 @@ class Autotuned(TunedCallable[_P, _R]):
 
                 differentiation.explain_failure(self.__wrapped__, config, args, kwargs, name=self.name)
         if key is not None:
-            memo[key] = bound
+            remember(memo, key, bound)
             self._keep_ready(context, args, kwargs, bound)
         with resolver.seeding_compilation(config, args, kwargs):
             return bound(*args, **kwargs)
@@ -427,7 +438,7 @@ class Autotuned(TunedCallable[_P, _R]):
         if before != context:
             known = {}
         avals, shardings = tuple(map(_aval, args)), list(map(_sharding, args))
-        known[avals] = shardings, bound
+        remember(known, avals, (shardings, bound))
         self._last = context, avals, shardings, bound, known
 
 
@@ -507,7 +518,16 @@ class AutoTuner(Tuned):
             return resolver.tune(call, resume=True) if resume else resolver.result(call)
 
 
-def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
+def remember(memo: dict[Any, _T], key: Hashable, choice: _T) -> None:
+    """Adds a choice to a memo, which is emptied before if it is full."""
+    if len(memo) >= _MOST_REMEMBERED:
+        memo.clear()
+    memo[key] = choice
+
+
+def memo_key(
+    jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Any
+) -> Hashable | None:
     """Returns a key that is equal for the calls of one function that JAX, and the function, do not tell apart.
 
     Args:
@@ -515,13 +535,15 @@ def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs
             numbers and strings.
         args: the call's positional arguments.
         kwargs: its keyword arguments.
+        context: the state that the choice depends on, such as JAX's settings.
 
     Returns:
         The key; None where an argument needs a closer look each time, as a tracer does.
     """
     count = len(args)
     try:
-        parts: list[Any] = [
+        parts: list[Any] = [context]
+        parts += [
             _token(jit, arg, is_static=jit is not None and jit.is_static_position(index, count))
             for index, arg in enumerate(args)
         ]

@@ -126,8 +126,7 @@ class TuningCache:
         except CacheWriteError as error:
             report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
             return
-        if self.directory == environment.current().cache_dir:
-            forget_choices(key.device, key.problem_size)
+        _forget_result(key)
 
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
         """Removes a config, with the trials and the failed compilations that are remembered for its problem.
@@ -144,6 +143,7 @@ class TuningCache:
         if self._store is None:
             return known
         on_disk = self._store.delete(key.kernel_type, key.device, key.problem_size)
+        _forget_result(key)
         journal.discard_all(self.directory, key.kernel_type, problem_hash(key.device, key.problem_size))
         return known or on_disk
 
@@ -186,6 +186,7 @@ class TuningCache:
         report = entries.merge(self._on_disk(), _store_of(other))
         with self._lock:
             self._configs.clear()
+        forget_choices(lambda *_: True)
         return report
 
     def export(
@@ -241,6 +242,7 @@ class TuningCache:
         for known in {*self._store.names(), *swept} if stem is None else {stem}:
             self._store.clear(known)
             journal.discard_all(self.directory, known)
+        forget_choices(lambda name, *_: stem in (None, safe_name(name)))
 
     def problems(self) -> list[str]:
         """Returns a sentence for each problem found on disk; changes nothing."""
@@ -301,6 +303,11 @@ class TuningCache:
 def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
     problem = problem_size if isinstance(problem_size, str) else canonical_json(problem_size)
     return CacheKey(safe_name(kernel_type), problem, str(device))
+
+
+def _forget_result(key: CacheKey) -> None:
+    """Makes the functions of this process forget a result."""
+    forget_choices(lambda _, *of: of == (key.device, key.problem_size))
 
 
 def _store_of(other: TuningCache | str | os.PathLike[str]) -> Store:

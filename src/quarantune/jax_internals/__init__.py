@@ -401,6 +401,20 @@ def clear_caches(fn: Any) -> None:
         each.clear_cache()
 
 
+def cleared_with_caches(clear: Callable[[], None]) -> object:
+    """Makes `jax.clear_caches` call a function too, for as long as the returned object exists.
+
+    Private because JAX has no public way to take part.
+    """
+    from jax._src import util
+
+    cache: Any = functools.partial(clear)
+    cache.cache_clear = clear
+    with contextlib.suppress(AttributeError):  # another version of JAX
+        util.register_cache(cache, "quarantune")
+    return cache
+
+
 def jit_options(fn: Any) -> JitOptions:
     """Returns the options of a jitted function.
 

@@ -194,7 +194,7 @@ def _measured(
         result = Resolver(call.function).tune(call)
     except (SandboxError, TuningFailedError) as error:
         return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
-    forget_choices(record.key.device, record.key.problem_size)
+    forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
     reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
     return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
 
