@@ -26,7 +26,7 @@ from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport.executable import from_data
-from quarantune.transport.problem import Arguments, as_structs, bind_config, describe_function
+from quarantune.transport.problem import Arguments, as_structs, bind_config, describe_function, fitted
 from quarantune.values import settings as environment
 from quarantune.values.codec import text_of
 from quarantune.values.configs import MOST_CONFIGS, Config, MadeConfigs, checked_config, configs_made_by, format_config
@@ -130,9 +130,12 @@ def compile_configs(
         ValueError: the configs, `num_workers` or the target are not valid.
         ImportError: the compiler for the target is not installed.
     """
-    fn, signature, _ = describe_function(fn)
+    fn, signature, statics = describe_function(fn)
     label = cache_name(fn)
-    given: Any = configs_made_by(configs, *as_structs(args, kwargs), fn_name=label) if callable(configs) else configs
+    given: Any = configs
+    if callable(configs):
+        taken = fitted(configs, signature, statics or (), *as_structs(args, kwargs))
+        given = configs_made_by(configs, *taken, fn_name=label)
     if isinstance(given, Mapping):
         given = expand(given, fn_name=label)
     elif isinstance(given, Iterable):

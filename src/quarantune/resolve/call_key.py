@@ -306,18 +306,23 @@ class BoundCall:
         if not isinstance(raw, Mapping):
             return None
         if not self.has_unread_configs or any(map(has_tag, raw.values())):
-            if COMPILER_OPTIONS in self.configs.names:
-                raw = {COMPILER_OPTIONS: NO_OPTIONS, **raw}
-            self.configs.whole()
-            index = self.configs.find(raw)
-            if index is not None:
-                return self.configs[index]
-            return self.defaults if self.untuned is not None and text_of(raw) == text_of(self.defaults) else None
+            return self.find_listed(raw)
         with contextlib.suppress(TypeError, ValueError):  # a file may hold anything
             found = checked_config(raw, fn_name=self.name)
             self.function.check([found])
             return found or None
         return None
+
+    def find_listed(self, raw: Any) -> Config | None:
+        """Returns the config that is equal to an encoded one as `find` does, after reading the configs."""
+        if not isinstance(raw, Mapping):
+            return None
+        whole = {COMPILER_OPTIONS: NO_OPTIONS, **raw} if COMPILER_OPTIONS in self.configs.names else raw
+        self.configs.whole()
+        if (index := self.configs.find(whole)) is not None:
+            return self.configs[index]
+        own = {name: value for name, value in raw.items() if name != COMPILER_OPTIONS or value}
+        return self.defaults if self.untuned is not None and text_of(own) == text_of(self.defaults) else None
 
     @lazy
     def pruned(self) -> frozenset[int]:
