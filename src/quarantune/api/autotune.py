@@ -38,21 +38,14 @@ from quarantune.transport.problem import (
     split_config,
 )
 from quarantune.values.configs import Config, MadeConfigs, as_given
-from quarantune.values.settings import (
-    OptionKeywords,
-    Options,
-    Which,
-    checked_options,
-    forget_choices,
-    on_forgetting,
-    settings,
-)
+from quarantune.values.settings import OptionKeywords, Options, checked_options, forget_choices, on_forgetting, settings
 from quarantune.values.space import Space
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from quarantune.results.result import TuningResult
+    from quarantune.values.settings import Which
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -167,6 +160,8 @@ class TunedCallable(Tuned, Generic[_P, _R]):
     __wrapped__: Callable[_P, _R]
     _memo: Memo[Any]
     """The choices for calls so far."""
+    _last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
+    """The choice for the last call with JAX's arrays alone."""
 
     def __init__(self, fn: Callable[_P, _R], signature: inspect.Signature, name: str, options: Options) -> None:
         functools.update_wrapper(cast("Any", self), fn)
@@ -192,6 +187,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
     def forget(self, of: Which | None = None) -> None:
         """Clears the choices remembered for earlier calls; as `forget_choices`."""
         self._memo.clear()
+        self._last = _NOTHING
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -240,7 +236,6 @@ class Autotuned(TunedCallable[_P, _R]):
         super().__init__(fn, signature, options.name or f"{module_name(fn)}.{label}", options)
         self._resolver = self._resolver_of(self._configs, options)
         self._partial: dict[frozenset[str], Resolver] = {}
-        self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
         register_kernel(self)
 
     def _resolver_of(self, configs: Any, options: Options) -> Resolver:
@@ -345,11 +340,6 @@ class Autotuned(TunedCallable[_P, _R]):
         finally:
             self.forget()
 
-    def forget(self, of: Which | None = None) -> None:
-        """Clears the choices remembered for earlier calls; as `forget_choices`."""
-        super().forget()
-        self._last = _NOTHING
-
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
         resolver, call = self._bind(args, kwargs)
@@ -401,9 +391,9 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         memo: Memo[Callable[..., _R]] = self._memo
-        context = read_context()
-        key = memo_key(self._jit_options, args, kwargs, (context, assignment_in_force.get()))
-        if key is not None and (bound := memo.get(key)) is not None:
+        key, context = memo_key(self._jit_options, args, kwargs), read_context()
+        place = context, assignment_in_force.get(), key
+        if key is not None and (bound := memo.get(place)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
         resolver, call = self._bind(args, kwargs)
@@ -423,7 +413,7 @@ class Autotuned(TunedCallable[_P, _R]):
 
                 differentiation.explain_failure(self.__wrapped__, config, args, kwargs, name=self.name)
         if key is not None:
-            remember(memo, key, bound)
+            remember(memo, place, bound)
             self._keep_ready(context, args, kwargs, bound)
         with resolver.seeding_compilation(config, args, kwargs):
             return bound(*args, **kwargs)
@@ -525,9 +515,7 @@ def remember(memo: dict[Any, _T], key: Hashable, choice: _T) -> None:
     memo[key] = choice
 
 
-def memo_key(
-    jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], context: Any
-) -> Hashable | None:
+def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
     """Returns a key that is equal for the calls of one function that JAX, and the function, do not tell apart.
 
     Args:
@@ -535,15 +523,13 @@ def memo_key(
             numbers and strings.
         args: the call's positional arguments.
         kwargs: its keyword arguments.
-        context: the state that the choice depends on, such as JAX's settings.
 
     Returns:
         The key; None where an argument needs a closer look each time, as a tracer does.
     """
     count = len(args)
     try:
-        parts: list[Any] = [context]
-        parts += [
+        parts: list[Any] = [
             _token(jit, arg, is_static=jit is not None and jit.is_static_position(index, count))
             for index, arg in enumerate(args)
         ]

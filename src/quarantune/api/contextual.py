@@ -120,8 +120,9 @@ class Contextual(TunedCallable[_P, _R]):
             if outer.note is not None:
                 self._resolver.config(self._resolver.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
-        key = memo_key(self._jit_options, args, kwargs, read_context())
-        text: str | None = self._memo.get(key) if key is not None else None
+        key = memo_key(self._jit_options, args, kwargs)
+        place = read_context(), key
+        text: str | None = self._memo.get(place) if key is not None else None
         if text is None:
             with own_frames_hidden():
                 config = self._resolver.config(self._resolver.bind(args, kwargs))
@@ -129,7 +130,7 @@ class Contextual(TunedCallable[_P, _R]):
                 return self.__wrapped__(*args, **kwargs)
             text = str(config[assignment.KEY])
             if key is not None:
-                remember(self._memo, key, text)
+                remember(self._memo, place, text)
             with self._resolver.seeding_compilation(config, args, kwargs):
                 return self._run(args, kwargs, text)
         return self._run(args, kwargs, text)

@@ -126,7 +126,7 @@ class TuningCache:
         except CacheWriteError as error:
             report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
             return
-        _forget_result(key)
+        forget_choices(lambda _, *of: of == (key.device, key.problem_size))
 
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
         """Removes a config, with the trials and the failed compilations that are remembered for its problem.
@@ -143,7 +143,7 @@ class TuningCache:
         if self._store is None:
             return known
         on_disk = self._store.delete(key.kernel_type, key.device, key.problem_size)
-        _forget_result(key)
+        forget_choices(lambda _, *of: of == (key.device, key.problem_size))
         journal.discard_all(self.directory, key.kernel_type, problem_hash(key.device, key.problem_size))
         return known or on_disk
 
@@ -303,11 +303,6 @@ class TuningCache:
 def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
     problem = problem_size if isinstance(problem_size, str) else canonical_json(problem_size)
     return CacheKey(safe_name(kernel_type), problem, str(device))
-
-
-def _forget_result(key: CacheKey) -> None:
-    """Makes the functions of this process forget a result."""
-    forget_choices(lambda _, *of: of == (key.device, key.problem_size))
 
 
 def _store_of(other: TuningCache | str | os.PathLike[str]) -> Store:

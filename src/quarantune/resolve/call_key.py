@@ -297,32 +297,30 @@ class BoundCall:
             return self.function.maker
         return self.function.listed_space or space_of(self.configs)
 
-    def find(self, raw: Any) -> Config | None:
+    def find(self, raw: Any, *, is_listed: bool = False) -> Config | None:
         """Returns the config that is equal to an encoded one: of the configs, or the function's own defaults.
 
         One that lacks options for XLA is equal to one that has none. Where the configs are not read, a config that the
         function can take is taken for one of them.
+
+        Args:
+            raw: the encoded config, which may be anything.
+            is_listed: whether the configs are read in any case, because the key of the call does not vouch for it.
         """
         if not isinstance(raw, Mapping):
             return None
-        if not self.has_unread_configs or any(map(has_tag, raw.values())):
-            return self.find_listed(raw)
+        if is_listed or not self.has_unread_configs or any(map(has_tag, raw.values())):
+            whole = {COMPILER_OPTIONS: NO_OPTIONS, **raw} if COMPILER_OPTIONS in self.configs.names else raw
+            self.configs.whole()
+            if (index := self.configs.find(whole)) is not None:
+                return self.configs[index]
+            own = {name: value for name, value in raw.items() if name != COMPILER_OPTIONS or value}
+            return self.defaults if self.untuned is not None and text_of(own) == text_of(self.defaults) else None
         with contextlib.suppress(TypeError, ValueError):  # a file may hold anything
             found = checked_config(raw, fn_name=self.name)
             self.function.check([found])
             return found or None
         return None
-
-    def find_listed(self, raw: Any) -> Config | None:
-        """Returns the config that is equal to an encoded one as `find` does, after reading the configs."""
-        if not isinstance(raw, Mapping):
-            return None
-        whole = {COMPILER_OPTIONS: NO_OPTIONS, **raw} if COMPILER_OPTIONS in self.configs.names else raw
-        self.configs.whole()
-        if (index := self.configs.find(whole)) is not None:
-            return self.configs[index]
-        own = {name: value for name, value in raw.items() if name != COMPILER_OPTIONS or value}
-        return self.defaults if self.untuned is not None and text_of(own) == text_of(self.defaults) else None
 
     @lazy
     def pruned(self) -> frozenset[int]:

@@ -399,13 +399,10 @@ class KnownResults:
 
     def forget(self, of: Which | None) -> None:
         """Forgets the results and failures that are meant, because their files have changed."""
-        if of is None:
-            return
-        names = {self._function.name, former_name(self._function.fn, self._function.name)}
-        for kept in (self._winners, self._failures):
-            for key in list(kept):
-                if any(of(name, key.device, key.text) for name in names):
-                    kept.pop(key, None)
+        for key in [*self._winners, *self._failures]:
+            if of is not None and of(self._function.name, key.device, key.text):
+                self._winners.pop(key, None)
+                self._failures.pop(key, None)
 
     def find(self, keyed: KeyedCall, settings: Settings) -> Known | None:
         """Returns the result that memory or the cache holds for a call, or None."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,8 +19,7 @@ from quarantune.values.codec import decode_json
 from quarantune.values.configs import Config
 from quarantune.values.describe import describe_static
 
-_Static = tuple[type, Any, str]
-_CHOSEN_BY_USERS = (jax.sharding.SingleDeviceSharding, jax.sharding.NamedSharding)
+_Dynamic = tuple[list[Any], dict[str, Any]]
 _WITHOUT_PARTS = (bool, int, str, type(None))
 
 
@@ -95,10 +95,8 @@ class Winner:
         outputs have the types and the places that they were compiled with.
         """
         avals, places, devices, is_committed = self._interface
-        used = [place for place in places if place is not None]
-        # Arguments that nobody has committed to several devices have a sharding of XLA's choice, of another class.
-        is_placed = is_committed and bool(used) and all(isinstance(place, _CHOSEN_BY_USERS) for place in used)
-        is_any_committed = False
+        # Outputs are committed if an argument was. If the function did that itself, no argument fits, and JAX compiles.
+        is_placed, is_any_committed = is_committed and any(place is not None for place in places), False
         for leaf, aval, place in zip(leaves, avals, places, strict=True):
             if type(kind := jax.typeof(leaf)) is not type(aval) or kind.weak_type != aval.weak_type:
                 return False
@@ -117,23 +115,21 @@ class Winner:
         """What the executable takes; only to be read once there is one to call."""
         return interface_of(self._call)
 
-    def _split(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[list[Any], dict[str, Any]], tuple[dict[int, _Static], dict[str, _Static]]]:
+    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Dynamic, dict[Any, Any]]:
         positional, named = self._jit.dynamic(args, kwargs)
-        statics = (
-            {index: _exact(arg) for index, arg in enumerate(args) if index not in positional},
-            {name: _exact(arg) for name, arg in kwargs.items() if name not in named},
-        )
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        statics = {place: _exact(given[place]) for place in given.keys() - positional.keys() - named.keys()}
         return (list(positional.values()), named), statics
 
 
-def _exact(static: Any) -> _Static:
-    """Returns a static value with its type, as in JAX, and with a text that tells 1 from 1.0 inside it, too."""
-    has_parts = type(static) not in _WITHOUT_PARTS
-    return type(static), static, canonical_json(describe_static(static)) if has_parts else ""
+def _exact(static: Any) -> tuple[type, Any, str]:
+    """Returns a static value with its type, as in JAX, and with a text that also tells 1 from 1.0 inside it."""
+    text = ""
+    with contextlib.suppress(TypeError):  # a value without a description is equal or not
+        text = "" if type(static) in _WITHOUT_PARTS else canonical_json(describe_static(static))
+    return type(static), static, text
 
 
-def _tree(dynamic: tuple[list[Any], dict[str, Any]]) -> Any:
+def _tree(dynamic: _Dynamic) -> Any:
     args, kwargs = dynamic
     return jax.tree.structure((tuple(args), kwargs))

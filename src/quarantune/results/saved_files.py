@@ -26,8 +26,7 @@ FUNCTION, WINNER = "function", "winner"
 _SCHEMA = 2
 """The version of the layout of `TuningResult.save`; in the first, the files had the same names in every save."""
 _PART = re.compile(rf"({FUNCTION}|{WINNER})(-[0-9a-f]+)?\.bin")
-_TOKEN_BYTES = 8
-_NEW_PART = rf"({FUNCTION}|{WINNER})-[0-9a-f]{{{2 * _TOKEN_BYTES}}}\.bin"
+_NEW_PART = rf"({FUNCTION}|{WINNER})-[0-9a-f]{{16}}\.bin"
 _REMAINS = re.compile(rf"{_NEW_PART}|\.({_NEW_PART}|{re.escape(JSON)})\.[0-9a-f]+\.tmp")
 """The names that a save makes, and no other: a user may have a `function.bin` or a `winner-2.bin` there."""
 _LARGEST_BYTES = 1 << 31
@@ -72,7 +71,7 @@ def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
         ForeignFileError: the JSON file is there, and from another program.
         OSError: the directory cannot be written to; an earlier result is as it was.
     """
-    token = secrets.token_hex(_TOKEN_BYTES)
+    token = secrets.token_hex(8)
     named = {f"{kind}-{token}.bin": part for kind, part in parts.items()}
     digests = {name: hashlib.sha256(part).hexdigest() for name, part in named.items()}
     text = json.dumps({"schema": _SCHEMA, **about, "files": digests}, indent=1)
