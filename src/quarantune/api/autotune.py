@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 Memo: TypeAlias = dict[Hashable, _T]
 """Choices by the state of JAX's settings and the key of the call."""
 _MOST_REMEMBERED = 4096
-"""A memo with this many calls is emptied. JAX, too, keeps no more static values than that of one function."""
+"""A memo with this many calls is emptied. JAX keeps no more calls of a jitted function either."""
 
 read_context = jax_internals.trace_context
 """Returns the state of JAX's settings, under which a choice is remembered."""
@@ -373,7 +373,10 @@ class Autotuned(TunedCallable[_P, _R]):
         return jitted.eval_shape(*args, **kwargs, **keywords)
 
     def clear_cache(self) -> None:
-        """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
+        """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay.
+
+        The memory of calls, which holds their static arguments, is cleared too; `jax.clear_caches` clears that as well.
+        """
         self.forget()
         jax_internals.clear_caches(self.__wrapped__)
 

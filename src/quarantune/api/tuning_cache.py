@@ -131,6 +131,8 @@ class TuningCache:
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
         """Removes a config, with the trials and the failed compilations that are remembered for its problem.
 
+        Tuned functions of this process forget it too.
+
         Returns:
             Whether there was one.
 
@@ -229,6 +231,8 @@ class TuningCache:
 
     def clear(self, name: str | None = None) -> None:
         """Removes everything about one kernel type, or about all: entries, and the journals of their sweeps.
+
+        Tuned functions of this process forget their results and failures too.
 
         Raises:
             CacheWriteError: it could not be removed from the disk; the message says why.
