@@ -5,8 +5,12 @@ import math
 import os
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import quarantune
@@ -14,6 +18,8 @@ from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store, entries
 from quarantune.cache.entries import CacheKey, MergeReport
 from quarantune.cache.journal import Journal
+
+X = np.arange(4, dtype=np.float32)
 
 
 @pytest.fixture
@@ -114,6 +120,103 @@ def test_clear_forgets_one_kernel_type_with_its_journals_or_all(cache: TuningCac
     assert interrupted.records() == []
     assert cache.keys() == []
     assert TuningCache(cache.directory).keys() == []
+
+
+def tuned(name: str, *, is_good: bool = True) -> quarantune.Autotuned:
+    @quarantune.autotune([{"n": 2}], name=name, rep=1, ref_fn=None)
+    @jax.jit(static_argnames=["n"])
+    def fn(x: Any, n: int = 1) -> Any:
+        if n == 2 and not is_good:
+            raise ArithmeticError("n=2 is no good")
+        return x * n
+
+    return fn
+
+
+FORGET: dict[str, Callable[[TuningCache], object]] = {
+    "clear": lambda cache: cache.clear(),
+    "clear one": lambda cache: cache.clear("first"),
+    "clear another path": lambda cache: TuningCache(cache.directory / ".." / cache.directory.name).clear("first"),
+    "delete": lambda cache: [cache.delete(*it.key) for it in cache if it.key.kernel_type == "first"],
+}
+
+
+@pytest.mark.parametrize("name", FORGET)
+def test_functions_of_this_process_forget_what_is_cleared_or_deleted(name: str, cache_dir: Path) -> None:
+    first, second, by_hand = (
+        tuned("first"),
+        tuned("second"),
+        quarantune.AutoTuner(tuned("first").__wrapped__, [{"n": 2}], name="first", rep=1, ref_fn=None),
+    )
+    for fn in (first, second):
+        np.testing.assert_array_equal(fn(X), 2 * X)
+    assert by_hand.run(X).from_cache
+    FORGET[name](TuningCache(cache_dir))
+    assert first.lookup(X) is None
+    assert second.lookup(X) == (None if name == "clear" else {"n": 2})
+    with quarantune.settings(on_miss="error"):
+        for call in (first, by_hand.run):
+            with pytest.raises(quarantune.CacheMissError):
+                call(X)
+    np.testing.assert_array_equal(first(X), 2 * X)
+    assert first.lookup(X) == {"n": 2}
+
+
+def test_a_failure_in_memory_is_forgotten_with_its_function(cache_dir: Path) -> None:
+    fn = tuned("failing", is_good=False)
+    with pytest.raises(quarantune.TuningFailedError):
+        fn(X)
+    with quarantune.settings(on_miss="error"):
+        with pytest.raises(quarantune.TuningFailedError):
+            fn(X)
+        TuningCache(cache_dir).clear("another")
+        with pytest.raises(quarantune.TuningFailedError):
+            fn(X)
+        TuningCache(cache_dir).clear("failing")
+        with pytest.raises(quarantune.CacheMissError):
+            fn(X)
+
+
+def test_an_estimate_and_a_contextual_choice_are_forgotten_too(cache_dir: Path) -> None:
+    inner = tuned("inner")
+
+    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None, name="outer")
+    @jax.jit
+    def outer(x: Any) -> Any:
+        return inner(x) + 1
+
+    outer(X)
+    assert outer.lookup(X)
+    TuningCache(cache_dir).clear("outer")
+    assert outer.lookup(X) is None
+    fn = tuned("estimated")
+    fn(X)
+    (key,) = (it.key for it in TuningCache(cache_dir) if it.key.kernel_type == "estimated")
+    Store(cache_dir).put(
+        key.kernel_type, key.device, key.problem_size, {"config": {"n": 2}, "search": {"stopped": "estimated"}}
+    )
+    again = tuned("estimated")
+    assert again.lookup(X) == {"n": 2}
+    TuningCache(cache_dir).delete(*key)
+    assert again.lookup(X) is None
+
+
+def test_merged_entries_are_used_by_functions_that_remember_others(cache_dir: Path, tmp_path: Path) -> None:
+    with quarantune.settings(cache_dir=tmp_path / "other"):
+        other = tuned("merged")
+        other(X)
+    fn = tuned("merged")
+    fn(X)
+    (key,) = TuningCache(tmp_path / "other").keys()
+    entry = TuningCache(tmp_path / "other").entry(*key)
+    Store(tmp_path / "other").put(
+        key.kernel_type,
+        key.device,
+        key.problem_size,
+        {**entry, "config": {"n": 1}, "created": "2999-01-01T00:00:00+00:00"},
+    )
+    TuningCache(cache_dir).merge(tmp_path / "other")
+    assert fn.lookup(X) == {"n": 1}
 
 
 def test_merge_adds_new_entries_and_keeps_the_newer_of_two(cache: TuningCache, tmp_path: Path) -> None:

@@ -33,6 +33,31 @@ def rolled(x: Any, n: int = 1) -> Any:
     return jnp.roll(x, n) * n
 
 
+@functools.partial(jax.jit, static_argnames=["n", "mode"])
+def moded(x: Any, mode: str = "up", *, n: int = 1) -> Any:
+    return x * n if mode == "up" else x - n
+
+
+@pytest.mark.usefixtures("two_slots")
+@pytest.mark.parametrize(
+    "configs",
+    [
+        lambda x: [{"n": len(x.shape)}],
+        lambda x, mode: [{"n": 2 if mode == "down" else 3}],
+        lambda *args, **kwargs: [{"n": 2}],
+        lambda x, mode="down": iter([{"n": 2}]),
+        lambda x: {"n": [2]},
+    ],
+)
+@pytest.mark.parametrize("call", [((X, "down"), {}), ((X,), {"mode": "down"})])
+def test_a_callable_of_configs_may_leave_static_arguments_out(configs: Any, call: Any) -> None:
+    args, kwargs = call
+    (ours,) = quarantune.compile_configs(moded, configs, *args, **kwargs)
+    assert ours is not None
+    x = jnp.zeros(X.shape)
+    assert ours(x, *args[1:], **kwargs)[0, 0] == -2
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place", "two_slots")
 def test_a_check_names_how_each_config_ends_and_leaves_nothing() -> None:

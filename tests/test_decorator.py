@@ -545,6 +545,136 @@ def test_a_remembered_failure_keeps_none_of_the_callers_arrays_alive() -> None:
     assert left() is None
 
 
+# --- the memory of calls ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A static argument."""
+
+    rows: int
+
+
+class Layer:
+    """Has a method for which the instance is a static argument."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layer) and other.rows == self.rows
+
+    def __hash__(self) -> int:
+        return hash(self.rows)
+
+    @quarantune.autotune([{"n": 2}], rep=1, ref_fn=None)
+    @jax.jit(static_argnames=["self", "n"])
+    def scale(self, x: Any, n: int = 1) -> Any:
+        return x * n
+
+
+def shaped(**options: Any) -> quarantune.Autotuned:
+    @quarantune.autotune([{"n": 2}], rep=1, ref_fn=None, **options)
+    @jax.jit(static_argnames=["shape", "n"])
+    def scale(x: Any, shape: Any, n: int = 1) -> Any:
+        return x * n
+
+    return scale
+
+
+def around_shaped() -> Any:
+    inner = shaped(name="inner")
+
+    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
+    @jax.jit(static_argnames=["shape"])
+    def outer(x: Any, shape: Any) -> Any:
+        return inner(x, shape)
+
+    return outer
+
+
+def by_keyword(fn: Any) -> Callable[[Any], object]:
+    return lambda shape: fn(X, shape=shape)
+
+
+STATICS: dict[str, Callable[[], tuple[Callable[[Any], object], type]]] = {
+    "positional": lambda: (functools.partial(shaped(), X), Shape),
+    "keyword": lambda: (by_keyword(shaped()), Shape),
+    "key_fn": lambda: (functools.partial(shaped(key_fn=lambda x: {"rows": 1}), X), Shape),
+    "of JAX arrays": lambda: (functools.partial(shaped(), jnp.asarray(X)), Shape),
+    "instance": lambda: (lambda layer: layer.scale(X), Layer),
+    "contextual": lambda: (functools.partial(around_shaped(), X), Shape),
+}
+
+
+@pytest.mark.parametrize("name", STATICS)
+def test_cleared_caches_of_jax_keep_no_static_argument_alive(name: str) -> None:
+    fn, kind = STATICS[name]()
+    static: Any = kind(3)
+    fn(static)
+    fn(static)
+    left = weakref.ref(static)
+    del static
+    jax.clear_caches()
+    gc.collect()
+    assert left() is None
+    fn(kind(3))
+
+
+CLEAR: dict[str, Callable[[Any, Path], object]] = {
+    "function": lambda fn, _: fn.clear_cache(),
+    "cache": lambda _, directory: quarantune.TuningCache(directory).clear(),
+    "tune": lambda fn, _: fn.tune(X, Shape(1)),
+}
+
+
+@pytest.mark.parametrize("name", CLEAR)
+def test_what_clears_a_function_empties_its_memory_of_calls(name: str, cache_dir: Path) -> None:
+    fn = shaped()
+    fn(jnp.asarray(X), Shape(1))
+    assert fn._memo
+    CLEAR[name](fn, cache_dir)
+    assert not fn._memo
+    assert not fn._last[-1]
+
+
+def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quarantune.api.autotune._MOST_REMEMBERED", 3, raising=False)
+    monkeypatch.setattr("quarantune.resolve.resolver._MOST_REMEMBERED", 3, raising=False)
+    shapes, statics, outer = choosy(name="shapes"), shaped(name="statics"), around_shaped()
+    for fn in (shapes, statics, outer):
+        for size in range(1, 6):
+            args = (jnp.ones(size), Shape(size))[: 1 if fn is shapes else 2]
+            for _ in range(2):
+                np.testing.assert_array_equal(fn(*args), 2 * args[0])
+            assert len(fn._memo) <= 3
+            assert len(fn._resolver._locks) <= 3
+    assert len(shapes._last[-1]) <= 3
+    for size in range(1, 6):
+        with jax.make_user_context(None)(size):
+            shapes(X)
+        assert len(shapes._memo) <= 3
+
+
+def test_results_found_in_files_are_bounded_in_memory(
+    monkeypatch: pytest.MonkeyPatch, sweeps: list[str], cache_dir: Path
+) -> None:
+    monkeypatch.setattr("quarantune.resolve.resolver._MOST_REMEMBERED", 3, raising=False)
+    first, second = choosy(), choosy()
+    for size in range(1, 6):
+        first(np.ones(size, np.float32))
+    tuned = len(sweeps)
+    for _ in range(2):
+        for size in range(1, 6):
+            assert second.lookup(np.ones(size, np.float32)) == {"n": 2}
+            assert len(second._resolver._known._winners) <= 3
+    second.tune(np.ones(9, np.float32))
+    quarantune.TuningCache(cache_dir)._store.clear(second.name)  # type: ignore[union-attr]
+    for size in range(1, 6):
+        first(np.ones(size, np.float32))  # what this process has tuned stays
+    assert len(sweeps) == tuned + 1
+
+
 # --- cached calls -------------------------------------------------------------------------------------------
 
 _watched: list[str] | None = None

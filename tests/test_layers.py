@@ -211,6 +211,42 @@ def test_the_nearest_entry_stands_in_with_one_warning_and_is_not_saved(
     assert not cache_dir.exists()
 
 
+def rows_of(x: Any, mode: str = "a") -> list[dict[str, Any]]:
+    return [{"n": n} for n in range(1, len(x) + 1)]
+
+
+def bits_of(x: Any, mode: str = "a") -> list[dict[str, Any]]:
+    return [{"n": 1 << n} for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("configs", "given"),
+    [
+        (rows_of, {}),
+        (rows_of, {"key_fn": lambda x: {"rows": len(x)}}),
+        (rows_of, {"partial": True}),
+        (bits_of, {}),
+        (lambda x: rows_of(x), {"prune_fn": lambda config, x: config["n"] < 5}),
+    ],
+)
+def test_the_nearest_entry_gives_only_a_config_of_the_calls_own(
+    tmp_path: Path, configs: Any, given: dict[str, Any]
+) -> None:
+    name, x = f"made {tmp_path.name}", X[:4]  # messages are said once for a name
+    fn = kernel(name, configs=configs, **given)
+    store_winner(tmp_path, fn, 5, X[:5])  # of none of the lists for `x`, and the nearest
+    store_winner(tmp_path, fn, 3 if configs is bits_of else 9, X[:3])  # nor is this
+    with on_path(tmp_path, on_miss="nearest"):
+        with pytest.warns(CacheWarning, match="running with its defaults"):
+            fn(x)
+        with pytest.raises(CacheMissError):
+            quarantune.AutoTuner(fn, configs, name=name, **given).run(x)
+        store_winner(tmp_path, fn, 4, X[:6])
+        with pytest.warns(CacheWarning, match=r'"shape":\[6\]|"rows":6'):
+            result = quarantune.AutoTuner(fn, configs, name=name, **given).run(x)
+        assert (result.best_config, result.from_cache) == ({"n": 4}, "nearest")
+
+
 def test_another_kind_of_device_is_never_the_nearest(tmp_path: Path) -> None:
     fn = kernel("foreign")
     store_winner(tmp_path, fn, 2, X[:4])

@@ -90,6 +90,35 @@ def test_defaults_of_any_kind_can_win_and_are_found_again(own: Any, config: Any)
     np.testing.assert_array_equal(fresh(X), X)
 
 
+FAST = {"xla_cpu_enable_fast_min_max": True}
+WITH_OPTIONS: dict[str, Any] = {
+    "some have options": [{"n": 300, "compiler_options": FAST}, {"n": 400}],
+    "a grid": {"n": [300, 400], "compiler_options": [{}, FAST]},
+    "a callable": lambda x: [{"n": 300, "compiler_options": FAST}],
+    "a callable under key_fn": lambda x: [{"n": 300, "compiler_options": FAST}],
+}
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_defaults_that_beat_configs_with_options_are_found_again(name: str, sweeps: list[str]) -> None:
+    options = {"key_fn": lambda x: {"rows": len(x)}} if "key_fn" in name else {}
+    fn, fresh, tuner = (chained(WITH_OPTIONS[name], **options) for _ in range(3))
+    assert fn.tune(X).best_config == {"n": 3}
+    assert fresh.lookup(X) == {"n": 3}
+    np.testing.assert_array_equal(fresh(X), X)
+    again = quarantune.AutoTuner(tuner.__wrapped__, WITH_OPTIONS[name], name="chained", timeout=60, **options).run(X)
+    assert (again.best_config, again.from_cache) == ({"n": 3}, True)
+    assert len(sweeps) == 1
+
+
+def test_defaults_of_any_kind_that_beat_options_are_found_again(sweeps: list[str]) -> None:
+    for own, config in ((Turns.FEW, {"n": Turns.FEW}), (Opaque(3), {})):
+        configs = [{"n": 300, "compiler_options": FAST}]
+        name = f"chained {type(own).__name__}"
+        assert chained(configs, own, name=name).tune(X).best_config == config
+        assert chained(configs, own, name=name).lookup(X) == config
+
+
 def test_a_saved_result_of_the_defaults_is_loaded_with_its_program(tmp_path: Path) -> None:
     chained().tune(X).save(tmp_path / "saved")
     loaded = quarantune.TuningResult.load(tmp_path / "saved", trusted=True)

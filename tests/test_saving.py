@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -83,6 +85,30 @@ def test_a_result_of_an_earlier_version_is_loaded_and_replaced(tmp_path: Path) -
     assert parts(tmp_path / "saved") == ["function.bin", "result.json", "winner.bin"]
 
 
+def newer_layout(directory: Path) -> None:
+    """Saves a result as a version of the future may do."""
+    result(1).save(directory)
+    about = json.loads((directory / "result.json").read_text())
+    about |= {"schema": 99, "files": {"names": ["not", "known"]}}
+    (directory / "result.json").write_text(json.dumps(about))
+
+
+def unreadable_layout(directory: Path) -> None:
+    """Saves a result whose JSON file is damaged, though its other files may still be of use."""
+    result(1).save(directory)
+    (directory / "result.json").write_text('{"schema": 2, "files": {"functi')
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def let_age(directory: Path) -> None:
+    """Gives all files of a directory a time of long ago, as results usually have."""
+    for path in directory.iterdir():
+        os.utime(path, (0, 0))
+
+
 @contextlib.contextmanager
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -95,15 +121,127 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_a_result_that_the_disk_refuses_leaves_the_earlier_one(tmp_path: Path, is_old: bool) -> None:
-    old_layout(tmp_path) if is_old else result(1).save(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+LAYOUTS = {
+    "same": lambda directory: result(1).save(directory),
+    "older": old_layout,
+    "newer": newer_layout,
+    "damaged": unreadable_layout,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_result_that_the_disk_refuses_leaves_the_earlier_one(tmp_path: Path, layout: str) -> None:
+    LAYOUTS[layout](tmp_path)
+    let_age(tmp_path)
+    before = content(tmp_path)
     with files_of_at_most(LARGE // 2), pytest.raises(OSError, match="too large"):
         result(2, size_bytes=LARGE).save(tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert content(tmp_path) == before
     result(3).save(tmp_path)
     assert whole(tmp_path) == 3
+
+
+class EndingError(BaseException):
+    """Ends a save as Ctrl-C does."""
+
+
+@pytest.mark.parametrize("step", ["write", "fsync", "replace", "unlink"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_save_that_is_interrupted_anywhere_leaves_one_whole_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, step: str
+) -> None:
+    real = getattr(os, step)
+    for at in range(1, 9):
+        directory = tmp_path / str(at)
+        LAYOUTS[layout](directory)
+        let_age(directory)
+        before, calls = content(directory), iter(range(1, 100))
+
+        def ending(*args: Any, at: int = at, calls: Iterator[int] = calls, **kwargs: Any) -> Any:
+            done = real(*args, **kwargs)
+            if next(calls) == at:
+                raise EndingError
+            return done
+
+        with monkeypatch.context() as patch, contextlib.suppress(EndingError):
+            patch.setattr(os, step, ending)
+            result(2).save(directory)
+        after = content(directory)
+        assert (before.items() <= after.items()) or whole(directory) == 2
+        result(3).save(directory)
+        assert whole(directory) == 3
+
+
+def test_a_result_that_cannot_be_read_for_a_moment_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, moved = (os.open, os.replace), []
+
+    def refusing(path: Any, *args: Any, **kwargs: Any) -> int:
+        if path == "result.json" and path in moved:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real[0](path, *args, **kwargs)
+
+    def noting(old: str, new: str, **kwargs: Any) -> None:
+        real[1](old, new, **kwargs)
+        moved.append(new)
+
+    result(1).save(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        patch.setattr(os, "replace", noting)
+        result(2).save(tmp_path)
+    assert TuningResult.load(tmp_path).name == "f2"
+    result(3).save(tmp_path)
+    assert TuningResult.load(tmp_path).name == "f3"
+
+
+def test_files_of_other_programs_stay_and_are_not_replaced(tmp_path: Path) -> None:
+    theirs = {"function.bin": b"mine", "winner-2.bin": b"mine", ".result.json.tmp": b"mine"}
+    for name, text in theirs.items():
+        (tmp_path / name).write_bytes(text)
+    let_age(tmp_path)
+    result(1).save(tmp_path)
+    result(2).save(tmp_path)
+    assert theirs.items() <= content(tmp_path).items()
+    for text in ('{"accuracy": 0.9}', "[1, 2]"):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "result.json").write_text(text)
+        with pytest.raises(SavedResultError, match="another directory"):
+            result(1).save(tmp_path / "other")
+        assert content(tmp_path / "other") == {"result.json": text.encode()}
+
+
+def test_what_cannot_be_pickled_or_written_as_json_changes_nothing(tmp_path: Path) -> None:
+    result(1).save(tmp_path)
+    before = content(tmp_path)
+
+    class Refusing:
+        def __reduce__(self) -> Any:
+            raise EndingError
+
+    with pytest.raises(EndingError):
+        dataclasses.replace(result(2), call=((Refusing(),), {})).save(tmp_path)
+    with pytest.raises(TypeError):
+        dataclasses.replace(result(2), versions={"jax": object()}).save(tmp_path)  # type: ignore[dict-item]
+    assert content(tmp_path) == before
+
+
+def test_a_result_is_saved_through_a_link_to_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    result(1).save(tmp_path / "link")
+    result(2).save(tmp_path / "link")
+    assert whole(tmp_path / "real") == whole(tmp_path / "link") == 2
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_directory_that_refuses_new_files_keeps_its_result(tmp_path: Path) -> None:
+    result(1).save(tmp_path)
+    before = content(tmp_path)
+    with refused(tmp_path, 0o500), pytest.raises(PermissionError):
+        result(2).save(tmp_path)
+    assert content(tmp_path) == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")

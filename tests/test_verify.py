@@ -111,6 +111,24 @@ def test_a_winner_of_a_plain_callable_and_one_with_a_key_fn_are_measured(
     assert "another key" in report.of("unknown")[0].reason
 
 
+@pytest.mark.usefixtures("two_slots")
+def test_functions_of_one_name_are_each_verified_against_their_own_entries(cache_dir: Path) -> None:
+    @quarantune.autotune([{"n": 1}, {"n": 30_000}], name="chained", rep=3, ref_fn=None)
+    @jax.jit(static_argnames=["n"])
+    def other(x: Any, n: int = 20_000) -> Any:
+        return jax.lax.fori_loop(0, n, lambda _, y: jnp.cos(y), x)
+
+    first, fewer = chained("chained"), chained("chained", [{"n": 1}])
+    first.tune(X)
+    other.tune(X)
+    fewer.tune(X[:4])
+    report = quarantune.TuningCache(cache_dir).verify(fewer, other, first)
+    assert [entry.verdict.value for entry in report.entries] == ["current"] * 3, report
+    report = quarantune.TuningCache(cache_dir).verify(fewer, other)
+    assert sorted(entry.verdict.value for entry in report.entries) == ["current", "current", "unused"]
+    assert "the list of configs" in report.of("unused")[0].reason, "not the code, which is that of `fewer`"
+
+
 @pytest.mark.usefixtures("no_process")
 def test_entries_that_no_call_finds_are_not_measured(cache_dir: Path) -> None:
     code, listed, dropped, elsewhere = (chained(name) for name in ("code", "listed", "dropped", "elsewhere"))

@@ -38,6 +38,11 @@ def cast(x: Any, p: Any = None, n: int = 1) -> Any:
     return x if p is None else x.astype(p)
 
 
+@jitted
+def by_first(x: Any, p: Any = None, n: int = 1) -> Any:
+    return x * p[0]
+
+
 @functools.cache
 def compiled_for(fn: Any, example: str) -> Any:
     """Returns the winner for the arguments in `EXAMPLES`."""
@@ -57,6 +62,7 @@ EXAMPLES = {
     "static 1": (INTS, 1),
     "static True": (INTS, True),
     "static dtype": (INTS, np.float32),
+    "static tuple": (INTS, (1,)),
 }
 
 
@@ -72,6 +78,7 @@ EXAMPLES = {
         (cast, "static dtype", (INTS, None)),
         (cast, "static dtype", (INTS, np.float32)),
         (cast, "static dtype", (INTS, np.int16)),
+        (by_first, "static tuple", (INTS, (1.0,))),
     ],
 )
 def test_any_call_returns_the_jitted_functions_result(fn: Any, made_for: str, called_with: Any) -> None:
@@ -96,7 +103,147 @@ def test_the_call_that_it_was_made_for_is_not_traced() -> None:
     assert traced == [np.int16]
 
 
+# --- settings of JAX, and places of arguments ------------------------------------------------------------------
+
+TRACED: list[Any] = []
+
+
+@jitted
+def sensitive(x: Any, p: Any = None, n: int = 1) -> Any:
+    """Its results depend on x64 and on PRNG keys, and its dtypes on the rules of promotion."""
+    TRACED.append(x)
+    return x @ x, jnp.arange(3), jax.random.normal(jax.random.PRNGKey(0), (2,)), x * jnp.arange(2), 0 * x / x
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "x64": lambda: jax.enable_x64(True),
+    "matmul precision": lambda: jax.default_matmul_precision("float32"),
+    "PRNG": lambda: jax.default_prng_impl("rbg"),
+    "partitionable": lambda: jax.threefry_partitionable(False),
+    "promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "no jit": jax.disable_jit,
+    "debug NaNs": lambda: jax.debug_nans(True),
+    "debug infs": lambda: jax.debug_infs(True),
+    "user's own": lambda: OWN_CONTEXT("mine"),
+}
+OWN_CONTEXT = jax.make_user_context(None)
+SQUARE = np.ones((2, 2), np.float32)
+
+
+def seen_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """Returns the results of a call with their types, or its exception."""
+    try:
+        leaves = jax.tree.leaves(fn(*args))
+    except (TypeError, ValueError, FloatingPointError) as error:
+        return type(error)
+    return [(str(jax.typeof(leaf)), jax.typeof(leaf).weak_type, np.asarray(leaf).tolist()) for leaf in leaves]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A winner that was tuned under JAX's defaults, saved and loaded."""
+    directory = tmp_path_factory.mktemp("saved")
+    with quarantune.settings(cache_dir=directory / "cache", disable_cache=True):
+        tuned = quarantune.autotune({"n": [1]}, rep=1, ref_fn=None)(sensitive)
+        tuned.tune(SQUARE).save(directory)
+    return quarantune.TuningResult.load(directory, trusted=True).fn
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_under_other_settings_a_winner_returns_its_functions_result(loaded: Any, name: str) -> None:
+    usual = seen_of(loaded, SQUARE)
+    jax.clear_caches()
+    with SETTINGS[name]():
+        TRACED.clear()
+        ours = seen_of(loaded, SQUARE)
+        assert TRACED, "the saved program ran"
+        assert ours == seen_of(functools.partial(sensitive, n=1), SQUARE)
+    TRACED.clear()
+    assert seen_of(loaded, SQUARE) == usual
+    assert not TRACED
+
+
+def test_a_winner_runs_its_program_under_the_settings_that_it_was_compiled_under() -> None:
+    with jax.enable_x64(True):
+        winner = compiled(sensitive, SQUARE)
+        TRACED.clear()
+        assert winner(SQUARE)[1].dtype == np.int64
+        assert not TRACED
+    assert winner(SQUARE)[1].dtype == np.int32
+
+
 @pytest.mark.slow
+def test_a_winner_returns_arrays_where_its_function_returns_them(
+    tmp_path: Path, run_on_devices: Callable[[Path, str, int], None]
+) -> None:
+    program = """
+        import contextlib, functools
+        import jax, jax.numpy as jnp, numpy as np, quarantune
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+        traced = []
+
+        @jax.jit(static_argnames=["n"])
+        def added(x, y, n=1):
+            traced.append(n)
+            return x + n, jnp.arange(2)
+
+        def mesh(kind, *devices):
+            return jax.make_mesh((len(devices),), ("a",), axis_types=(kind,), devices=devices)
+
+        first, second = jax.devices()
+        auto, explicit = mesh(AxisType.Auto, first, second), mesh(AxisType.Explicit, first, second)
+        lone = mesh(AxisType.Explicit, first)
+        ones = np.ones(4, np.float32)
+
+        def on(place):
+            return lambda: (jax.device_put(ones, place), ones)
+
+        calls = {
+            "numpy": lambda: (ones, ones),
+            "free": lambda: (jnp.ones(4), ones),
+            "first": on(first),
+            "second": on(second),
+            "unused on second": lambda: (ones, jax.device_put(ones, second)),
+            "split": on(NamedSharding(auto, P("a"))),
+            "copied": on(NamedSharding(auto, P())),
+            "explicit": on(NamedSharding(explicit, P("a"))),
+            "lone": on(NamedSharding(lone, P("a"))),
+        }
+        states = {
+            "usual": contextlib.nullcontext,
+            "second": lambda: jax.default_device(second),
+            "auto": lambda: jax.set_mesh(auto),
+            "lone": lambda: jax.set_mesh(lone),
+        }
+
+        def seen(fn, args):
+            try:
+                return [(str(jax.typeof(out)), out.committed, out.sharding, out.tolist()) for out in fn(*args)]
+            except ValueError as error:  # arguments on other devices than the mesh's
+                return str(error)[:40]
+
+        for made_for in ("free", "first", "split", "explicit"):
+            tuned = quarantune.autotune({"n": [1]}, rep=1, ref_fn=None, name=made_for)(added)
+            tuned.tune(*calls[made_for]()).save(PLACE + made_for)
+            winner = quarantune.TuningResult.load(PLACE + made_for, trusted=True).fn
+            traced.clear()
+            winner(*calls[made_for]())
+            assert not traced, made_for
+            for call, make in calls.items():
+                for state, enter in states.items():
+                    with enter():
+                        args = make()
+                        jax.clear_caches()
+                        ours, theirs = seen(winner, args), seen(functools.partial(added, n=1), args)
+                    assert ours == theirs, (made_for, call, state, ours, theirs)
+    """
+    run_on_devices(tmp_path, program.replace("PLACE", repr(f"{tmp_path}/")), 2)
+
+
+# --- arguments of classes, and files ---------------------------------------------------------------------------
+
+
 @jax.tree_util.register_pytree_node_class
 class Pair:
     """Validates its contents."""

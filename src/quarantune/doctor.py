@@ -31,7 +31,7 @@ from quarantune.api.tuning_cache import TuningCache
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device
 from quarantune.host import machine
-from quarantune.host.process import environment_variables, in_sandbox, interpreter
+from quarantune.host.process import environment_variables, in_sandbox
 from quarantune.host.shared_files import Directory, advice, lock_works, side_lock
 from quarantune.values import describe
 from quarantune.values import settings as environment

@@ -38,13 +38,14 @@ from quarantune.transport.problem import (
     split_config,
 )
 from quarantune.values.configs import Config, MadeConfigs, as_given
-from quarantune.values.settings import OptionKeywords, Options, checked_options, on_forgetting, settings
+from quarantune.values.settings import OptionKeywords, Options, checked_options, forget_choices, on_forgetting, settings
 from quarantune.values.space import Space
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from quarantune.results.result import TuningResult
+    from quarantune.values.settings import Which
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -52,8 +53,10 @@ _I = TypeVar("_I")
 _Q = ParamSpec("_Q")
 _T = TypeVar("_T")
 
-Memo: TypeAlias = dict[Any, dict[Hashable, _T]]
-"""Choices by the key of the call, for each state of JAX's settings."""
+Memo: TypeAlias = dict[Hashable, _T]
+"""Choices by the state of JAX's settings and the key of the call."""
+_MOST_REMEMBERED = 4096
+"""A memo with this many calls is emptied. JAX keeps no more calls of a jitted function either."""
 
 read_context = jax_internals.trace_context
 """Returns the state of JAX's settings, under which a choice is remembered."""
@@ -61,6 +64,8 @@ read_context = jax_internals.trace_context
 _Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., _R]]]
 _NOTHING: tuple[Any, tuple[Any, ...], list[Any], Callable[..., Any], _Known[Any]] = (None, (), [], print, {})
 """For a state of JAX's settings: the types and places of the arrays of one call, and its choice; and those of all."""
+
+_cleared_with_jax = jax_internals.cleared_with_caches(forget_choices)
 
 _aval, _sharding = jax_internals.aval_of, jax_internals.raw_sharding_of
 
@@ -124,8 +129,8 @@ class Tuned:
 
     _resolver: Resolver
 
-    def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again, where some are kept; see `on_forgetting`."""
+    def forget(self, of: Which | None = None) -> None:
+        """Clears the choices remembered for earlier calls, if there are any; as `forget_choices`."""
 
     def result(self, call: tuple[tuple[Any, ...], Mapping[str, Any]], *, anew: bool = False) -> TuningResult:
         """Returns the result for a call; for `tune_many` and the command line.
@@ -151,6 +156,8 @@ class TunedCallable(Tuned, Generic[_P, _R]):
     __wrapped__: Callable[_P, _R]
     _memo: Memo[Any]
     """The choices for calls so far."""
+    _last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
+    """The choice for the last call with JAX's arrays alone."""
 
     def __init__(self, fn: Callable[_P, _R], signature: inspect.Signature, name: str, options: Options) -> None:
         functools.update_wrapper(cast("Any", self), fn)
@@ -173,9 +180,10 @@ class TunedCallable(Tuned, Generic[_P, _R]):
         """Binds to an instance, as a function does."""
         return self if instance is None else BoundMethod(self, instance)
 
-    def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `on_forgetting`."""
+    def forget(self, of: Which | None = None) -> None:
+        """Clears the choices remembered for earlier calls; as `forget_choices`."""
         self._memo.clear()
+        self._last = _NOTHING
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -223,7 +231,6 @@ class Autotuned(TunedCallable[_P, _R]):
         super().__init__(fn, signature, options.name or f"{module_name(fn)}.{label}", options)
         options = dataclasses.replace(options, name=self.name)
         self._resolver = Resolver(TunedFunction.of(fn, self._configs, options, need_defaults=True))
-        self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
         register_kernel(self)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -311,11 +318,6 @@ class Autotuned(TunedCallable[_P, _R]):
         finally:
             self.forget()
 
-    def forget(self, device: str = "", key: str = "") -> None:
-        """Has all calls ask for their choices again; see `on_forgetting`."""
-        super().forget()
-        self._last = _NOTHING
-
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
         config = self._resolver.lookup(self._resolver.bind(args, kwargs))
@@ -348,7 +350,11 @@ class Autotuned(TunedCallable[_P, _R]):
         return jitted.eval_shape(*args, **kwargs, **keywords)
 
     def clear_cache(self) -> None:
-        """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
+        """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay.
+
+        The memory of calls, which holds their static arguments, is cleared too; `jax.clear_caches` clears that as well.
+        """
+        self.forget()
         jax_internals.clear_caches(self.__wrapped__)
 
     def __repr__(self) -> str:
@@ -364,12 +370,10 @@ class Autotuned(TunedCallable[_P, _R]):
         return {} if call.given else self._resolver.config(call) or {}
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
-        key = memo_key(self._jit_options, args, kwargs)
-        assignment = assignment_in_force.get()
-        context = read_context()
-        memos: Memo[Callable[..., _R]] = self._memo if assignment is None else assignment.memo(self)
-        memo = {} if key is None else memos.setdefault(context, {})
-        if key is not None and (bound := memo.get(key)) is not None:
+        memo: Memo[Callable[..., _R]] = self._memo
+        key, context = memo_key(self._jit_options, args, kwargs), read_context()
+        place = context, assignment_in_force.get(), key
+        if key is not None and (bound := memo.get(place)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
         call = self._resolver.bind(args, kwargs)
@@ -389,7 +393,7 @@ class Autotuned(TunedCallable[_P, _R]):
 
                 differentiation.explain_failure(self.__wrapped__, config, args, kwargs, name=self.name)
         if key is not None:
-            memo[key] = bound
+            remember(memo, place, bound)
             self._keep_ready(context, args, kwargs, bound)
         with self._resolver.seeding_compilation(config, args, kwargs):
             return bound(*args, **kwargs)
@@ -404,7 +408,7 @@ class Autotuned(TunedCallable[_P, _R]):
         if before != context:
             known = {}
         avals, shardings = tuple(map(_aval, args)), list(map(_sharding, args))
-        known[avals] = shardings, bound
+        remember(known, avals, (shardings, bound))
         self._last = context, avals, shardings, bound, known
 
 
@@ -482,6 +486,13 @@ class AutoTuner(Tuned):
         with own_frames_hidden(), on_engine(self._resolver.function.signature, kwargs) as (kwargs, resume):
             call = self._resolver.bind(args, kwargs)
             return self._resolver.tune(call, resume=True) if resume else self._resolver.result(call)
+
+
+def remember(memo: dict[Any, _T], key: Hashable, choice: _T) -> None:
+    """Adds a choice to a memo, which is emptied before if it is full."""
+    if len(memo) >= _MOST_REMEMBERED:
+        memo.clear()
+    memo[key] = choice
 
 
 def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:

@@ -26,7 +26,7 @@ from quarantune.sweep import sweep
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport.executable import from_data
-from quarantune.transport.problem import as_structs, bind_config, describe_function
+from quarantune.transport.problem import Arguments, as_structs, bind_config, describe_function, fitted
 from quarantune.values import settings as environment
 from quarantune.values.codec import text_of
 from quarantune.values.configs import MOST_CONFIGS, Config, MadeConfigs, checked_config, configs_made_by, format_config
@@ -130,9 +130,12 @@ def compile_configs(
         ValueError: the configs, `num_workers` or the target are not valid.
         ImportError: the compiler for the target is not installed.
     """
-    fn, signature, _ = describe_function(fn)
+    fn, signature, statics = describe_function(fn)
     label = cache_name(fn)
-    given: Any = configs_made_by(configs, *as_structs(args, kwargs), fn_name=label) if callable(configs) else configs
+    given: Any = configs
+    if callable(configs):
+        taken = fitted(configs, signature, statics or (), *as_structs(args, kwargs))
+        given = configs_made_by(configs, *taken, fn_name=label)
     if isinstance(given, Mapping):
         given = expand(given, fn_name=label)
     elif isinstance(given, Iterable):
@@ -146,7 +149,7 @@ def compile_configs(
     functions: dict[str, Callable[..., Any] | None] = {}
     for index, (config, trial) in enumerate(zip(expanded, compiled.trials, strict=True)):
         executable = compiled.executables.get(index)
-        functions[text_of(config)] = _callable_of(fn, config, executable, args, kwargs)
+        functions[text_of(config)] = _callable_of(fn, config, executable, (args, kwargs), compiled.key)
         if not executable and trial.outcome.is_failure:
             ended = f"{format_config(config)} did not compile: {trial.outcome.value}: {trial.message}"
             warnings.warn(f"{label}: {ended}", stacklevel=2)
@@ -252,14 +255,12 @@ def _is_answer(trial: Trial, target: Target) -> bool:
     return not target.estimates or figures is None or bool(figures.estimate or figures.no_estimate)
 
 
-def _callable_of(
-    fn: Any, config: Config, executable: bytes | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Callable[..., Any]:
+def _callable_of(fn: Any, config: Config, executable: bytes | None, call: Arguments, key: str) -> Callable[..., Any]:
     """Returns a callable that runs what a worker compiled; one that compiles again here where there is no such thing.
 
     A config may compile to an executable that cannot leave its worker.
     """
     if executable:
         with contextlib.suppress(ValueError):  # a config may have forged it
-            return Winner(fn, config, from_data(executable), args=args, kwargs=kwargs)
+            return Winner(fn, config, from_data(executable), call, key)
     return bind_config(fn, config)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
-from quarantune.api.autotune import Autotuned, TunedCallable, memo_key, read_context
+from quarantune.api.autotune import Autotuned, TunedCallable, memo_key, read_context, remember
 from quarantune.host.process import cache_name, lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_MOST_REMEMBERED = 1024
-"""The memo is cleared beyond this many calls, as those of a function of Python values may differ without end."""
 
 
 @overload
@@ -124,8 +122,8 @@ class Contextual(TunedCallable[_P, _R]):
                 self._resolver.config(self._resolver.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
         key = memo_key(self._jit_options, args, kwargs)
-        memo: dict[Hashable, str] = self._memo.setdefault(read_context(), {})
-        text = memo.get(key) if key is not None else None
+        place = read_context(), key
+        text: str | None = self._memo.get(place) if key is not None else None
         if text is None:
             with own_frames_hidden():
                 config = self._resolver.config(self._resolver.bind(args, kwargs))
@@ -133,9 +131,7 @@ class Contextual(TunedCallable[_P, _R]):
                 return self.__wrapped__(*args, **kwargs)
             text = str(config[assignment.KEY])
             if key is not None:
-                if len(memo) >= _MOST_REMEMBERED:
-                    memo.clear()
-                memo[key] = text
+                remember(self._memo, place, text)
             with self._resolver.seeding_compilation(config, args, kwargs):
                 return self._run(args, kwargs, text)
         return self._run(args, kwargs, text)

@@ -126,11 +126,12 @@ class TuningCache:
         except CacheWriteError as error:
             report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
             return
-        if self.directory == environment.current().cache_dir:
-            forget_choices(key.device, key.problem_size)
+        forget_choices(lambda _, *of: of == (key.device, key.problem_size))
 
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
         """Removes a config, with the trials and the failed compilations that are remembered for its problem.
+
+        Tuned functions of this process forget it too.
 
         Returns:
             Whether there was one.
@@ -144,6 +145,7 @@ class TuningCache:
         if self._store is None:
             return known
         on_disk = self._store.delete(key.kernel_type, key.device, key.problem_size)
+        forget_choices(lambda _, *of: of == (key.device, key.problem_size))
         journal.discard_all(self.directory, key.kernel_type, problem_hash(key.device, key.problem_size))
         return known or on_disk
 
@@ -186,6 +188,7 @@ class TuningCache:
         report = entries.merge(self._on_disk(), _store_of(other))
         with self._lock:
             self._configs.clear()
+        forget_choices(lambda *_: True)
         return report
 
     def export(
@@ -229,6 +232,8 @@ class TuningCache:
     def clear(self, name: str | None = None) -> None:
         """Removes everything about one kernel type, or about all: entries, and the journals of their sweeps.
 
+        Tuned functions of this process forget their results and failures too.
+
         Raises:
             CacheWriteError: it could not be removed from the disk; the message says why.
         """
@@ -241,6 +246,7 @@ class TuningCache:
         for known in {*self._store.names(), *swept} if stem is None else {stem}:
             self._store.clear(known)
             journal.discard_all(self.directory, known)
+        forget_choices(lambda name, *_: stem in (None, safe_name(name)))
 
     def problems(self) -> list[str]:
         """Returns a sentence for each problem found on disk; changes nothing."""

@@ -401,6 +401,20 @@ def clear_caches(fn: Any) -> None:
         each.clear_cache()
 
 
+def cleared_with_caches(clear: Callable[[], None]) -> object:
+    """Makes `jax.clear_caches` call a function too, for as long as the returned object exists.
+
+    Private because JAX has no public way to take part.
+    """
+    from jax._src import util
+
+    cache: Any = functools.partial(clear)
+    cache.cache_clear = clear
+    with contextlib.suppress(AttributeError):  # another version of JAX
+        util.register_cache(cache, "quarantune")
+    return cache
+
+
 def jit_options(fn: Any) -> JitOptions:
     """Returns the options of a jitted function.
 
@@ -570,6 +584,14 @@ def adopt_options(options: Mapping[str, Any]) -> None:
             jax.config.update(name, value)
 
 
+def is_debugging() -> bool:
+    """Returns whether JAX runs functions step by step or checks their outputs: no program is then like the usual one.
+
+    Private because the type checker does not know the attributes of `jax.config`.
+    """
+    return bool(config.disable_jit.value or config.debug_nans.value or config.debug_infs.value)
+
+
 trace_context: Callable[[], tuple[Any, ...]] = config.trace_context
 """Returns the part of JAX's key for a program that does not come from the call.
 
@@ -582,6 +604,18 @@ def trace_context_names() -> tuple[str, ...]:
     with contextlib.suppress(AttributeError, NotImplementedError):
         return tuple(config.trace_context_names())
     return ()
+
+
+_COMPILER_OPTIONS = tuple(sorted(OPTION_DEFAULTS.keys() - trace_context_names()))
+
+
+def program_state() -> tuple[Any, ...]:
+    """Returns the values of all settings that `describe_options` describes, which takes a tenth of its time.
+
+    Private (`_read`) because some options, such as the PRNG, are neither in JAX's key for a program nor attributes.
+    """
+    options: Any = jax.config
+    return (*trace_context(), *(options._read(name) for name in _COMPILER_OPTIONS if name in options.meta))
 
 
 def contexts() -> Mapping[str, Any]:

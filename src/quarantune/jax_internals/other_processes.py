@@ -338,6 +338,28 @@ def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
     )
 
 
+def interface_of(compiled: Any) -> tuple[list[Any], list[Any], list[Any], bool]:
+    """Returns what a compiled program takes.
+
+    Private because the public `input_shardings` puts shardings into the user's pytree classes, which may refuse them,
+    and nothing public tells whether outputs are committed.
+
+    Returns:
+        The types of all arguments; their shardings, None for an argument that the program does not use; its devices;
+        and whether its outputs are committed to them.
+
+    Raises:
+        ValueError: JAX does not say.
+    """
+    found = getattr(compiled._executable, "_unloaded_executable", None)
+    if found is None:
+        raise ValueError("this kind of program cannot be taken apart")
+    infos = jax.tree.leaves(compiled.args_info, is_leaf=lambda item: isinstance(item, jax.stages.ArgInfo))
+    used = dict(zip(sorted(found.kept_var_idx), found.input_shardings, strict=True))
+    places, devices = [used.get(index) for index in range(len(infos))], compiled.runtime_executable().local_devices()
+    return [info._aval for info in infos], places, devices, bool(found.committed)
+
+
 # --- the persistent compilation cache ---
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import numpy as np
 
-from quarantune import jax_internals
 from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, report_once, short_hash
 from quarantune.devices import discovery
 from quarantune.host.process import cache_name, lazy
@@ -27,6 +26,7 @@ from quarantune.transport.problem import (
     check_jit_options,
     describe_call,
     describe_function,
+    describe_jax_state,
     fitted,
     is_array,
     key_part,
@@ -42,7 +42,6 @@ from quarantune.values.configs import (
     configs_made_by,
     format_config,
 )
-from quarantune.values.describe import describe_context_mesh, describe_static
 from quarantune.values.settings import Options
 from quarantune.values.space import Space
 from quarantune.values.texts import array_text, printable
@@ -293,22 +292,25 @@ class BoundCall:
             return self.function.maker
         return self.function.listed_space or space_of(self.configs)
 
-    def find(self, raw: Any) -> Config | None:
+    def find(self, raw: Any, *, is_listed: bool = False) -> Config | None:
         """Returns the config that is equal to an encoded one: of the configs, or the function's own defaults.
 
         One that lacks options for XLA is equal to one that has none. Where the configs are not read, a config that the
         function can take is taken for one of them.
+
+        Args:
+            raw: the encoded config, which may be anything.
+            is_listed: whether the configs are read in any case, because the key of the call does not vouch for it.
         """
         if not isinstance(raw, Mapping):
             return None
-        if not self.has_unread_configs or any(map(has_tag, raw.values())):
-            if COMPILER_OPTIONS in self.configs.names:
-                raw = {COMPILER_OPTIONS: NO_OPTIONS, **raw}
+        if is_listed or not self.has_unread_configs or any(map(has_tag, raw.values())):
+            whole = {COMPILER_OPTIONS: NO_OPTIONS, **raw} if COMPILER_OPTIONS in self.configs.names else raw
             self.configs.whole()
-            index = self.configs.find(raw)
-            if index is not None:
+            if (index := self.configs.find(whole)) is not None:
                 return self.configs[index]
-            return self.defaults if self.untuned is not None and text_of(raw) == text_of(self.defaults) else None
+            own = {name: value for name, value in raw.items() if name != COMPILER_OPTIONS or value}
+            return self.defaults if self.untuned is not None and text_of(own) == text_of(self.defaults) else None
         with contextlib.suppress(TypeError, ValueError):  # a file may hold anything
             found = checked_config(raw, fn_name=self.name)
             self.function.check([found])
@@ -499,9 +501,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     if axes is not None:
         values = {**values, "communicates over": axes.sizes}
     assignment = assignment_in_force.get()
-    state = jax_internals.describe_options(describe_static, own=None if assignment is None else assignment.text)
-    if (mesh := describe_context_mesh(call.args, call.kwargs)) is not None:
-        state["mesh"] = mesh
+    state = describe_jax_state(call.args, call.kwargs, own=None if assignment is None else assignment.text)
     return KeyedCall(
         call=call,
         key=CallKey(kind, _text(values, call, state)),

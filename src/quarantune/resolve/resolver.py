@@ -22,7 +22,7 @@ from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
-from quarantune.values.settings import Settings, on_forgetting, table_directory
+from quarantune.values.settings import Settings, Which, on_forgetting, table_directory
 from quarantune.values.trial import ESTIMATED, CacheMissError, Findings, TuningFailedError
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ _logger = logging.getLogger("quarantune")
 
 GROUP = "quarantune.tables"
 """The group of entry points with which packages name their tables."""
+_MOST_REMEMBERED = 4096
+"""Beyond this many calls of a function, results that were found in files are forgotten, and found again."""
 _DEFAULTS = None, False
 """A choice that is not settled: another job may tune the call at any time."""
 
@@ -98,7 +100,7 @@ class Resolver:
         self._known = KnownResults(function)
         self._job = job
         self._agreed: dict[Any, Known | str] = {}
-        self._locks: dict[tuple[int, CallKey], threading.RLock] = {}
+        self._locks: dict[tuple[int, int], threading.RLock] = {}
         self._on_phase = on_phase or (lambda index, phase: None)
 
     @lazy
@@ -344,9 +346,10 @@ class Resolver:
     def _lock_of(self, key: CallKey) -> threading.RLock:
         """Returns the lock of a key: of the threads that miss the cache together, one tunes.
 
-        It is free in a fork of this process, which lacks the threads that hold it.
+        It is free in a fork of this process, which lacks the threads that hold it. Keys may be many and long, so a few
+        share a lock.
         """
-        return self._locks.setdefault((os.getpid(), key), threading.RLock())
+        return self._locks.setdefault((os.getpid(), hash(key) % _MOST_REMEMBERED), threading.RLock())
 
     def _allow_defaults(self, described: KeyedCall, settings: Settings, *, where: tuple[str, ...]) -> None:
         """Says once that a call runs with the function's own defaults.
@@ -394,9 +397,12 @@ class KnownResults:
         self._tuned: set[CallKey] = set()
         on_forgetting(self.forget)
 
-    def forget(self, device: str, key: str) -> None:
-        """Forgets the result for a key, which somebody has replaced on the disk."""
-        self._winners.pop(CallKey(device, key), None)
+    def forget(self, of: Which | None) -> None:
+        """Forgets the results and failures that are meant, because their files have changed."""
+        for key in [*self._winners, *self._failures]:
+            if of is not None and of(self._function.name, key.device, key.text):
+                self._winners.pop(key, None)
+                self._failures.pop(key, None)
 
     def find(self, keyed: KeyedCall, settings: Settings) -> Known | None:
         """Returns the result that memory or the cache holds for a call, or None."""
@@ -411,6 +417,8 @@ class KnownResults:
             if known is not None and not known.is_estimate:
                 break
         if known is not None:
+            if len(self._winners) >= _MOST_REMEMBERED:  # all but those that may be in no file
+                self._winners = {key: it for key, it in list(self._winners.items()) if key in self._tuned}
             self._winners[keyed.key] = known
         return known
 

@@ -57,7 +57,7 @@ def nearest(known: KnownResults, keyed: KeyedCall, settings: Settings) -> Known 
 
 def _kept(entry: Entry, keyed: KeyedCall) -> Config | None:
     """Returns the config of an entry if it is one of a call's that `prune_fn` accepts."""
-    config = keyed.call.find(entry.get("config"))
+    config = keyed.call.find(entry.get("config"), is_listed=True)
     return config if config is not None and keyed.call.keeps(config) else None
 
 

@@ -132,14 +132,14 @@ def verify(
         max_loss_percent: a winner that takes longer by more than that is stale; None for no such bound.
         retune: whether all configs are measured again where a winner is stale, or was only estimated.
     """
-    by_name = {safe_name(function.name): function for function in functions}
-    found = []
+    given, found = list(functions), []
     for record in records:
-        function = by_name.get(record.key.kernel_type)
-        if function is None:
-            found.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
-            continue
-        verified = _verify(record, function, arguments)
+        named = [function for function in given if safe_name(function.name) == record.key.kernel_type]
+        # Of functions of one name, an entry is for those with its code, which may differ in their configs.
+        named.sort(key=lambda function: function.fingerprint.digest != _code_of(record.key))
+        verdicts = [_verify(record, function, arguments) for function in named]
+        verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
+        verified = next((it for it in verdicts if isinstance(it, tuple)), verdicts[0])
         if isinstance(verified, tuple):
             verified = _measured(record, *verified, max_loss_percent, retune=retune)
         found.append(verified)
@@ -194,7 +194,7 @@ def _measured(
         result = Resolver(call.function).tune(call)
     except (SandboxError, TuningFailedError) as error:
         return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
-    forget_choices(record.key.device, record.key.problem_size)
+    forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
     reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
     return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
 

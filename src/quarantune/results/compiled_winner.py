@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.extend import backend
 
 from quarantune import jax_internals
+from quarantune.cache import canonical_json
 from quarantune.host.process import lazy
-from quarantune.jax_internals.other_processes import ExecutableParts
-from quarantune.transport.problem import bind_config, jitted_with
+from quarantune.jax_internals.other_processes import ExecutableParts, interface_of
+from quarantune.transport.problem import Arguments, bind_config, describe_jax_state, jitted_with
+from quarantune.values.codec import decode_json
 from quarantune.values.configs import Config
+from quarantune.values.describe import describe_static
 
-_Static = tuple[type, Any]
+_Dynamic = tuple[list[Any], dict[str, Any]]
+_WITHOUT_PARTS = (bool, int, str, type(None))
 
 
 class Winner:
     """A function with a config bound, and the executable that a worker compiled from the two.
 
-    Called with arguments of the same shapes, dtypes and statics, outside of any trace, it runs the executable. Any
-    other call goes to the function, which JAX compiles as usual.
+    It runs the executable for calls for which JAX would compile the same: outside of any trace, under the same settings
+    of JAX, with arguments of the same types in the same places, and with the same static values. Any other call goes to
+    the function, which JAX compiles as usual.
     """
 
-    def __init__(
-        self, fn: Callable[..., Any], config: Config, compiled: Any, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], config: Config, compiled: Any, call: Arguments, key: str) -> None:
         """Binds a config to a function.
 
         Args:
@@ -34,58 +39,96 @@ class Winner:
             config: the config.
             compiled: the executable, callable or as read from its file. XLA may end a process that loads a damaged
                 program, so one that was read is loaded by the first call.
-            args: the positional arguments that it was compiled for, with arrays or placeholders; where the executable
-                is callable, only the places of arrays count.
-            kwargs: the keyword arguments, likewise.
+            call: the arguments that it was compiled for, with arrays or placeholders; if the executable is callable,
+                only the places of arrays count.
+            key: the key of that call, which holds the settings of JAX.
+
+        Raises:
+            ValueError: the key is not JSON.
         """
         functools.update_wrapper(self, fn)
         self.config = config
         self._bound = bind_config(fn, config)
         self._jitted, self._keywords = jitted_with(fn, config)
         self._jit = jax_internals.jit_options(fn)
-        _, self._statics = self._split(args, kwargs)
+        self._state = canonical_json(decode_json(key.encode()).get("jax", {}))
+        self._settings: Any = None
+        _, self._statics = self._split(*call)
         self._read = compiled if isinstance(compiled, ExecutableParts) else None
         self._call = None if self._read else compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the executable, or the function where the executable does not fit the call."""
-        (dynamic_args, dynamic_kwargs), statics = self._split(args, kwargs)
-        if jax_internals.is_tracing() or statics != self._statics:
-            return self._bound(*args, **kwargs)
+        """Runs the executable if JAX would compile the same for this call, and else the function."""
         try:
-            # An executable accepts weak types for strong ones and the reverse, and returns its own.
-            if self._call is None:
-                assert self._read is not None
-                out_tree = self._read.out_tree
-                if out_tree is None:
-                    # Its outputs hold classes that only the function can name: trace it, as any first call does.
-                    out_tree = self._jitted.trace(*args, **kwargs, **self._keywords).out_tree
-                self._call = self._read.with_trees(_tree((dynamic_args, dynamic_kwargs)), out_tree)
-            leaves = jax.tree.leaves((dynamic_args, dynamic_kwargs))
-            if [jax.typeof(leaf).weak_type for leaf in leaves] != self._weak:
-                return self._bound(*args, **kwargs)
-            return self._call(*dynamic_args, **dynamic_kwargs)
+            (dynamic_args, dynamic_kwargs), statics = self._split(args, kwargs)
+            if statics == self._statics and self._is_same_state(args, kwargs):
+                if self._call is None:
+                    assert self._read is not None
+                    out_tree = self._read.out_tree
+                    if out_tree is None:
+                        # Its outputs hold classes that only the function can name: trace it, as any first call does.
+                        out_tree = self._jitted.trace(*args, **kwargs, **self._keywords).out_tree
+                    self._call = self._read.with_trees(_tree((dynamic_args, dynamic_kwargs)), out_tree)
+                if self._takes(jax.tree.leaves((dynamic_args, dynamic_kwargs))):
+                    return self._call(*dynamic_args, **dynamic_kwargs)
         except (TypeError, ValueError):
-            # Other shapes, dtypes or devices; if the call is wrong, the function raises a clearer error.
-            return self._bound(*args, **kwargs)
+            pass  # Other shapes, dtypes or layouts; if the call is wrong, the function raises a clearer error.
+        return self._bound(*args, **kwargs)
+
+    def _is_same_state(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether JAX's settings are those that the executable was compiled under."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if jax_internals.is_tracing() or jax_internals.is_debugging() or (mesh.size == 1 and not mesh.empty):
+            return False  # a mesh of one device is in no description, and outputs are then on it
+        if (settings := jax_internals.program_state()) != self._settings:
+            if canonical_json(describe_jax_state(args, kwargs)) != self._state:
+                return False
+            # A mesh in force is described relative to the arguments: the next call may have others.
+            self._settings = settings if mesh.empty else None
+        return True
+
+    def _takes(self, leaves: list[Any]) -> bool:
+        """Returns whether JAX would compile the executable for arguments of these types in these places.
+
+        The executable accepts weak types for strong ones and the reverse, and other arrays on its devices, but its
+        outputs have the types and the places that they were compiled with.
+        """
+        avals, places, devices, is_committed = self._interface
+        # Outputs are committed if an argument was. If the function did that itself, no argument fits, and JAX compiles.
+        is_placed, is_any_committed = is_committed and any(place is not None for place in places), False
+        for leaf, aval, place in zip(leaves, avals, places, strict=True):
+            if type(kind := jax.typeof(leaf)) is not type(aval) or kind.weak_type != aval.weak_type:
+                return False
+            if place is not None and isinstance(leaf, jax.Array) and leaf.committed:
+                is_any_committed = True
+                if leaf.sharding != place:
+                    return False
+            elif place is not None and is_placed and not place.is_fully_replicated:
+                return False
+        if is_any_committed or is_placed:
+            return is_any_committed and is_placed
+        return (is_committed or devices == [backend.get_default_device()]) and jax.sharding.get_abstract_mesh().empty
 
     @lazy
-    def _weak(self) -> list[bool]:
-        """Whether each argument is weakly typed; only to be read once there is an executable to call."""
-        assert self._call is not None
-        return [aval.weak_type for aval in jax.tree.leaves(self._call.in_avals)]
+    def _interface(self) -> tuple[list[Any], list[Any], list[Any], bool]:
+        """What the executable takes; only to be read once there is one to call."""
+        return interface_of(self._call)
 
-    def _split(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[list[Any], dict[str, Any]], tuple[dict[int, _Static], dict[str, _Static]]]:
+    def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Dynamic, dict[Any, Any]]:
         positional, named = self._jit.dynamic(args, kwargs)
-        statics = (  # with their types, as in JAX: 1 and 1.0 are two programs
-            {index: (type(arg), arg) for index, arg in enumerate(args) if index not in positional},
-            {name: (type(arg), arg) for name, arg in kwargs.items() if name not in named},
-        )
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        statics = {place: _exact(given[place]) for place in given.keys() - positional.keys() - named.keys()}
         return (list(positional.values()), named), statics
 
 
-def _tree(dynamic: tuple[list[Any], dict[str, Any]]) -> Any:
+def _exact(static: Any) -> tuple[type, Any, str]:
+    """Returns a static value with its type, as in JAX, and with a text that also tells 1 from 1.0 inside it."""
+    text = ""
+    with contextlib.suppress(TypeError):  # a value without a description is equal or not
+        text = "" if type(static) in _WITHOUT_PARTS else canonical_json(describe_static(static))
+    return type(static), static, text
+
+
+def _tree(dynamic: _Dynamic) -> Any:
     args, kwargs = dynamic
     return jax.tree.structure((tuple(args), kwargs))

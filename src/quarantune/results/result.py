@@ -372,7 +372,8 @@ class TuningResult(Record):
 
         Raises:
             TypeError: the function cannot travel; the message says why.
-            SavedResultError: the result was loaded without its function.
+            SavedResultError: the result was loaded without its function, or the directory has a `result.json` of
+                another program.
             OSError: the directory cannot be written to.
         """
         from quarantune.transport import pickling
@@ -445,7 +446,7 @@ class TuningResult(Record):
             reason = f"was compiled for {self.device} under {self.versions}, and this is {here} under {now}"
             if (here, now) == (self.device, self.versions):
                 try:
-                    fn, reason = Winner(plain, best, load(executable), args=call[0], kwargs=call[1]), ""
+                    fn, reason = Winner(plain, best, load(executable), call, self.key), ""
                 except Exception as error:
                     reason = f"cannot be loaded: {error!r:.500}"
             if reason:

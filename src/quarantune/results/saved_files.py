@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quarantune.host import shared_files
@@ -26,7 +26,9 @@ FUNCTION, WINNER = "function", "winner"
 _SCHEMA = 2
 """The version of the layout of `TuningResult.save`; in the first, the files had the same names in every save."""
 _PART = re.compile(rf"({FUNCTION}|{WINNER})(-[0-9a-f]+)?\.bin")
-_REMAINS = re.compile(rf"{_PART.pattern}|\.({_PART.pattern}|{re.escape(JSON)})\.[0-9a-f]+\.tmp")
+_NEW_PART = rf"({FUNCTION}|{WINNER})-[0-9a-f]{{16}}\.bin"
+_REMAINS = re.compile(rf"{_NEW_PART}|\.({_NEW_PART}|{re.escape(JSON)})\.[0-9a-f]+\.tmp")
+"""The names that a save makes, and no other: a user may have a `function.bin` or a `winner-2.bin` there."""
 _LARGEST_BYTES = 1 << 31
 _IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 """A file cannot be replaced: its directory is not writable, or it is a mount."""
@@ -36,6 +38,10 @@ _SAVING_S = 24 * 3600.0
 
 class SavedResultError(ValueError):
     """A directory holds no saved result, or a damaged one; the message says how it is damaged."""
+
+
+class ForeignFileError(SavedResultError):
+    """The JSON file of a directory is from another program, so that it is not replaced."""
 
 
 def load(folder: Path) -> tuple[JsonObject, dict[str, bytes]]:
@@ -62,25 +68,35 @@ def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
         parts: the content of the other files, by `FUNCTION` and `WINNER`.
 
     Raises:
+        ForeignFileError: the JSON file is there, and from another program.
         OSError: the directory cannot be written to; an earlier result is as it was.
     """
     token = secrets.token_hex(8)
     named = {f"{kind}-{token}.bin": part for kind, part in parts.items()}
     digests = {name: hashlib.sha256(part).hexdigest() for name, part in named.items()}
+    text = json.dumps({"schema": _SCHEMA, **about, "files": digests}, indent=1)
     with Directory(folder, make=True) as place:
-        unneeded = {*named, *_names(folder)}
+        earlier, long_ago = _names(folder) or (), time.time() - _SAVING_S
         try:
             for name, part in named.items():
                 place.replace(name, part)
-            place.replace(JSON, json.dumps({"schema": _SCHEMA, **about, "files": digests}, indent=1).encode())
-        finally:
-            long_ago = time.time() - _SAVING_S
-            with contextlib.suppress(OSError):
-                # Those that are not ours, nor of the earlier result, are left by a process that was killed.
-                remains = [name for name in place.names() if _REMAINS.fullmatch(name)]
-                unneeded.update(name for name in remains if place.status(name).st_mtime < long_ago)
-                for name in unneeded - _names(folder):
-                    place.remove(name)
+            place.replace(JSON, text.encode())
+        except BaseException:
+            # The result that is there may be of a newer version, with files of unknown names: only ours are removed.
+            _remove(place, named, folder)
+            raise
+        with contextlib.suppress(OSError):
+            # Those that are not of the earlier result are left by a process that was killed.
+            remains = [name for name in place.names() if _REMAINS.fullmatch(name)]
+            _remove(place, [*named, *earlier, *(it for it in remains if place.status(it).st_mtime < long_ago)], folder)
+
+
+def _remove(place: Directory, names: Iterable[str], folder: Path) -> None:
+    """Removes files that the result that is there now does not need, if that is known."""
+    with contextlib.suppress(OSError, ForeignFileError):
+        if (needed := _names(folder)) is not None:
+            for name in set(names) - needed:
+                place.remove(name)
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
@@ -107,12 +123,20 @@ def write(path: str | os.PathLike[str], content: bytes) -> None:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # not with the name of the draft
 
 
-def _names(folder: Path) -> set[str]:
-    """Returns the names of the other files of the result that is there."""
+def _names(folder: Path) -> set[str] | None:
+    """Returns the names of the other files of the result that is there; None if the disk does not say.
+
+    A damaged result, or one of a newer version, has no files that are known.
+
+    Raises:
+        ForeignFileError: the JSON file is from another program.
+    """
     try:
         return {name for _, name, _ in _parts(folder, _read_json(folder / JSON))}
-    except SavedResultError:
-        return set()
+    except ForeignFileError:
+        raise
+    except SavedResultError as error:
+        return None if isinstance(error.__cause__, OSError) else set()
 
 
 def _parts(folder: Path, about: JsonObject) -> list[tuple[str, str, str]]:
@@ -137,7 +161,7 @@ def _read_json(path: Path) -> JsonObject:
         raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
     schema = about.get("schema") if isinstance(about, dict) else None
     if not isinstance(schema, int):
-        raise SavedResultError(f"{path} is not from TuningResult.save")
+        raise ForeignFileError(f"{path} is not from TuningResult.save: give another directory, or remove the file")
     if schema > _SCHEMA:
         raise SavedResultError(f"{path} was saved by a newer quarantune (schema {schema}): install that one")
     return dict(about)

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -73,7 +72,6 @@ class Assignment:
         self.on_seen: Callable[[], None] = lambda: None
         self.note: Callable[..., None] | None = None
         self._codes: dict[str, list[str]] = {}
-        self._memos: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._lock = new_lock()
 
     def slot(self, name: str, key: str, code: str) -> Slot:
@@ -117,11 +115,6 @@ class Assignment:
         if self.others == FIRST and self.seen[slot].configs:
             return True, self.seen[slot].configs[0]
         return self.others != OWN, None
-
-    def memo(self, kernel: Any) -> dict[Any, Any]:
-        """Returns the memo of a kernel's calls under this assignment."""
-        with self._lock:
-            return self._memos.setdefault(kernel, {})
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:

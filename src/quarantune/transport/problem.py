@@ -250,6 +250,19 @@ def with_leaves(
     return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
 
 
+def describe_jax_state(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, own: str | None = None) -> JsonObject:
+    """Returns a JSON-able description of JAX's settings that change the program of a call, and of the mesh in force.
+
+    Args:
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
+        own: the value of this package's own user context, which is left out.
+    """
+    state = jax_internals.describe_options(describe.describe_static, own=own)
+    mesh = describe.describe_context_mesh(args, kwargs)
+    return state if mesh is None else {**state, "mesh": mesh}
+
+
 # --- dynamic arguments --------------------------------------------------------------------------------------
 
 

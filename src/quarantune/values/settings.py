@@ -672,7 +672,9 @@ def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
     return entered  # a task of asyncio leaves what another one has entered
 
 
-_Forget: TypeAlias = Callable[[str, str], None]
+Which: TypeAlias = Callable[[str, str, str], bool]
+"""Whether the result for a function's name, a kind of device and a key is meant."""
+_Forget: TypeAlias = Callable[[Which | None], None]
 _forgetting: dict[int, weakref.WeakMethod[_Forget]] = {}
 
 
@@ -680,18 +682,21 @@ def on_forgetting(forget: _Forget) -> None:
     """Registers a method, for as long as its object exists, that forgets choices for calls which it keeps in memory.
 
     Args:
-        forget: takes a kind of device and a key, and forgets at least the choice for these; both are empty where calls
-            are to ask anew.
+        forget: as `forget_choices`.
     """
     reference = weakref.WeakMethod(forget, lambda dead: _forgetting.pop(id(dead), None))
     _forgetting[id(reference)] = reference
 
 
-def forget_choices(device: str = "", key: str = "") -> None:
-    """Has the choice for a key forgotten, or, without one, the short ways to all choices."""
+def forget_choices(of: Which | None = None) -> None:
+    """Makes all calls ask for their choices again.
+
+    Args:
+        of: accepts the results to forget too, because files have changed; None for none.
+    """
     for reference in list(_forgetting.values()):
         if (forget := reference()) is not None:
-            forget(device, key)
+            forget(of)
 
 
 _blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("_blocks", default=())
