@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from quarantune.cli import output
 from quarantune.cli.output import FAILED, INTERRUPTED, UNREAD, WRONG, InputError, Output
@@ -31,15 +31,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 the work failed or the answer is no, 2 the command was wrong, 130 interrupted, 141 the
         reader of stdout left.
     """
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:  # it is closed: else the next file that is opened would take its place
+            access = os.O_WRONLY if fd == 2 else os.O_RDONLY  # so that what is written to stdout is missed
+            setattr(sys, name, open(os.open(os.devnull, access), mode, encoding="utf-8"))  # noqa: SIM115
     try:
         code = _code_of(arguments)
-        sys.stdout.flush()  # here, so that a reader that has left is noticed
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Python would complain once more when it flushes at its end.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
+        with output.writing():  # here, so that a reader that has left is noticed
+            sys.stdout.flush()
+    except output.OutputError as error:
+        _discard(sys.stdout)
+        if isinstance(error.__cause__, BrokenPipeError):  # the reader, such as `head`, has seen enough
+            code = UNREAD
+        else:
+            _say("quarantune", output.ERROR_STYLE, str(error))
+            code = FAILED
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
     return code
+
+
+def _discard(stream: TextIO) -> None:
+    """Drops what a stream could not write: Python would complain once more when it flushes it at its end."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _code_of(arguments: Sequence[str] | None) -> int:
@@ -50,7 +67,7 @@ def _code_of(arguments: Sequence[str] | None) -> int:
     if options.command == "help":
         return _code_of([*options.words, "--help"])
     if not options.run:
-        options.parser.print_help(sys.stderr)
+        output.complain(options.parser.format_help().rstrip("\n"))
         return WRONG
     try:
         with warnings.catch_warnings():
@@ -58,10 +75,12 @@ def _code_of(arguments: Sequence[str] | None) -> int:
             return _run(options)
     except InputError as error:
         text, code = str(error), WRONG
+    except output.OutputError:
+        raise
     except KeyboardInterrupt as error:
         text, code = "\n".join(getattr(error, "__notes__", ["interrupted"])), INTERRUPTED
     except Exception as error:
-        if type(error).__name__.removesuffix("Error") not in _FAILURES:
+        if not isinstance(error, OSError) and type(error).__name__.removesuffix("Error") not in _FAILURES:
             raise
         text, code = output.message_of(error), FAILED
     _say(f"quarantune {options.command}", output.ERROR_STYLE, text)
@@ -80,11 +99,14 @@ def _run(options: Any) -> int:
         if getattr(options, "cache_dir", None) is not None:
             from quarantune.values.settings import settings
 
-            block.enter_context(settings(cache_dir=options.cache_dir))
+            with output.input_errors(ValueError):
+                block.enter_context(settings(cache_dir=options.cache_dir))
         out = Output(sys.stdout, as_json=as_json)
         if as_json:  # a user's module may print when it is imported, which must not end up within the JSON
             block.enter_context(contextlib.redirect_stdout(sys.stderr))
-        return int(handler(options, out))
+        code = int(handler(options, out))
+        out.check()
+        return code
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -94,4 +116,4 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def _say(head: str, style: str, text: str) -> None:
     # Messages may name what is in files that anybody can write.
-    print(f"{output.styled(head, style, sys.stderr)}: {output.printable_lines(text)}", file=sys.stderr)
+    output.complain(f"{output.styled(head, style, sys.stderr)}: {output.printable_lines(text)}")

@@ -32,6 +32,8 @@ _ARGUMENT = re.compile(
 )
 """An array or a word, perhaps with its name, up to the next argument."""
 _WORDS = {"true": True, "false": False, "none": None}
+BYTE_ORDER_MARK = "\ufeff"
+"""The first character of files that some editors write; also of options that `$(cat FILE)` gives."""
 _HOW = "write arrays as bf16[4096,4096] or f32[], numbers as 3 or 0.5, and keywords as name=value"
 
 
@@ -90,7 +92,7 @@ def parse_call(text: str, *, source: str = "--args") -> GivenCall:
         InputError: it describes no arguments.
     """
     try:
-        return GivenCall(*_arguments(text))
+        return GivenCall(*_arguments(text.removeprefix(BYTE_ORDER_MARK)))
     except ValueError as error:
         raise InputError(f"{source} {shown(text.strip())}: {error}") from None
 
@@ -158,9 +160,9 @@ def read_calls(path: str) -> list[GivenCall]:
     """
     name = "stdin" if path == "-" else path
     try:
-        lines = (sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")).splitlines()
+        lines = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise InputError(f"--shapes {shown(path)} cannot be read ({reason}): name a text file") from error
     given = {number: line for number, line in enumerate(lines, start=1) if line.partition("#")[0].strip()}
     if not given:

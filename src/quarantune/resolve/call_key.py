@@ -33,7 +33,7 @@ from quarantune.transport.problem import (
     named,
     split_config,
 )
-from quarantune.values.codec import JsonObject, freeze, has_tag, text_of
+from quarantune.values.codec import JsonObject, equal, freeze, has_tag, text_of
 from quarantune.values.configs import (
     COMPILER_OPTIONS,
     NO_OPTIONS,
@@ -361,7 +361,7 @@ class BoundCall:
         arguments = self.function.signature.bind(*self.args, **self.kwargs).arguments
         given = {name: freeze(arguments[name]) for name in self.given}
         listed = [self.configs[index] for index in self.configs.listed()]
-        agreeing = [config for config in listed if config == {**config, **given}] or listed
+        agreeing = [config for config in listed if equal(config, {**config, **given})] or listed
         kept = [config for config in agreeing if self.keeps({**config, **given})]
         return [{name: value for name, value in config.items() if name not in given} for config in kept]
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
+from quarantune.values.codec import equal
 from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import END, READY, Findings, Outcome, Phase, Trial, count_outcomes
 
@@ -255,7 +256,7 @@ class Progress:
         if not timed:
             return ""
         best = min(timed, key=lambda trial: trial.figure or 0.0)
-        default = None if self.default is None else next((it for it in timed if it.config == self.default), None)
+        default = next((it for it in timed if equal(it.config, self.default)), None)
         found = Findings(best.time_ms or 0.0, default.time_ms if default else self._default_ms)
         told = found.with_score(best, default).text()
         return f"best {format_config(best.config)}, {told}"
