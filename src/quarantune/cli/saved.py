@@ -262,9 +262,9 @@ def _opened() -> Store:
 
 def _another(directory: str) -> Store:
     """Returns the entries of another cache, which has to be there."""
-    with input_errors(ValueError), environment.settings(cache_dir=directory):
-        path = environment.current().cache_dir
-    return _readable(path, remedy="give the directory of a cache")
+    with input_errors(ValueError):
+        environment.settings(cache_dir=directory)  # it refuses what is no directory of a file system, such as a URL
+    return _readable(Path(directory).expanduser(), remedy="give the directory of a cache")
 
 
 def _readable(directory: Path, *, remedy: str) -> Store:
