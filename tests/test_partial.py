@@ -68,3 +68,11 @@ def test_without_the_option_the_tuner_steps_aside(sweeps: list[str]) -> None:
     with pytest.raises(TypeError, match="bm is tuned here"):
         fn.tune(X, bm=2)
     assert sweeps == []
+
+
+def test_a_tunable_given_by_hand_chooses_the_configs_with_the_same_value(swept_configs: list[Any]) -> None:
+    """Not those whose value is only equal in Python; a number of NumPy's is one of Python's."""
+    fn = tiled([{"bm": bm, "bn": bn} for bm, bn in ((1, 10), (1.0, 20), (True, 10), (2, 20))], name="alike")
+    for bm in (True, 1, np.int64(2)):
+        fn(X, bm=bm)
+    assert swept_configs == [[{"bn": 10}], [{"bn": 10}], [{"bn": 20}]]
