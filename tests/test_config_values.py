@@ -309,7 +309,7 @@ def test_dtypes_inside_dataclasses_and_grids_are_tuned() -> None:
         (Way.FORTH, "FORTH"),
         ((Way.FORTH, 2, (Way.BACK,)), "[FORTH,2,[BACK]]"),
         (FrozenDict(a=(Way.BACK, None)), '{"a":[BACK,null]}'),
-        ((Plan(2, Way.BACK), 1.5), "[(block=2, way=BACK, sizes=[]),1.5]"),
+        ((Plan(2, Way.BACK), 1.5), "[Plan(block=2, way=BACK, sizes=[]),1.5]"),
         ((jnp.dtype("bfloat16"),), "[bfloat16]"),
     ],
 )

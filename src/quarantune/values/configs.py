@@ -344,7 +344,7 @@ def format_value(value: object) -> str:
             return printable(str(name).rpartition(".")[2])
         case {"$type": name, **fields}:
             parts = ", ".join(f"{printable(str(key))}={format_value(item)}" for key, item in fields.items())
-            return f"({parts})" if fields else printable(str(name).rpartition(".")[2])
+            return printable(str(name).rpartition(".")[2]) + (f"({parts})" if fields else "")
         case Mapping():
             return f"{{{','.join(f'{json.dumps(key)}:{_inner(item)}' for key, item in value.items())}}}"
     return dtype_name(value) or str(value)
