@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from quarantune.cli import output
 from quarantune.cli.output import FAILED, INTERRUPTED, UNREAD, WRONG, InputError, Output
@@ -33,30 +33,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:  # it is closed: else the next file that is opened would take its place
-            access = os.O_WRONLY if fd == 2 else os.O_RDONLY  # so that what is written to stdout is missed
-            setattr(sys, name, open(os.open(os.devnull, access), mode, encoding="utf-8"))  # noqa: SIM115
+            # Not to be written, so that what is lost on stdout is noticed.
+            setattr(sys, name, open(os.open(os.devnull, fd == 2 and os.O_WRONLY), mode, encoding="utf-8"))  # noqa: SIM115
     try:
         code = _code_of(arguments)
         with output.writing():  # here, so that a reader that has left is noticed
             sys.stdout.flush()
     except output.OutputError as error:
-        _discard(sys.stdout)
-        if isinstance(error.__cause__, BrokenPipeError):  # the reader, such as `head`, has seen enough
-            code = UNREAD
-        else:
+        # The reader, such as `head`, may have seen enough.
+        code = UNREAD if isinstance(error.__cause__, BrokenPipeError) else FAILED
+        if code == FAILED:
             _say("quarantune", output.ERROR_STYLE, str(error))
-            code = FAILED
-    try:
-        sys.stderr.flush()
-    except OSError:
-        _discard(sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # of which Python would complain once more at its end
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
-
-
-def _discard(stream: TextIO) -> None:
-    """Drops what a stream could not write: Python would complain once more when it flushes it at its end."""
-    with contextlib.suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _code_of(arguments: Sequence[str] | None) -> int:
@@ -75,8 +69,6 @@ def _code_of(arguments: Sequence[str] | None) -> int:
             return _run(options)
     except InputError as error:
         text, code = str(error), WRONG
-    except output.OutputError:
-        raise
     except KeyboardInterrupt as error:
         text, code = "\n".join(getattr(error, "__notes__", ["interrupted"])), INTERRUPTED
     except Exception as error:
@@ -105,7 +97,8 @@ def _run(options: Any) -> int:
         if as_json:  # a user's module may print when it is imported, which must not end up within the JSON
             block.enter_context(contextlib.redirect_stdout(sys.stderr))
         code = int(handler(options, out))
-        out.check()
+        if out.error is not None:
+            raise out.error
         return code
 
 

@@ -32,8 +32,6 @@ _ARGUMENT = re.compile(
 )
 """An array or a word, perhaps with its name, up to the next argument."""
 _WORDS = {"true": True, "false": False, "none": None}
-BYTE_ORDER_MARK = "\ufeff"
-"""The first character of files that some editors write; also of options that `$(cat FILE)` gives."""
 _HOW = "write arrays as bf16[4096,4096] or f32[], numbers as 3 or 0.5, and keywords as name=value"
 
 
@@ -92,7 +90,7 @@ def parse_call(text: str, *, source: str = "--args") -> GivenCall:
         InputError: it describes no arguments.
     """
     try:
-        return GivenCall(*_arguments(text.removeprefix(BYTE_ORDER_MARK)))
+        return GivenCall(*_arguments(text.removeprefix("\ufeff")))  # it is before what `$(cat FILE)` gives
     except ValueError as error:
         raise InputError(f"{source} {shown(text.strip())}: {error}") from None
 

@@ -28,7 +28,7 @@ from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
 from quarantune.cli import calls
-from quarantune.cli.call_texts import BYTE_ORDER_MARK, GivenCall
+from quarantune.cli.call_texts import GivenCall
 from quarantune.cli.output import (
     DONE,
     ERROR_STYLE,
@@ -445,7 +445,7 @@ def _show_alone(label: str, trial: Trial, out: Output) -> None:
 
 def _parsed_config(text: str) -> JsonObject:
     try:
-        config = decode_json(text.removeprefix(BYTE_ORDER_MARK))
+        config = decode_json(text.removeprefix("\ufeff"))
     except ValueError as error:
         raise InputError(f"--config {shown(text)} is no JSON ({error}): write it as '{{\"bm\": 64}}'") from None
     if not isinstance(config, dict) or not config:

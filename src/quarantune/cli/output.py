@@ -114,7 +114,7 @@ class Output:
         """
         self.as_json = as_json
         self._stream = stream
-        self._error: OutputError | None = None
+        self.error: OutputError | None = None  # that of the last text that could not be written
 
     @property
     def width(self) -> int:
@@ -141,15 +141,6 @@ class Output:
 
             self._write(json.dumps(plain(value, finite_only=False), indent=2))
 
-    def check(self) -> None:
-        """Raises if something could not be written; the work was done all the same.
-
-        Raises:
-            OutputError: the stream is full, or closed.
-        """
-        if self._error is not None:
-            raise self._error
-
     def _write(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
         try:
@@ -159,4 +150,4 @@ class Output:
         except OutputError as error:
             if isinstance(error.__cause__, BrokenPipeError):
                 raise
-            self._error = error
+            self.error = error

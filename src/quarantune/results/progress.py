@@ -354,6 +354,7 @@ class Screen:
         self._lock = threading.Lock()
         self._writing = threading.RLock()
         self._stop: threading.Event | None = None
+        self._live: Live | None = None  # the lines on a terminal
 
     def add(self, sweep: Sweep) -> None:
         """Begins to show a sweep."""
@@ -378,13 +379,12 @@ class Screen:
             if not self.sweeps and self._stop is not None:
                 self._stop.set()  # the thread draws nothing from now on, and ends by itself
                 self._stop = None
-            with self._writing:
-                with _harmless():
-                    if not self.sweeps:
-                        self.end()
-                with _harmless():
-                    if last_line:
-                        self._write_line(last_line)
+            with self._writing, _harmless():
+                if not self.sweeps:
+                    self.end()
+            with self._writing, _harmless():
+                if last_line:
+                    self._write_line(last_line)
 
     def _keep_drawing(self, stop: threading.Event) -> None:
         with _harmless():
@@ -463,13 +463,6 @@ class Terminal(Screen):
 
     # The cursor's way up is computed when the lines' number is known and written later: nothing may come between, so
     # that whatever others write to the terminal waits for the lock of the screen, too.
-    _live: Live | None = None
-
-    def reset(self) -> None:
-        """Forgets the lines, too, which are those of the parent."""
-        super().reset()
-        self._live = None
-
     def _show(self, views: Sequence[View]) -> None:
         live = self._live = self._live or self._open()
         # As wide as the terminal is now; rich alone would trust `COLUMNS`, and wider lines would wrap.
