@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import child_environ, python
+from helpers import child_environ, python, run_python
 from test_speed import best_of
 
 from quarantune import cli
@@ -26,7 +26,7 @@ from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Store
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import encode
-from quarantune.cli.call_texts import GivenCall, parse_call
+from quarantune.cli.call_texts import GivenCall, parse_call, read_calls
 from quarantune.cli.parser import make_parser
 from quarantune.values.trial import ArrayKind
 
@@ -162,6 +162,7 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("tune", "--args --shapes --inputs --recorded"),
         ("tune --args f32[8]", "no function is named: write quarantune tune MODULE:FUNCTION, or --recorded DIR"),
         ("tune --recorded nowhere", "'nowhere' is no directory: name that of QUARANTUNE_RECORD"),
+        ("tune --recorded ~no_such_user/calls", "is no directory: name that of QUARANTUNE_RECORD"),
         ("tune --recorded . --static a=1", "goes with neither --static nor --estimate-for"),
         ("tune K:scale --args f32[8", "write arrays as bf16[4096,4096]"),
         ("tune K:scale --args f32[8,x]", "'x' is no size"),
@@ -173,6 +174,7 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("tune K:scale --shapes nowhere.txt", "cannot be read (No such file or directory)"),
         ("tune K:scale --shapes empty.txt", "write the arguments of one on each line"),
         ("tune K:scale --shapes bad.txt", "bad.txt, line 2 'f32': 'f32' is no argument"),
+        ("tune K:scale --shapes utf16.txt", "utf16.txt' cannot be read (it is no text in UTF-8)"),
         ("tune K --args f32[8]", "write MODULE:FUNCTION"),
         ("tune K:scal --args f32[8]", "Did you mean 'scale'"),
         ("tune K:zzz --args f32[8]", "Its autotuned functions are: scale, broken."),
@@ -205,6 +207,16 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("check K:scale --args f32[8],f32[8] --target TPU_v99", "nown are: cpu, TPU v4"),
         ("check K:scale --args f32[8],f32[8] --target cpu --memory-limit much", "'8GB'"),
         ("cache list --cache-dir bad.txt", "is no directory: give another one with --cache-dir"),
+        ("cache list --cache-dir=", "cache_dir='' is not valid: it must be a directory"),
+        ("cache path --cache-dir gs://bucket/cache", "not a URL"),
+        ("cache verify --cache-dir ~no_such_user/cache", "cache_dir='~no_such_user/cache' is not valid"),
+        ("tune K:scale --args f32[8],f32[8] --cache-dir gs://bucket", "not a URL"),
+        ("report kernels.scale --cache-dir s3://bucket", "not a URL"),
+        ("doctor --cache-dir=", "cache_dir='' is not valid"),
+        ("cache diff gs://bucket", "cache_dir='gs://bucket' is not valid"),
+        ("cache merge ~no_such_user/cache", "cache_dir='~no_such_user/cache' is not valid"),
+        ("cache export gs://bucket/tables", "not a URL"),
+        ("report gs://bucket/kernels.scale kernels.scale", "not a URL"),
         ("cache list kernels.scal", "Did you mean 'kernels.scale'"),
         ("cache show nothing", "`quarantune cache list` shows all names"),
         ("cache show --device H20", "Did you mean 'H200'"),
@@ -242,9 +254,10 @@ def test_bad_input_ends_with_code_2_and_one_line_that_names_the_fix(
         ("bad.txt", "f32[8] f32[8]\nf32\n"),
         ("fails.py", "1 / 0\n"),
         ("needs.py", "import not_installed_here\n"),
+        ("utf16.txt", "\udcff\udcfef\x003\x00"),
         ("tunes.py", "import quarantune\n\n\ntuner = quarantune.AutoTuner(lambda x, n: x, [{'n': 1}])\ntuner.run(1)\n"),
     ):
-        Path(name).write_text(text)
+        Path(name).write_text(text, "utf-8", "surrogateescape")
     code, out, err = run(*words.replace("K", kernels).split())
     assert (code, out) == (2, "")
     assert is_one_line_about(err, fix.replace("K", kernels)), err
@@ -524,6 +537,84 @@ def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
     with os.fdopen(writer, "wb") as out:
         done = subprocess.run(command, env=environ, stdout=out, stderr=subprocess.PIPE, timeout=280)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+NOT_WRITTEN = (("cache list", 1), ("cache show --json", 1), ("cache prune --dry-run", 1), ("help cache", 1), ("-V", 1))
+WRONG = (("cache", 2), ("nonsense", 2), ("cache list nothing", 2))
+
+
+def under_shell(words: str, redirections: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command with streams as a shell redirects them."""
+    before = ["sh", "-c", f'exec "$@" {redirections}', "sh"]
+    return run_python("-m", "quarantune", *words.split(), before=before, PYTHONUNBUFFERED="")
+
+
+@pytest.mark.parametrize(("redirections", "reason"), [(">/dev/full", "No space left"), (">&-", "Bad file descriptor")])
+@pytest.mark.usefixtures("filled")
+def test_output_that_cannot_be_written_is_one_line_and_code_1(redirections: str, reason: str) -> None:
+    for words, code in (*NOT_WRITTEN, *WRONG):
+        done = under_shell(words, redirections)
+        assert done.returncode == code, (words, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert words == "cache" or is_one_line_about(done.stderr, reason if code == 1 else ""), words
+
+
+@pytest.mark.parametrize("redirections", ["2>/dev/full", "2>&-", "<&- 2>&-"])
+@pytest.mark.usefixtures("filled")
+def test_messages_that_cannot_be_written_leave_output_and_code_as_they_are(redirections: str) -> None:
+    for words, code in (("cache list", 0), *WRONG):
+        done = under_shell(words, redirections)
+        assert (done.returncode, "kernels.scale" in done.stdout) == (code, code == 0), (words, done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_slots")
+def test_all_calls_are_tuned_and_saved_although_the_output_cannot_be_written(run: Run, kernels: str) -> None:
+    Path("calls.txt").write_bytes(b"\xef\xbb\xbff32[8] f32[8]\r\nf32[16] f32[16]\r\n")
+    for redirections in (">/dev/full", ">&-"):
+        done = under_shell(f"tune {kernels}:scale --shapes calls.txt --force", redirections)
+        assert done.returncode == 1
+        assert "the output cannot be written (" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+        assert {it["call"] for it in json.loads(run("cache", "list", "--json")[1])} == {
+            "x f32[8], y f32[8], causal false",
+            "x f32[16], y f32[16], causal false",
+        }
+        assert run("cache", "prune", "--older-than", "0s")[0] == 0
+
+
+def test_values_of_enums_are_listed_by_their_names_and_kept_in_json(run: Run, cache_dir: Path) -> None:
+    config = {"mode": {"$enum": "Mode.FAST"}, "way": [{"$enum": "Way.UP"}, 2], "type": {"a": {"$dtype": "int8"}}}
+    Store(cache_dir).merge("kernels.scale", {"H200": {"a": entry(1, 2) | {"config": config}}})
+    shown = 'mode=FAST way=[UP,2] type={"a":int8}'
+    for command in ("list", "show"):
+        assert shown in run("cache", command)[1]
+        assert json.loads(run("cache", command, "--json")[1])[0]["config"] == config
+
+
+def test_a_report_of_a_name_with_a_slash_is_a_file_of_the_working_directory(
+    run: Run, filled: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("team/kernel", "../kernel", "/kernel"):
+        filled.merge(name, {"H200": {"a": entry(1, 2)}})
+        for words in ([name], [name, "kernels.scale"], [name, name]):
+            code, out, err = run("report", *words)
+            assert code == 0, err
+            page = Path(out.rpartition(" written to ")[2].strip())
+            assert page.parent == tmp_path
+            assert page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    "text", ["\ufefff32[8]\nf32[16]\n", "\ufeff# calls\r\nf32[8]\r\n\r\nf32[16]", "f32[8]\r\nf32[16]\r\n"]
+)
+def test_calls_are_read_from_files_of_any_editor(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "calls.txt").write_bytes(text.encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="ascii"))
+    for name in (str(tmp_path / "calls.txt"), "-"):
+        assert [call.args[0].shape for call in read_calls(name)] == [(8,), (16,)]
+    assert parse_call("\ufefff32[8]").args[0].shape == (8,)  # as "$(cat FILE)" gives it
 
 
 def test_keys_are_shown_as_calls(run: Run, cache_dir: Path, tmp_path: Path) -> None:

@@ -215,3 +215,17 @@ def test_tuning_shows_the_command_that_repeats_a_failure(
     assert hint == "to repeat one that failed, alone:"
     assert cli.main(shlex.split(command)[1:]) == 1
     assert "with block=24 mode=PLAIN: error (compile)" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_tuning_kernels_in_their_context_names_no_command_that_would_be_refused(
+    kernels: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = KERNELS.replace(", prune_fn=lambda config, x: False", "")
+    layer = "\n\n@quarantune.contextual_autotune(n_warmup=0, n_repeat=1)\ndef layer(x):\n    return total(x)\n"
+    Path(f"{kernels}.py").write_text(text + layer)
+    assert cli.main(["tune", f"{kernels}:layer", "--args", "f32[64]"]) == 0
+    shown = capsys.readouterr().out
+    assert "error (" in shown
+    assert "quarantune run" not in shown

@@ -18,11 +18,19 @@ import pytest
 import quarantune
 from quarantune import Outcome
 from quarantune.values import space
-from quarantune.values.codec import FrozenDict, originals, restore
+from quarantune.values.codec import FrozenDict, equal, frozen, originals, restore
 from quarantune.values.codec import as_json as encode
 from quarantune.values.configs import format_config
 
 pytestmark = pytest.mark.usefixtures("two_slots")
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Name(enum.StrEnum):
+    ONE = "one"
 
 
 class Way(enum.IntEnum):
@@ -293,3 +301,37 @@ def test_dtypes_inside_dataclasses_and_grids_are_tuned() -> None:
     assert nested(x).dtype == jnp.bfloat16
     assert nested.lookup(x) == {"to": Precision()}
     assert rounded({"to": [jnp.float32, jnp.float16]}, name="grid")(x).dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (Way.FORTH, "FORTH"),
+        ((Way.FORTH, 2, (Way.BACK,)), "[FORTH,2,[BACK]]"),
+        (FrozenDict(a=(Way.BACK, None)), '{"a":[BACK,null]}'),
+        ((Plan(2, Way.BACK), 1.5), "[Plan(block=2, way=BACK, sizes=[]),1.5]"),
+        ((jnp.dtype("bfloat16"),), "[bfloat16]"),
+    ],
+)
+def test_a_config_that_a_file_holds_is_shown_without_tags(value: Any, text: str) -> None:
+    assert format_config(frozen(encode({"n": value}))) == f"n={text}"
+
+
+@pytest.mark.parametrize(
+    ("value", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        (Number.ONE, 1),
+        (Name.ONE, "one"),
+        ((1, 2), (True, 2)),
+        ({"a": 1}, {"a": True}),
+    ],
+)
+def test_values_that_are_equal_only_in_python_are_different_configs(value: Any, other: Any) -> None:
+    assert value == other
+    assert not equal({"n": value}, {"n": other})
+    assert not equal({"n": FrozenDict(a=(value,))}, {"n": FrozenDict(a=(other,))})
+    assert equal({"n": value}, {"n": value})
+    assert equal({"n": np.int64(2)}, {"n": 2})

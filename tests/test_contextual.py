@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
 import inspect
 import json
 import os
+import pickle
 import re
 import textwrap
 import threading
 import time
 import types
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -733,6 +736,58 @@ def test_a_users_search_is_told_why_it_cannot_ask_for_objects_that_are_not_known
     with quarantune.settings(search="random", max_trials=2):
         (found,) = one.tune(X).kernels
     assert [trial.outcome for trial in found.trials] == ["ok"] * 2
+
+
+@pytest.mark.parametrize(("jitted", "isolation"), [(True, "process"), (False, "none")])
+def test_a_users_search_gets_the_objects_that_only_a_call_seen_here_makes(jitted: bool, isolation: str) -> None:
+    """A kernel whose key does not describe its calls: its configs are those that this process has seen."""
+    one = planned("seen_here", listed, key_fn=lambda x: 4)
+    whole = quarantune.contextual_autotune(n_repeat=1, name=f"in_{isolation}")(
+        jax.jit(one.__wrapped__) if jitted else one.__wrapped__
+    )
+    with isolated(isolation), quarantune.settings(search=(search := AsksForPlans())):
+        (found,) = whole.tune(X).kernels
+    assert {plan.type for plan in search.told} == {4, 5}
+    assert isinstance(found.config["ms"], Plan)
+
+
+@quarantune.contextual_autotune(n_repeat=1)
+def of_this_module(x: Any) -> Any:
+    return 2 * x
+
+
+def test_a_function_of_a_module_tuned_in_context_is_pickled_by_name() -> None:
+    for pickler in (pickle, cloudpickle):
+        assert pickler.loads(pickler.dumps(of_this_module)) is of_this_module
+    assert copy.copy(of_this_module) is copy.deepcopy(of_this_module) is of_this_module
+
+
+AGAIN = [copy.copy, copy.deepcopy, lambda function: pickle.loads(cloudpickle.dumps(function))]
+
+
+@pytest.mark.parametrize("again", AGAIN)
+def test_a_closure_tuned_in_context_can_be_copied_and_sent(again: Callable[[Any], Any]) -> None:
+    factor = 3.0
+    for wrap in (lambda fn: fn, jax.jit):
+        travelled = again(quarantune.contextual_autotune(wrap(lambda x: x * factor), name="copied", n_repeat=1))
+        assert (type(travelled), travelled.name) == (quarantune.Contextual, "copied")
+        np.testing.assert_array_equal(travelled.default(X), X * 3)
+
+
+class Layer:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    @quarantune.contextual_autotune(n_repeat=1)
+    def scaled(self, x: Any) -> Any:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("again", AGAIN)
+def test_a_method_tuned_in_context_can_be_copied_and_sent(again: Callable[[Any], Any]) -> None:
+    method = again(Layer(3.0).scaled)
+    assert method.__name__ == "scaled"
+    np.testing.assert_array_equal(method.default(X), X * 3)
 
 
 def test_any_pickler_keeps_the_file_of_a_function_tuned_in_context() -> None:

@@ -812,6 +812,13 @@ def test_pickle_carries_a_function_of_a_module_by_name() -> None:
         assert pickler.loads(pickler.dumps(misdeeds.kernel)) is misdeeds.kernel
 
 
+def test_a_closure_can_be_copied_as_it_can_be_sent(sweeps: list[str]) -> None:
+    fn = choosy([{"n": 1}, {"n": 2}])
+    for again in (copy.copy, copy.deepcopy):
+        np.testing.assert_array_equal(again(fn)(X), X * 2)
+    assert len(sweeps) == 1
+
+
 def test_cloudpickle_carries_a_closure_that_still_tunes(sweeps: list[str]) -> None:
     factor = 3.0
 

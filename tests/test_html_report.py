@@ -290,6 +290,16 @@ def test_enums_dtypes_and_objects_without_fields_are_tunables_under_their_own_na
     }
 
 
+def test_a_report_tells_values_apart_that_look_alike_and_shows_no_tags() -> None:
+    way = {"$enum": "Way.UP"}
+    rows = [(1, (way, 2)), (1.0, ((way,),)), (True, way), ("1", ())]
+    trials = [Trial(config={"n": n, "way": ways}, outcome=Outcome.SLOW) for n, ways in rows]
+    (problem,) = page_data([data(device="cpu", key_values={}, best_config=trials[0].config, trials=trials)])["problems"]
+    shown = {tunable["name"]: {*tunable["values"]} for tunable in problem["tunables"]}
+    assert shown == {"n": {"1", "1.0", "true", '"1"'}, "way": {"[UP,2]", "[[UP]]", "UP", "[]"}}
+    assert problem["choice"] == [["n", "1"], ["way", "[UP,2]"]]
+
+
 def test_a_report_holds_the_device_memory_and_the_peaks_that_the_winner_is_compared_with() -> None:
     (problem,) = page_data([sized()])["problems"]
     assert problem["peaks"] == {"gbps": 4800.0, "tflops": 494.7, "dtype": "float32"}

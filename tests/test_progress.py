@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import logging
 import re
 import subprocess
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,8 +21,9 @@ import numpy as np
 import pytest
 import rich.text
 from aftermath import eventually
-from helpers import child_environ, isolated, selected
-from terminals import Recording, python, record
+from helpers import child_environ, isolated, python, selected
+from terminals import Recording, record
+from terminals import python as program_of
 
 import quarantune
 from quarantune.resolve import tuning_job
@@ -27,6 +31,11 @@ from quarantune.results import progress as display
 from quarantune.results.progress import Progress
 from quarantune.values.texts import array_text
 from quarantune.values.trial import READY, Findings, Outcome, Trial
+
+
+class Way(enum.IntEnum):
+    ON = 1
+
 
 PROGRAM = """
 import functools, logging, signal, sys, threading, time, warnings
@@ -117,6 +126,17 @@ def test_progress_counts_what_waits_runs_and_is_done() -> None:
     ]
     progress.say("waiting for process 7 to tune it (5 s)")
     assert "waiting for process 7 to tune it (5 s)" in progress.view().lines()
+
+
+@pytest.mark.parametrize(
+    ("other", "own"), [(1, True), (1.0, 1), (True, 1.0), (Way.ON, 1), ((1,), (True,)), (-0.0, 0.0)]
+)
+def test_the_defaults_are_not_a_config_that_is_only_equal_to_them_in_python(other: Any, own: Any) -> None:
+    progress = watched(2, Clock(), default={"n": own})
+    progress.step(Trial(config={"n": other}, outcome=Outcome.OK, time_ms=1.0))
+    assert "defaults" not in progress.view().lines()[-1]
+    progress.step(Trial(config={"n": own}, outcome=Outcome.OK, time_ms=2.0))
+    assert progress.view().lines()[-1].endswith("2.00x faster than the defaults (1 ms against 2 ms)")
 
 
 def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
@@ -279,6 +299,160 @@ def test_a_stream_that_is_gone_does_not_end_the_sweep() -> None:
         stream.close()
 
 
+def test_a_stream_in_another_encoding_gets_the_last_line_escaped() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with Progress("größe", shown=None, stream=stream) as progress:
+        progress.end("is done")
+    stream.seek(0)
+    assert stream.read() == "gr\\xf6\\xdfe: is done\n"
+
+
+def test_a_notebook_that_cannot_show_progress_does_not_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the kernel is shutting down")
+
+    monkeypatch.setattr(display, "_is_notebook", lambda: True)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=refuse))
+    for _ in range(2):
+        with Progress("matmul", shown=None) as progress:
+            progress.end("is done")
+
+
+def test_without_rich_a_terminal_gets_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("rich.live", "rich.console", "rich.ansi"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr(display.Terminal, "interval_s", 0.01)
+    stream = Terminal()
+    with Progress("matmul", 2, shown=None, stream=stream) as progress:
+        assert eventually(lambda: all(thread.name != "quarantune-progress" for thread in threading.enumerate()))
+        progress.end("is done")
+    assert stream.getvalue() == "matmul: is done\n"
+
+
+NO_THREADS = """
+import os, resource, sys, threading
+from quarantune.results.progress import Progress
+
+if os.getuid() == 0:
+    os.setuid(54321)  # the limit does not hold for root
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+try:
+    threading.Thread(target=print).start()
+except RuntimeError:
+    print("no thread can start")
+for name in ("first", "second"):
+    with Progress(name, 2, shown=True, stream=sys.stdout) as progress:
+        progress.end("is done")
+"""
+
+
+def test_a_process_without_room_for_a_thread_shows_the_last_lines() -> None:
+    assert python("-c", NO_THREADS) == "no thread can start\nfirst: is done\nsecond: is done\n"
+
+
+def test_a_display_whose_thread_cannot_start_leaves_the_sweep_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "quarantune-progress":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with isolated("none"), quarantune.settings(progress=True):
+        result = quarantune.AutoTuner(lambda x, n: x * n / n, {"n": [1, 2]}, warmup=0, rep=1).run(np.ones(4))
+    assert [trial.outcome for trial in result.trials] == [Outcome.OK] * 2
+
+
+CHILD = """
+import io, os, sys, threading
+from quarantune.results import progress as display
+
+display.Screen.interval_s = 0.01
+seen = threading.Event()
+
+class Stream(io.StringIO):
+    def write(self, text):
+        if text.startswith("child: 0 of 2 done"):
+            seen.set()
+        return super().write(text)
+
+with display.Progress("parent", 2, shown=True) as parent:
+    with parent._screen._lock, parent._screen._writing, display._making:  # as when another thread draws meanwhile
+        child = os.fork()
+    if not child:
+        sys.stderr = Stream()
+        with display.Progress("child", 2, shown=True) as progress:
+            is_shown = seen.wait(60)
+            progress.end("is done")
+        parent.close()
+        os._exit(0 if is_shown and sys.stderr.getvalue().endswith("child: is done\\n") else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    parent.end("is done")
+"""
+
+
+def test_a_child_forked_during_a_sweep_shows_its_own_progress() -> None:
+    assert python("-c", CHILD).splitlines() == ["0"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+WRITTEN = (
+    ("plain\n", [("plain", "default")]),
+    ("with a carriage return\r\n", [("with a carriage return", "default")]),
+    ("two\r\nlines\r\r\n", [("two", "default"), ("lines", "default")]),
+    ("50%\r100%\n", [("100%", "default")]),
+    ("\x1b[31mred\x1b[0m\n", [("red", "red")]),
+    ("\x1b[32mgreen\n", [("green", "green")]),
+    ("green too\r\n", [("green too", "green")]),
+    ("\x1b[34m50%\rblue\x1b[0m\n", [("blue", "blue")]),
+    ("after\n", [("after", "default")]),
+)
+"""Texts, and the lines with their colours that a terminal shows of them."""
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize("columns", [80, 140])
+def test_line_ends_and_colours_are_kept_above_the_lines_that_are_redrawn(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pyte = pytest.importorskip("pyte")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream, progress = Terminal(), watched(48, Clock())
+    surface = display.Terminal(stream)
+    surface.draw([progress.view])
+    for text, _ in WRITTEN:
+        stream.write(text)
+        surface.draw([progress.view])
+    screen = pyte.Screen(columns, 40)
+    pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
+    surface.end()
+    expected = [line for _, lines in WRITTEN for line in lines]
+    shown = [line.rstrip() for line in screen.display]
+    assert shown[: len(expected)] == [text for text, _ in expected]
+    assert [screen.buffer[at][0].fg for at in range(len(expected))] == [colour for _, colour in expected]
+    assert shown[len(expected)] == "matmul f32[512,512]: 0 of 48 done"
+
+
+def test_a_line_that_is_written_over_and_over_takes_no_more_room() -> None:
+    stream = Terminal()
+    surface = display.Terminal(stream)
+    surface.draw([watched(48, Clock()).view])
+    for percent in range(1000):
+        stream.write(f"\r{percent / 10}%")
+    surface.end()
+    assert stream.getvalue().count("%") == 1
+    assert stream.getvalue().endswith("\r99.9%")
+
+
 def test_a_stream_that_can_only_be_written_to_gets_the_last_line() -> None:
     class Stream:
         def __init__(self) -> None:
@@ -303,10 +477,6 @@ def test_a_line_written_while_the_lines_are_redrawn_leaves_none_of_them_behind(m
             is_late.set()
             is_drawn.wait(1)
         return render(text, *about)
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
 
     monkeypatch.setattr(rich.text.Text, "__rich_console__", render_late)
     stream = Terminal()
@@ -448,7 +618,7 @@ def recordings(
 
     def run(columns: int) -> Recording:
         about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)), COLUMNS="80")  # as left by a resized terminal
-        return record(python(str(file), "24", "0.6", "noisy"), columns=columns, lines=100, environ=about)
+        return record(program_of(str(file), "24", "0.6", "noisy"), columns=columns, lines=100, environ=about)
 
     with ThreadPoolExecutor(2) as pool:
         yield {columns: pool.submit(run, columns) for columns in selected(request, "columns") if columns in (60, 200)}
@@ -501,7 +671,7 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [pytest.param("one", marks=pytest.mark.long), "many"])
 def test_ctrl_c_says_below_the_users_own_lines_what_was_kept_and_the_next_run_goes_on(program: str, calls: str) -> None:
-    command = python(program, "5", "0.5", calls)
+    command = program_of(program, "5", "0.5", calls)
     stopped = record(command, columns=200, environ=environ(), interrupt_when=lambda text: " done (1 error" in text)
     assert stopped.status != 0
     traceback, said = stopped.text.split("KeyboardInterrupt")
@@ -520,7 +690,7 @@ def test_ctrl_c_says_below_the_users_own_lines_what_was_kept_and_the_next_run_go
 def test_a_pipe_gets_the_last_line_and_nothing_else(program: str) -> None:
     for progress, expected in (("auto", 1), ("0", 0)):
         more = {"QUARANTUNE_PROGRESS": progress, "QUARANTUNE_ALWAYS_TUNE": "1"}
-        command = python(program, "3", "0", "quiet")
+        command = program_of(program, "3", "0", "quiet")
         ran = subprocess.run(command, env=environ(**more), capture_output=True, text=True, timeout=280)
         lines = [line for line in ran.stderr.splitlines() if not line.startswith("WARNING:quarantune:")]
         assert (ran.returncode, ran.stdout, len(lines)) == (0, "", expected), ran.stderr

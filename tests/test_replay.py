@@ -161,6 +161,15 @@ def test_trials_replay_whose_values_json_holds_with_a_class(tmp_path: Path) -> N
     assert (replayed.size, replayed.optimum_ms) == (len(quarantune.Phase), 1.0)
 
 
+def test_a_journal_that_an_editor_has_saved_with_its_own_line_ends_replays(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "matmul", "cpu", "key")
+    for at in range(3):
+        journal.append({"trial": Trial(config={"n": at}, outcome=Outcome.OK, time_ms=1.0 + at).to_json()})
+    (file,) = (tmp_path / "matmul.trials").glob("*.jsonl")
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    assert quarantune.replay(file, "exhaustive", seeds=[0]).size == 3
+
+
 @pytest.mark.parametrize("best", [0.0, -4.0])
 def test_a_score_of_zero_or_less_is_a_figure_like_any_other(best: float) -> None:
     trials = [Trial(config={"n": at}, outcome=Outcome.OK, time_ms=1.0, score=best + at) for at in range(3)]

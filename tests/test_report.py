@@ -6,10 +6,12 @@ import csv
 import dataclasses
 import html.parser
 import io
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quarantune import ContextualResult, KernelChoice, TuningResult
@@ -259,3 +261,53 @@ def test_the_message_of_a_failed_sweep_is_shown_as_text() -> None:
     message = report.failure_message("f", hostile()[:2])
     assert all(line.isprintable() for line in message.splitlines())
     assert len(message.splitlines()) == 5
+
+
+# --- values that look or compare alike ---
+
+
+def of(value: Any, time_ms: float) -> Trial:
+    return Trial(config={"n": value}, outcome=Outcome.OK, time_ms=time_ms)
+
+
+ALIKE = [(1, True), (1, 1.0), (True, 1.0), (1, "1"), (None, "None"), ((1,), (True,)), (0.1, 0.1 + 1e-9)]
+
+
+@pytest.mark.parametrize(("best", "own"), ALIKE)
+def test_a_table_shows_a_difference_between_values_that_look_alike(best: Any, own: Any) -> None:
+    standing = Standing(best={"n": best}, default={"n": own}, default_ms=2.0)
+    heading, first, second, *_ = report.table([of(best, 1.0), of(own, 2.0)], standing=standing, width=100).splitlines()
+    assert "all: " not in heading
+    assert (first[0], first.split()[-1]) == ("*", "2.00x")
+    assert second.split()[-1] == "defaults"
+    assert first.split()[1] != second.split()[0]
+
+
+@pytest.mark.parametrize(("best", "own"), ALIKE)
+def test_defaults_that_are_no_config_do_not_win_by_being_equal_in_python(best: Any, own: Any) -> None:
+    text = report.table([of(best, 1.0)], standing=Standing(best={"n": best}, default={"n": own}, default_ms=2.0))
+    assert "speed-up: against the function's own defaults: 2 ms" in text
+    assert "beat every config" not in text
+
+
+TABLES = [
+    TuningResult(best_config={"n": 1}, device="cpu", key="k", trials=()),
+    TuningResult(best_config={"n": 1}, device="cpu", key="k", trials=(of(1, 1.0), of(2, 2.0))),
+    ContextualResult(best_config={"n": 1}, device="cpu", key="k", trials=()),
+]
+
+
+@pytest.mark.parametrize("result", TABLES)
+@pytest.mark.parametrize("width", [0, -1, 1, 10**9, np.int64(80), True])
+def test_a_table_of_any_whole_width_has_all_its_words(result: TuningResult, width: Any) -> None:
+    def words(text: str) -> str:
+        return "".join(sorted(text.replace(" ", "").replace("\n", "")))
+
+    assert words(result.table(width=width)) == words(result.table(width=100))
+
+
+@pytest.mark.parametrize("result", TABLES)
+@pytest.mark.parametrize("width", [math.nan, math.inf, "80", 80.0])
+def test_a_width_that_is_not_a_whole_number_is_refused_by_name(result: TuningResult, width: Any) -> None:
+    with pytest.raises(TypeError, match=rf"width is {width!r}: give a whole number of columns"):
+        result.table(width=width)

@@ -186,3 +186,22 @@ def test_a_searched_space_need_not_hold_the_defaults() -> None:
         result = scale.tune_for([(jnp.ones(4),), (jnp.ones(64),)])
     assert len(result.calls) == 2
     assert {9} < {trial.config["n"] for trial in result.trials} < {1, 2, 3, 9}
+
+
+def test_the_defaults_time_is_not_that_of_a_config_equal_to_them_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tune(self: Resolver, call: Any, **_: Any) -> TuningResult:
+        times = ((True, 5.0), (1, 3.0))
+        trials = tuple(Trial(config={"n": n}, outcome=Outcome.OK, time_ms=ms) for n, ms in times)
+        return TuningResult(
+            best_config={"n": 1},
+            time_ms=3.0,
+            default_config={"n": 1},
+            trials=trials,
+            key=f"{call.args}",
+            device="cpu",
+            seen=2,
+            space_size=2,
+        )
+
+    monkeypatch.setattr(Resolver, "tune", tune)
+    assert scale().tune_for([(SMALL,), (LARGE,)]).default_time_ms == 3.0

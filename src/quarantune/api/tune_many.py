@@ -22,7 +22,7 @@ from quarantune.resolve.resolver import Resolver, keyed_for_engine, open_store
 from quarantune.results.result import CallShare, TuningResult
 from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment
-from quarantune.values.codec import JsonObject, text_of
+from quarantune.values.codec import JsonObject, equal, text_of
 from quarantune.values.settings import EXHAUSTIVE, TIME
 from quarantune.values.texts import call_text, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError
@@ -168,7 +168,7 @@ def tune_for(resolver: Resolver, calls: Sequence[Any], weights: Sequence[float] 
         return max(map(operator.truediv, times_ms(trial), best_ms)) if by == WORST else trial.time_ms or math.nan
 
     best, default = min(usable, key=score), results[0].default_config
-    default_ms = next((trial.time_ms for trial in usable if trial.config == default), None)
+    default_ms = next((trial.time_ms for trial in usable if equal(trial.config, default)), None)
     findings = findings_now(first.call, best.time_ms or math.nan, trials, results[0].findings.search)
     findings = dataclasses.replace(findings, default_time_ms=default_ms)
     shares = tuple(map(CallShare, labels, many, times_ms(best), best_ms))

@@ -216,7 +216,7 @@ class TuningCache:
             CacheWriteError: the directory cannot be written to, or a file in it is damaged or from a later version.
         """
         names, devices = ([it] if isinstance(it, str) else it for it in (names, devices))
-        return entries.export(self._on_disk(), Path(directory), names=names, devices=devices)
+        return entries.export(self._on_disk(), TuningCache(directory).directory, names=names, devices=devices)
 
     def diff(self, other: TuningCache | str | os.PathLike[str]) -> CacheDiff:
         """Compares the configs of two caches, and changes neither.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import io
@@ -276,9 +277,9 @@ def _read_lines(path: Path, *, below: Path) -> Iterator[JsonObject | None]:
 
 def _parsed(data: bytes) -> Iterator[JsonObject | None]:
     """Yields the records of a file's content, None for each damaged line; a torn last line is left out."""
-    for line in io.BytesIO(data):
+    for line in io.BytesIO(data.removeprefix(codecs.BOM_UTF8)):
         if line.endswith(b"\n") and len(line) > 1:
-            yield _parse(line[:-1])
+            yield _parse(line.rstrip(b"\r\n"))
 
 
 def _parse(line: bytes) -> JsonObject | None:

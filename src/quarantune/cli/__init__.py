@@ -31,14 +31,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 the work failed or the answer is no, 2 the command was wrong, 130 interrupted, 141 the
         reader of stdout left.
     """
+    for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:  # it is closed: else the next file that is opened would take its place
+            # Not to be written, so that what is lost on stdout is noticed.
+            setattr(sys, name, open(os.open(os.devnull, fd == 2 and os.O_WRONLY), mode, encoding="utf-8"))  # noqa: SIM115
     try:
         code = _code_of(arguments)
-        sys.stdout.flush()  # here, so that a reader that has left is noticed
-    except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Python would complain once more when it flushes at its end.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return UNREAD
+        with output.writing():  # here, so that a reader that has left is noticed
+            sys.stdout.flush()
+    except output.OutputError as error:
+        # The reader, such as `head`, may have seen enough.
+        code = UNREAD if isinstance(error.__cause__, BrokenPipeError) else FAILED
+        if code == FAILED:
+            _say("quarantune", output.ERROR_STYLE, str(error))
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # of which Python would complain once more at its end
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
 
 
@@ -50,7 +61,7 @@ def _code_of(arguments: Sequence[str] | None) -> int:
     if options.command == "help":
         return _code_of([*options.words, "--help"])
     if not options.run:
-        options.parser.print_help(sys.stderr)
+        output.complain(options.parser.format_help().rstrip("\n"))
         return WRONG
     try:
         with warnings.catch_warnings():
@@ -61,7 +72,7 @@ def _code_of(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt as error:
         text, code = "\n".join(getattr(error, "__notes__", ["interrupted"])), INTERRUPTED
     except Exception as error:
-        if type(error).__name__.removesuffix("Error") not in _FAILURES:
+        if not isinstance(error, OSError) and type(error).__name__.removesuffix("Error") not in _FAILURES:
             raise
         text, code = output.message_of(error), FAILED
     _say(f"quarantune {options.command}", output.ERROR_STYLE, text)
@@ -80,11 +91,15 @@ def _run(options: Any) -> int:
         if getattr(options, "cache_dir", None) is not None:
             from quarantune.values.settings import settings
 
-            block.enter_context(settings(cache_dir=options.cache_dir))
+            with output.input_errors(ValueError):
+                block.enter_context(settings(cache_dir=options.cache_dir))
         out = Output(sys.stdout, as_json=as_json)
         if as_json:  # a user's module may print when it is imported, which must not end up within the JSON
             block.enter_context(contextlib.redirect_stdout(sys.stderr))
-        return int(handler(options, out))
+        code = int(handler(options, out))
+        if out.error is not None:
+            raise out.error
+        return code
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -94,4 +109,4 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 def _say(head: str, style: str, text: str) -> None:
     # Messages may name what is in files that anybody can write.
-    print(f"{output.styled(head, style, sys.stderr)}: {output.printable_lines(text)}", file=sys.stderr)
+    output.complain(f"{output.styled(head, style, sys.stderr)}: {output.printable_lines(text)}")

@@ -90,7 +90,7 @@ def parse_call(text: str, *, source: str = "--args") -> GivenCall:
         InputError: it describes no arguments.
     """
     try:
-        return GivenCall(*_arguments(text))
+        return GivenCall(*_arguments(text.removeprefix("\ufeff")))  # it is before what `$(cat FILE)` gives
     except ValueError as error:
         raise InputError(f"{source} {shown(text.strip())}: {error}") from None
 
@@ -158,9 +158,9 @@ def read_calls(path: str) -> list[GivenCall]:
     """
     name = "stdin" if path == "-" else path
     try:
-        lines = (sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")).splitlines()
+        lines = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise InputError(f"--shapes {shown(path)} cannot be read ({reason}): name a text file") from error
     given = {number: line for number, line in enumerate(lines, start=1) if line.partition("#")[0].strip()}
     if not given:

@@ -93,7 +93,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
             if len(wanted) == 1 and isinstance(ended, TuningResult) and ended.trials:
                 out.line(f"{ended.table(width=out.width)}\n")
             out.line(f"{function.name}({about['call']}): {text}")
-            if repeating := _repeating(ended.trials, options):
+            if not isinstance(tuned, Contextual) and (repeating := _repeating(ended.trials, options)):
                 out.line(f"to repeat one that failed, alone:\n  {repeating}")
     out.json(records)
     return FAILED if any(record["error"] for record in records) else DONE
@@ -183,7 +183,7 @@ _TUNED, _KNOWN, _FAILED, _REFUSED = "tuned", "tuned before", "failed", "not poss
 
 def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
     """Tunes recorded calls that are not tuned yet, and names those that could not be."""
-    directory = Path(options.recorded).expanduser()
+    directory = Path(os.path.expanduser(options.recorded))
     if not directory.is_dir():
         raise InputError(f"--recorded {shown(options.recorded)} is no directory: name that of QUARANTUNE_RECORD")
     named = None if options.function is None else calls.load_tuned(options.function)
@@ -445,7 +445,7 @@ def _show_alone(label: str, trial: Trial, out: Output) -> None:
 
 def _parsed_config(text: str) -> JsonObject:
     try:
-        config = decode_json(text)
+        config = decode_json(text.removeprefix("\ufeff"))
     except ValueError as error:
         raise InputError(f"--config {shown(text)} is no JSON ({error}): write it as '{{\"bm\": 64}}'") from None
     if not isinstance(config, dict) or not config:

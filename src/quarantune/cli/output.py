@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
@@ -24,6 +25,10 @@ _LEAST_ROOM = 20
 """The least width of a column that is wrapped."""
 
 
+class OutputError(Exception):
+    """The output cannot be written; the cause says why."""
+
+
 class InputError(Exception):
     """The command cannot be carried out; the message says what was wrong in it, and how to put it right."""
 
@@ -39,6 +44,21 @@ def input_errors(*kinds: type[Exception]) -> Iterator[None]:
         yield
     except kinds as error:
         raise InputError(message_of(error)) from error
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Turns errors of writing to stdout into `OutputError`."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"the output cannot be written ({error.strerror}): send it elsewhere") from error
+
+
+def complain(text: str) -> None:
+    """Writes lines to stderr; if it is closed or full, nobody can be told."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def message_of(error: BaseException) -> str:
@@ -83,7 +103,7 @@ def styled(text: str, style: str, stream: TextIO) -> str:
 
 
 class Output:
-    """Writes text or JSON, as the user asked for."""
+    """Writes text or JSON. A reader that leaves ends the command; other errors of the stream wait for its end."""
 
     def __init__(self, stream: TextIO, *, as_json: bool) -> None:
         """Sets the form.
@@ -94,6 +114,7 @@ class Output:
         """
         self.as_json = as_json
         self._stream = stream
+        self.error: OutputError | None = None  # that of the last text that could not be written
 
     @property
     def width(self) -> int:
@@ -122,5 +143,11 @@ class Output:
 
     def _write(self, text: str) -> None:
         encoding = self._stream.encoding or "utf-8"
-        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-        self._stream.flush()
+        try:
+            with writing():
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+                self._stream.flush()
+        except OutputError as error:
+            if isinstance(error.__cause__, BrokenPipeError):
+                raise
+            self.error = error

@@ -193,7 +193,9 @@ def report(options: argparse.Namespace, out: Output) -> int:
 
     parts = [(options.name, "")] if options.after is None else [(options.name, "before"), (options.after, "after")]
     results = [data for name, when in parts for data in _results(name, options.device, when)]
-    path = Path(options.output if options.output is not None else f"{results[0].result.name}.html").absolute()
+    path = Path(
+        options.output if options.output is not None else f"{safe_name(results[0].result.name)}.html"
+    ).absolute()
     try:
         html_report.write(path, results)
     except OSError as error:
@@ -210,7 +212,8 @@ def report(options: argparse.Namespace, out: Output) -> int:
 def _results(name: str, device: str | None, when: str) -> list[ResultData]:
     from quarantune.results.html_report import cached_results
 
-    directory, _, function = name.rpartition("/") if when else ("", "", name)
+    is_here = not when or safe_name(name) in _opened().names()  # the name of a function may hold a slash
+    directory, _, function = ("", "", name) if is_here else name.rpartition("/")
     store = _another(directory) if directory else _opened()
     with input_errors(ValueError):
         found = cached_results(store.directory, function, device=device)
@@ -261,6 +264,8 @@ def _opened() -> Store:
 
 def _another(directory: str) -> Store:
     """Returns the entries of another cache, which has to be there."""
+    with input_errors(ValueError):
+        environment.settings(cache_dir=directory)  # it refuses what is no directory of a file system, such as a URL
     return _readable(Path(directory).expanduser(), remedy="give the directory of a cache")
 
 

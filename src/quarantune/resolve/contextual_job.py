@@ -318,10 +318,9 @@ class ContextualJob(TuningJob):
         """Returns the kernels that were called under the winning assignment."""
         if jax_internals.is_jitted(problem.fn):  # a worker has traced it without harm
             with proof.unheard():
-                report = runner.traced_report(text, problem.args, problem.kwargs)
-            return self._with_objects(assignment.read_report(report))
+                return runner.traced(text, problem.args, problem.kwargs)
         if isolation_of(self._settings, problem) is Isolation.NONE:
-            return self._with_objects(assignment.read_report(runner.report({KEY: text})))
+            return dict(runner.assignment(text).seen)
         try:
             seen = assignment.read_report(swept.executables[winner])
         except (KeyError, ValueError) as error:

@@ -43,7 +43,7 @@ from quarantune.resolve.resolver import Known
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sweep.limits import Isolation, SearchLimits, SweepLimits, isolation_of
-from quarantune.values.codec import JsonObject, Record, as_json, decode_json
+from quarantune.values.codec import JsonObject, Record, as_json, decode_json, equal
 from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings
 
 _logger = logging.getLogger("quarantune")
@@ -171,7 +171,7 @@ class Agreement:
                 f"{self._label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "
                 f"use: start all ranks with the same code and versions"
             )
-        is_ours = self._own is not None and self._own.config == config
+        is_ours = self._own is not None and equal(self._own.config, config)
         who = "it" if answer.rank == self.coordination.rank else f"rank {answer.rank}"
         told = f"{who} {_HOW[answer.source]}{'' if is_ours else self._besides()}"
         _logger.info("%s runs %s, as all ranks do: %s", self._label, self.keyed.call.function.text_of(config), told)

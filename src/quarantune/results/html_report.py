@@ -123,8 +123,6 @@ _PAUSE_GAPS = 20.0
 
 _TAGS = ("$enum", "$dtype", "$type")
 """The keys of names, of which alone an enum's member, a dtype and an object without fields consist in JSON."""
-_UNSET: JsonObject = {"$unset": None}
-"""The value of a key that a config lacks, so that the function's default holds."""
 
 
 def page_data(results: Sequence[ResultData]) -> JsonObject:
@@ -176,7 +174,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "device": _label(result.device),
         "size": call_size(data.key_values),
         "best": places.get(text_of(result.best_config)),
-        "choice": [[_label(name), _label(_shown(value))] for name, value in _flat(result.best_config).items()],
+        "choice": [[_label(name), _label(format_value(value))] for name, value in _flat(result.best_config).items()],
         "bestText": _label(format_config(result.best_config)) or "the only config",
         "why": printable(report.why_best(trials, dataclasses.replace(result.standing, default_ms=None))),
         "bestMs": _rounded(result.time_ms),
@@ -224,11 +222,11 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[JsonObject], list[list[int]]
     names = list(dict.fromkeys(name for values in flat for name in values))
     tunables, columns = [], []
     for name in names:
-        column = [values.get(name, _UNSET) for values in flat]
+        column = [values.get(name, report.UNSET) for values in flat]
         by_text = {text_of(value): value for value in column}
         ordered = sorted(by_text, key=lambda text: _order(by_text[text]))
         positions = {text: index for index, text in enumerate(ordered)}
-        shown = _fitted([_shown(by_text[text]) for text in ordered], _VALUE_BYTES // len(names))
+        shown = _fitted(report.column_text([by_text[text] for text in ordered], "unset"), _VALUE_BYTES // len(names))
         numeric = all(map(is_number, by_text.values()))
         json_texts = _fitted(ordered, _VALUE_BYTES // len(names))
         tunables.append({"name": _label(name), "values": shown, "json": json_texts, "numeric": numeric})
@@ -249,19 +247,11 @@ def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> JsonOb
     return values
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping) and len(value) == 1 and (tag := next(iter(value))) in _TAGS:
-        return printable(str(value[tag]).rpartition(".")[2])
-    if isinstance(value, list):
-        return format_value(tuple(value))
-    return "unset" if value is _UNSET else format_value(value)
-
-
 def _order(value: Any) -> tuple[int, float, str]:
     """Returns a sort key: numbers by size, then booleans, then all else."""
     if is_number(value):
         return 0, value, ""  # compared without conversion: a huge integer does not fit a float
-    return (3 if value is _UNSET else 1 if isinstance(value, bool) else 2), 0.0, text_of(value)
+    return (3 if value is report.UNSET else 1 if isinstance(value, bool) else 2), 0.0, text_of(value)
 
 
 def _encoded(

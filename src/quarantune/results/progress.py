@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
+from quarantune.values.codec import equal
 from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import END, READY, Findings, Outcome, Phase, Trial, count_outcomes
 
@@ -255,7 +256,7 @@ class Progress:
         if not timed:
             return ""
         best = min(timed, key=lambda trial: trial.figure or 0.0)
-        default = None if self.default is None else next((it for it in timed if it.config == self.default), None)
+        default = next((it for it in timed if equal(it.config, self.default)), None)
         found = Findings(best.time_ms or 0.0, default.time_ms if default else self._default_ms)
         told = found.with_score(best, default).text()
         return f"best {format_config(best.config)}, {told}"
@@ -314,6 +315,15 @@ class View(NamedTuple):
         return [f"{label}: {self.counts}" if self.counts else label, *self.more]
 
 
+@contextlib.contextmanager
+def _harmless() -> Iterator[None]:
+    """Keeps a display that fails from ending the sweep: the terminal may be gone, or no thread can be started."""
+    try:
+        yield
+    except Exception:
+        _logger.debug("progress is not shown any more", exc_info=True)
+
+
 Sweep: TypeAlias = Callable[[], View]
 """A sweep that is under way, by the method that returns its progress."""
 
@@ -334,24 +344,31 @@ class Screen:
             stream: the stream to write to; None for stderr.
             in_log: whether lines go to the log until the last one.
         """
-        self.sweeps: list[Sweep] = []
         self._stream = stream
         self._in_log = in_log
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all sweeps, in a child that was forked: it has no thread that draws them, and may find locks held."""
+        self.sweeps: list[Sweep] = []
         self._lock = threading.Lock()
         self._writing = threading.RLock()
         self._stop: threading.Event | None = None
+        self._live: Live | None = None  # the lines on a terminal
 
     def add(self, sweep: Sweep) -> None:
         """Begins to show a sweep."""
         with self._lock:
             self.sweeps.append(sweep)
             if self._stop is None:
-                self._begin()
-                self._stop = threading.Event()
-                context = contextvars.copy_context()  # by which a notebook knows the cell
-                threading.Thread(
-                    target=context.run, args=(self._keep_drawing, self._stop), name="quarantune-progress", daemon=True
-                ).start()
+                with _harmless():
+                    self._begin()
+                    stop = threading.Event()
+                    context = contextvars.copy_context()  # by which a notebook knows the cell
+                    threading.Thread(
+                        target=context.run, args=(self._keep_drawing, stop), name="quarantune-progress", daemon=True
+                    ).start()
+                    self._stop = stop
 
     def remove(self, sweep: Sweep, last_line: str) -> None:
         """Ends to show a sweep, and writes its last line, if it has one."""
@@ -362,18 +379,17 @@ class Screen:
             if not self.sweeps and self._stop is not None:
                 self._stop.set()  # the thread draws nothing from now on, and ends by itself
                 self._stop = None
-            with self._writing, contextlib.suppress(AttributeError, OSError, ValueError):
+            with self._writing, _harmless():
                 if not self.sweeps:
                     self.end()
+            with self._writing, _harmless():
                 if last_line:
                     self._write_line(last_line)
 
     def _keep_drawing(self, stop: threading.Event) -> None:
-        try:
+        with _harmless():
             while not stop.wait(self.interval_s):
                 self.draw(list(self.sweeps), stop)
-        except Exception:  # the terminal may be gone, which must not end the sweep
-            _logger.debug("progress is not shown any more", exc_info=True)
 
     def draw(self, sweeps: Sequence[Sweep], stop: threading.Event | None = None) -> None:
         """Shows the sweeps as they are now, unless an event has been set meanwhile."""
@@ -400,7 +416,8 @@ class Screen:
     def _write_line(self, line: str) -> None:
         """Writes a line that stays, above those that are redrawn."""
         if (stream := self._target()) is not None:
-            stream.write(f"{line}\n")
+            encoding = getattr(stream, "encoding", None) or "utf-8"
+            stream.write(f"{line.encode(encoding, 'backslashreplace').decode(encoding)}\n")
             stream.flush()
 
     def _target(self) -> TextIO:
@@ -446,8 +463,6 @@ class Terminal(Screen):
 
     # The cursor's way up is computed when the lines' number is known and written later: nothing may come between, so
     # that whatever others write to the terminal waits for the lock of the screen, too.
-    _live: Live | None = None
-
     def _show(self, views: Sequence[View]) -> None:
         live = self._live = self._live or self._open()
         # As wide as the terminal is now; rich alone would trust `COLUMNS`, and wider lines would wrap.
@@ -518,24 +533,28 @@ def _hook(stream: TextIO, console: Console, writing: threading.RLock) -> None:
 
     The stream object itself is changed and not `sys.stderr`, because handlers of `logging` keep the object.
     """
-    raw, rest = stream.write, ""
+    from rich.ansi import AnsiDecoder
+    from rich.text import Text
+
+    raw, rest, pid = stream.write, "", os.getpid()
+    decoder = AnsiDecoder()  # a colour lasts until it is reset, whether or not that is in another line
 
     def write(text: str) -> int:
-        from rich.text import Text
-
         nonlocal rest
         with writing:
             whole, newline, rest = f"{rest}{text}".rpartition("\n")
+            rest = rest[max(0, rest.rfind("\r", 0, -1)) :]
             if newline:
-                lines = [line.rpartition("\r")[2] for line in whole.split("\n")]
-                console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
+                # Of the parts of a line that overwrite each other, the last one shows.
+                lines = ([*map(decoder.decode_line, line.rstrip("\r").split("\r"))][-1] for line in whole.split("\n"))
+                console.print(Text("\n").join(lines), soft_wrap=True)
         return len(text)
 
     def release() -> None:
         """Gives the stream back its own method, and writes the rest of a line."""
         with contextlib.suppress(AttributeError):
             del stream.write
-        if rest:
+        if rest and os.getpid() == pid:
             with contextlib.suppress(OSError, ValueError):
                 raw(rest)
 
@@ -548,8 +567,16 @@ def _release_hooks() -> None:
         _releases.pop()()
 
 
-# A child that was forked meanwhile must not wait for a lock that a thread of this process held.
-os.register_at_fork(after_in_child=_release_hooks)
+def _after_fork() -> None:
+    """Has a forked child show its own sweeps, and wait for no lock that a thread of the parent held."""
+    global _making
+    _making = threading.Lock()
+    for screen in list(_shared.values()):
+        screen.reset()
+    _release_hooks()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 _shared: weakref.WeakValueDictionary[object, Screen] = weakref.WeakValueDictionary()

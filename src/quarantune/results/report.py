@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 import os
 import re
 import shutil
@@ -14,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.measure import finals
-from quarantune.values.codec import as_json, text_of
-from quarantune.values.configs import Config, format_config, format_value
-from quarantune.values.texts import cut, printable
+from quarantune.values.codec import JsonObject, as_json, equal, text_of
+from quarantune.values.configs import Config, ConfigValue, format_config, format_value
+from quarantune.values.texts import cut, printable, shown
 from quarantune.values.trial import (
     NO_FIGURES,
     Outcome,
@@ -39,6 +40,8 @@ _DISPENSABLE = (_COMPILE_HEADING, "device MiB", "temp MiB", "GFLOP", *_OVER)
 _OWN_LINE = re.compile(r"^  (\S.*):(\d+), in ", re.MULTILINE)
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d[\d.,]*")
 _GAP = "  "
+UNSET: JsonObject = {"$unset": None}
+"""The value of a key that a config lacks, so that the function's default holds."""
 Figures: TypeAlias = Mapping[str, Sequence[str]]
 """Columns of numbers as texts, by their headings."""
 _MOST_NAMED = 4
@@ -83,15 +86,15 @@ class Standing:
 
     def is_best(self, trial: Trial) -> bool:
         """Whether a trial is the winner's."""
-        return _same(trial.config, self.best)
+        return equal(trial.config, self.best)
 
     def is_tie(self, trial: Trial) -> bool:
         """Whether the noise cannot tell a trial's config from the winner."""
-        return any(_same(trial.config, config) for config in self.tie)
+        return any(equal(trial.config, config) for config in self.tie)
 
     def is_default(self, trial: Trial) -> bool:
         """Whether a trial is that of the function's own defaults."""
-        return _same(trial.config, self.default)
+        return equal(trial.config, self.default)
 
 
 _NO_STANDING = Standing()
@@ -113,12 +116,12 @@ def table(
     Args:
         trials: the trials.
         standing: the winner, which gets a star, its ties and the defaults.
-        width: columns; None for those of the terminal, 120 where there is none.
+        width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
         flops: floating-point operations of one call, for a column of TFLOP/s.
         moved_bytes: bytes that one call must move, for a column of GB/s.
         figures: the columns of numbers; None for the times and rates of a sweep, whose trials are sorted by time.
     """
-    width = terminal_width() if width is None else width
+    width = columns_for(width)
     ordered = list(trials) if figures is not None else by_time(trials, standing)
     figures = _figures(ordered, standing, flops, moved_bytes) if figures is None else figures
     alike = _alike(ordered)
@@ -128,9 +131,16 @@ def table(
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def terminal_width() -> int:
-    """Returns the columns of the terminal; 120 where there is none."""
-    return shutil.get_terminal_size((120, 24)).columns
+def columns_for(width: int | None) -> int:
+    """Returns the columns that a table may fill, at least 1; for None those of the terminal, or 120 without one.
+
+    Raises:
+        TypeError: the width is not a whole number.
+    """
+    try:
+        return shutil.get_terminal_size((120, 24)).columns if width is None else max(operator.index(width), 1)
+    except TypeError:
+        raise TypeError(f"width is {shown(width)}: give a whole number of columns, or None for the terminal") from None
 
 
 def by_time(trials: Iterable[Trial], standing: Standing) -> list[Trial]:
@@ -225,9 +235,7 @@ def _grid(
     """
     notes = {id(trial): f" [{number}]" for number, group in enumerate(alike, 1) for trial in group}
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
-    values = {
-        name: [format_value(trial.config[name]) if name in trial.config else "" for trial in trials] for name in names
-    }
+    values = {name: column_text([trial.config.get(name, UNSET) for trial in trials], "") for name in names}
     same = [name for name in names if len(trials) > 1 and len(set(values[name])) == 1]
     above = [_wrapped(f"all: {' '.join(f'{printable(name)}={values[name][0]}' for name in same)}", "  ", width)]
     varied = [[printable(name), *values[name]] for name in names if name not in same]
@@ -254,6 +262,12 @@ def _grid(
     columns += [[title, *figures[heading]] for heading, title in titles.items()]
     rows = [line for cells in zip(*columns, strict=True) for line in _lines(cells, widths, len(titles))]
     return [*above, *rows] if same else rows
+
+
+def column_text(values: Sequence[ConfigValue], unset: str) -> list[str]:
+    """Returns the values of one tunable as text; as JSON if some would look the same, such as 1 and "1"."""
+    words, texts = ([unset if value is UNSET else form(value) for value in values] for form in (format_value, text_of))
+    return texts if len({*texts}) > len({*words}) else words
 
 
 def _width(column: Iterable[str]) -> int:
@@ -316,11 +330,6 @@ def _place(trial: Trial) -> str:
     return f" ({os.path.basename(found[1])}:{found[2]})" if found else ""
 
 
-def _same(config: Config, other: Config | None) -> bool:
-    """Returns whether two configs are equal; 1 and True differ."""
-    return other is not None and config == other and text_of(config) == text_of(other)
-
-
 def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
     """Returns sentences for below a table: why the winner won, and how the defaults did.
 
@@ -335,7 +344,7 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
     default = next(filter(standing.is_default, trials), None)
     if default is not None and default.outcome.is_failure:
         notes.append(f"{standing.default_label} ended as {default.outcome.value}, so there is no speed-up")
-    elif default is None and standing.default is not None and standing.default == standing.best:
+    elif default is None and standing.default is not None and equal(standing.default, standing.best):
         own = f"{standing.default_label} ({format_config(standing.default)})"
         notes.append(f"{own} beat every config: calls run with them")
     elif default is None and standing.default_ms is not None:
@@ -528,7 +537,7 @@ class CompileReport:
         Where cycles were asked for, the config with the fewest is first.
 
         Args:
-            width: columns; None for those of the terminal, 120 where there is none.
+            width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
         """
         columns, same = self._columns(), []
         notes = [_HONESTLY] if _CYCLES in columns else []

@@ -228,12 +228,12 @@ class TuningResult(Record):
         config: even its fastest run took so long. For a result from the cache, the text says what is cached.
 
         Args:
-            width: columns; None for those of the terminal, 120 where there is none.
+            width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
             flops: floating-point operations of one call, for a column of TFLOP/s.
             bytes: bytes that one call must move, for a column of GB/s.
         """
         if not self.trials:
-            columns = report.terminal_width() if width is None else width
+            columns = report.columns_for(width)
             lines = [f"* {_winner(self)}", _sweep(self), "the cache keeps the winner; tune() tries the configs again"]
             return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ") for line in lines)
         text = report.table(self.trials, standing=self.standing, width=width, flops=flops, moved_bytes=bytes)
@@ -567,11 +567,11 @@ class ContextualResult(TuningResult):
         """Returns a table for each kernel, with a star at its choice, and the gain of the whole function.
 
         Args:
-            width: columns; None for those of the terminal, 120 where there is none.
+            width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
             flops: floating-point operations of one call of the whole function, for a column of TFLOP/s.
             bytes: bytes that one such call must move, for a column of GB/s.
         """
-        parts = []
+        parts, width = [], report.columns_for(width)
         for name, choice in zip(self.labels, self.kernels, strict=True):
             if choice.trials:
                 standing = dataclasses.replace(self.standing, best=choice.config, tie=choice.tie)

@@ -195,16 +195,17 @@ class Runner:
 
     def report(self, config: Mapping[str, Any]) -> bytes:
         """Returns the slots that were looked up under an assignment, in order, as bytes for `read_report`."""
-        return _report(self.assignment(config[KEY]))
+        seen = self.assignment(config[KEY]).seen.items()
+        return json.dumps([[*slot, as_json(about.configs), about.space] for slot, about in seen]).encode()
 
-    def traced_report(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-        """Returns the report of a jitted function under an assignment, after tracing it here."""
+    def traced(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Seen]:
+        """Returns the slots that a jitted function looks up under an assignment, after tracing it here."""
         fn: Any = self._fn
         assignment = Assignment(text)
         assignment.text += f" {next(_numbers)}"  # else, JAX would not trace again what it has traced before
         with assignment.in_force():
             fn.eval_shape(*args, **kwargs)
-        return _report(assignment)
+        return assignment.seen
 
     def left_report(self, text: str) -> dict[Slot, Seen]:
         """Returns the slots that were looked up in a run under an assignment, up to its end or failure."""
@@ -223,11 +224,6 @@ class Runner:
     def _report_path(self, text: str) -> str:
         assert self._reports is not None
         return os.path.join(self._reports, f"{hashlib.sha256(text.encode()).hexdigest()}.json")
-
-
-def _report(assignment: Assignment) -> bytes:
-    seen = assignment.seen.items()
-    return json.dumps([[*slot, as_json(about.configs), about.space] for slot, about in seen]).encode()
 
 
 def read_report(report: bytes) -> dict[Slot, Seen]:

@@ -424,6 +424,14 @@ def text_of(value: Any) -> str:
     return json.dumps(as_json(value), sort_keys=True, separators=(",", ":"))
 
 
+def equal(value: Any, other: Any) -> bool:
+    """Returns whether two configs, or values, are equal; 1, True and 1.0 differ, and an enum's member and its value."""
+    try:
+        return bool(value == other) and text_of(value) == text_of(other)
+    except TypeError:  # JSON cannot hold an argument that a caller gives in place of a config's value
+        return True
+
+
 def originals(configs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the values that JSON alone does not preserve, by their texts, for `restore`."""
     values = (value for config in configs for value in config.values())

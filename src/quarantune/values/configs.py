@@ -328,7 +328,7 @@ def format_config(config: Config) -> str:
 
 
 def format_value(value: object) -> str:
-    """Returns a config value as short text that any terminal can show."""
+    """Returns a config value as short text that any terminal can show, also of a value as JSON holds it."""
     if isinstance(value, enum.Enum):
         return printable(str(value.name or value.value))
     if isinstance(value, str):
@@ -337,11 +337,17 @@ def format_value(value: object) -> str:
         # Without the defaults of the class: only the others distinguish configs.
         shown = [name for name in names if getattr(value, name) != getattr(type(value), name, _NO_DEFAULT)]
         return f"({', '.join(f'{name}={format_value(getattr(value, name))}' for name in shown)})"
-    if isinstance(value, tuple):
-        return f"[{','.join(map(_inner, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{json.dumps(key)}:{_inner(item)}' for key, item in value.items())}}}"
-    return f"{value:g}" if isinstance(value, float) else dtype_name(value) or str(value)
+    match value:
+        case list() | tuple():
+            return f"[{','.join(map(_inner, value))}]"
+        case {"$enum": name} | {"$dtype": name}:  # as JSON holds them
+            return printable(str(name).rpartition(".")[2])
+        case {"$type": name, **fields}:
+            parts = ", ".join(f"{printable(str(key))}={format_value(item)}" for key, item in fields.items())
+            return printable(str(name).rpartition(".")[2]) + (f"({parts})" if fields else "")
+        case Mapping():
+            return f"{{{','.join(f'{json.dumps(key)}:{_inner(item)}' for key, item in value.items())}}}"
+    return dtype_name(value) or str(value)
 
 
 def _inner(value: object) -> str:
