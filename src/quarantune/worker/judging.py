@@ -28,7 +28,7 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement
 from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
-from quarantune.transport.payload import Call, call_as_structs
+from quarantune.transport.payload import Call
 from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind
@@ -145,7 +145,7 @@ class Judge:
         _write(fd, kept)
 
     def _trace_defaults(self) -> Any:
-        args, kwargs = call_as_structs(self._call)
+        args, kwargs = self._arguments.structs()
         jitted: Any = self._call.fn
         return jitted.trace(*args, **kwargs)
 
@@ -251,7 +251,7 @@ class Judge:
         """Returns the parts of an output that count, for the call's own arguments or for `given` ones."""
         if not self._options.check_grad:
             return ComparedOutput(_flat(output))
-        return ComparedOutput(_flat(output), _flat(self._gradients(fn, config, given or self._arguments.shared())))
+        return ComparedOutput(_flat(output), _flat(self._gradients(fn, config, given or self._arguments.for_run())))
 
     def _differs(
         self, own: ComparedOutput, expected: ComparedOutput, *, same_dtypes: bool = True, truths: Sequence[Any] = ()
