@@ -31,6 +31,7 @@ from quarantune.transport.problem import (
     is_array,
     key_part,
     named,
+    signature_of,
     split_config,
 )
 from quarantune.values.codec import JsonObject, freeze, has_tag, text_of
@@ -268,7 +269,7 @@ class BoundCall:
         key_fn = self.function.options.key_fn
         if key_fn is None or self.fitted(key_fn, self.args, self.kwargs) == (self.args, self.kwargs):
             return frozenset()
-        return self.statics - inspect.signature(key_fn).parameters.keys()
+        return self.statics - signature_of(key_fn).parameters.keys()
 
     @lazy
     def configs(self) -> Space:
