@@ -16,6 +16,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import json
 import logging
 import operator
 import re
@@ -23,7 +24,7 @@ import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quarantune.cache.store import canonical_json, short_hash
@@ -547,12 +548,16 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if isinstance(value, types.CodeType):
         return [kind, describe_code(value)]
     if isinstance(value, (list, tuple)):
-        return [kind, [describe(item, inside) for item in value]]
+        return [kind, _describe_all(value, inside)]
     if isinstance(value, (set, frozenset)):
         return [kind, sorted(canonical_json(describe(item, inside)) for item in value)]
     if isinstance(value, Mapping):
-        pairs = [[describe(key, inside), describe(item, inside)] for key, item in value.items()]
-        return [kind, sorted(pairs, key=canonical_json)]
+        keys, items = (_describe_all(each, inside) for each in ([*value.keys()], [*value.values()]))
+        # The texts of different keys decide their order, and are much shorter than those of the items may be.
+        texts = [f'["{key[0]}",{json.dumps(key[1])}]' if _is_of_literal(key) else canonical_json(key) for key in keys]
+        if len(set(texts)) < len(texts):
+            return [kind, sorted(map(list, zip(keys, items, strict=True)), key=canonical_json)]
+        return [kind, [[keys[place], items[place]] for place in sorted(range(len(texts)), key=texts.__getitem__)]]
     if isinstance(value, type):
         return ["class", type_name(value)]
     if isinstance(value, types.ModuleType):
@@ -570,6 +575,19 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if _holds_set(value):  # a repr shows a set in an order that differs from process to process
         return [kind, describe(_state(value), inside)]
     return [kind, stable_repr(value)]
+
+
+def _describe_all(values: Sequence[Any], inside: tuple[int, ...]) -> list[Any]:
+    """Describes values; those of very many literals at once."""
+    names = {kind: type_name(kind) for kind in set(map(type, values))}
+    if names.keys() <= {*LITERALS}:
+        with contextlib.suppress(ValueError):  # Python refuses to write a huge number
+            return [[names[type(item)], text] for item, text in zip(values, map(repr, values), strict=True)]
+    return [describe(item, inside) for item in values]
+
+
+def _is_of_literal(described: Any) -> bool:
+    return len(described) == 2 and described[0].startswith("builtins.") and type(described[1]) is str
 
 
 def stable_repr(value: Any) -> str:
