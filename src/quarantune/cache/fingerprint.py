@@ -106,7 +106,7 @@ def reached(fn: Callable[..., Any]) -> Mapping[tuple[str, ...], Any]:
     Returns:
         The values by their places: the name of a module, followed by the attributes that lead to the value.
     """
-    return _Walk(fn).reached
+    return _Walk(fn, has_parts=False).reached
 
 
 def _describe_option(value: Any) -> Any:
@@ -132,7 +132,8 @@ class _Walk:
     from another of the user's modules start with the name of that module.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], *, has_parts: bool = True) -> None:
+        self._has_parts = has_parts
         self.parts: dict[str, str] = {}
         self.reached: dict[tuple[str, ...], Any] = {}
         self._seen: set[int] = set()
@@ -161,7 +162,7 @@ class _Walk:
         elif isinstance(value, type) and self._is_own(value):
             self._visit_class(value)
         else:
-            self.parts[f"{kind}:{name}"] = _hash(describe(value))
+            self.parts[f"{kind}:{name}"] = _hash(describe(value)) if self._has_parts else ""
             self._follow(value)
 
     def _visit_helper(self, part: str, value: Any, function: types.FunctionType) -> None:
@@ -406,7 +407,8 @@ def _operators(cls: type) -> list[str]:
 
 
 def _hash(description: Any) -> str:
-    return short_hash(canonical_json(description))
+    # As `canonical_json` writes it: a description has no other types than JSON, but may have very many parts.
+    return short_hash(json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
 
 # --- the names in code, and whose code it is ---

@@ -18,6 +18,7 @@ from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, re
 from quarantune.devices import discovery
 from quarantune.host.process import as_formerly, cache_name, is_former, lazy
 from quarantune.transport.problem import (
+    SCALARS,
     Arguments,
     CallDescription,
     Problem,
@@ -603,7 +604,7 @@ def _check_no_references(arguments: Mapping[str, Any], name: str) -> None:
         TypeError: an argument is, or contains, a `jax.Ref`.
     """
     for parameter, value in arguments.items():
-        if any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
+        if any(type(leaf) not in SCALARS and isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
             raise TypeError(
                 f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function that "
                 f"takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or give the "

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quarantune import cache, jax_internals
-from quarantune.cache import Entry, Store
+from quarantune.cache import Entry, Store, safe_name
 from quarantune.host.process import entry_points, former_name, in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
 from quarantune.transport.problem import assignment_in_force
@@ -418,8 +418,11 @@ class KnownResults:
         name, key = self._function.name, keyed.key
         if (entry := store.get(name, key.device, key.text)) is not None:
             return entry
-        former = former_name(self._function.fn, name), keyed.former_text
-        return None if former == (name, key.text) else store.get(former[0], key.device, former[1])
+        former = former_name(self._function.fn, name)
+        if safe_name(former) not in store.names():  # and the text, which may take long to make, is not needed
+            return None
+        text = keyed.former_text
+        return None if (former, text) == (name, key.text) else store.get(former, key.device, text)
 
     def is_enough(self, known: Known, settings: Settings) -> bool:
         """Returns whether a result is as thorough as the call demands; if not, its search goes on.

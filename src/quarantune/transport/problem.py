@@ -33,6 +33,7 @@ from quarantune.values.texts import shown
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call: the positional ones, and the keyword arguments by name."""
 
+SCALARS = (float, int, str, bool, type(None))
 _EMPTY = inspect.Parameter.empty
 
 
@@ -307,7 +308,8 @@ def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
 
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct`."""
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    # JAX takes long to say so, and there may be very many numbers.
+    return type(leaf) not in SCALARS and isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
 # --- a function with a config ---
