@@ -54,6 +54,12 @@ if TYPE_CHECKING:
     from quarantune.transport.manual_axes import Axes
 
 _MOST_KINDS = 3
+_LAZY: Mapping[Callable[..., bool], str] = {
+    inspect.iscoroutinefunction: "returns asyncio.run(...) of this one's result",
+    inspect.isasyncgenfunction: "awaits all that this one yields, in asyncio.run(...)",
+    inspect.isgeneratorfunction: "returns list(...) of this one's result",
+}
+"""Kinds of functions whose calls do no work, with the remedy."""
 _STATE = "jax settings"
 """The name of JAX's settings in an entry, among those of the parameters."""
 
@@ -127,6 +133,12 @@ class TunedFunction:
             )
         if static_names is not None:
             check_jit_options(fn, options.name or label)
+        for is_lazy, remedy in _LAZY.items() if static_names is None else ():
+            if is_lazy(fn) or is_lazy(inspect.getattr_static(type(fn), "__call__")):
+                raise TypeError(
+                    f"{label}: a call of it does no work, but makes an object that does it later, so that the work "
+                    f"would not be timed: tune a function that {remedy}"
+                )
         function = cls(
             fn,
             configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature),

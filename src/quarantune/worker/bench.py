@@ -31,7 +31,7 @@ from quarantune.values.trial import ArrayKind, CompileTarget
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.deviceless import abstract_device, products, why_device_is_needed
-from quarantune.worker.failures import NeedsDeviceError
+from quarantune.worker.failures import NeedsDeviceError, check_is_done
 from quarantune.worker.judging import Judge, StaleMemory, structure_of
 
 _FLUSH_BYTES = 256 << 20
@@ -294,6 +294,8 @@ class Bench:
         args, kwargs = self._arguments.dynamic(self._arguments.for_run())
         with Watch(spins=self.is_plain) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
+        if self.is_plain:
+            check_is_done(output)
         self._last_run = weakref.ref(program), taken.scaled(1e3)
         return output[0] if self._options.time_grad else output
 

@@ -33,6 +33,7 @@ from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
+from quarantune.worker.failures import check_is_done
 
 _WIDER_S = 5.0
 """The longest wait for a wider reference, which counts as part of a config's check."""
@@ -132,6 +133,7 @@ class Judge:
         ref_fn = self._call.judges["ref_fn"]
         args, kwargs = self._arguments.fresh()
         output = jax.block_until_ready(ref_fn(*args, **kwargs))
+        check_is_done(output)
         if "check_fn" in self._call.judges:  # which takes the output as it is
             kept: Any = jax.tree.map(_fetched, output)
         else:
