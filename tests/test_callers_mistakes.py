@@ -114,7 +114,9 @@ class Awaits:
 
 
 @pytest.mark.parametrize(
-    "fn", [awaits, yields_later, yields, Awaits(), Awaits().__call__, functools.partial(awaits)], ids=str
+    "fn",
+    [awaits, yields_later, yields, Awaits(), Awaits().__call__, functools.partial(awaits)],
+    ids=["coroutine", "asynchronous generator", "generator", "object", "method", "partial"],
 )
 def test_a_function_whose_calls_do_no_work_is_refused_at_once(fn: Any) -> None:
     with pytest.raises(TypeError, match=r"the work would not be timed: tune a function that (returns|awaits) "):
