@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import functools
+import itertools
 import string
+import sys
+import types
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quarantune.cache import canonical_json, plain, safe_name
+import quarantune
+from quarantune.cache import canonical_json, fingerprint, plain, safe_name
+from quarantune.values import describe
 
 
 @pytest.mark.parametrize(
@@ -103,3 +111,73 @@ def test_a_safe_name_is_a_short_file_name_and_unchanged_if_repeated(name: str) -
 def test_a_plain_name_stays_readable() -> None:
     assert safe_name("kernels.matmul.tiled_matmul") == "kernels.matmul.tiled_matmul"
     assert safe_name("kernels.make.<locals>.f").startswith("kernels.make._locals_.f-")
+
+
+# --- large, deep and shared values ---
+
+
+def nested(levels: int, inner: Any = 1.0, *, times: int = 1) -> Any:
+    for _ in range(levels):
+        inner = (inner,) * times
+    return inner
+
+
+def test_a_list_that_is_shared_at_sixty_levels_is_described() -> None:
+    shared, again, other = (nested(60, leaf, times=2) for leaf in (1.0, 1.0, 2.0))
+    digests = [canonical_json(describe.describe_static(value)) for value in (shared, again, other, [shared])]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+    lists: Any = [1.0]
+    for _ in range(60):
+        lists = {"a": lists, "b": types.SimpleNamespace(c=[lists])}
+    assert len(canonical_json(describe.describe_static(lists))) < 100
+
+
+def test_a_little_shared_list_is_described_like_equal_lists() -> None:
+    one = [1, [2.5, "x"]]
+    assert describe.describe_static([one, one]) == [[1, [2.5, "x"]]] * 2
+    one.append([one])
+    assert describe.describe_static([one, one]) == [[1, [2.5, "x"], [{"inside": 2}]]] * 2
+
+
+def test_a_result_for_a_value_nested_400_deep_is_saved_and_found(sweeps: list[str]) -> None:
+    def tuner() -> quarantune.Autotuned:
+        @quarantune.autotune({"n": [1, 2]}, rep=1, name="deep", ref_fn=None)
+        @functools.partial(jax.jit, static_argnames=["deep", "n"])
+        def scaled(x: Any, deep: Any, n: int = 1) -> Any:
+            return x * n
+
+        return scaled
+
+    for _ in range(2):
+        tuner()(jnp.ones(3), nested(400))
+    assert sweeps == ["deep"]
+    tuner()(jnp.ones(3), nested(401))
+    assert sweeps == ["deep", "deep"]
+
+
+def test_a_value_that_python_cannot_follow_is_refused_for_that_reason() -> None:
+    with pytest.raises(TypeError, match=r"nested more deeply than Python can follow, so results .* remembered"):
+        describe.describe_static(nested(2 * sys.getrecursionlimit()))
+
+
+VOCABULARY = {f"token{number}": number for number in range(10_000)}
+
+
+def test_values_of_very_many_numbers_take_few_steps_each() -> None:
+    numbers = [float(number) for number in VOCABULARY.values()]
+
+    def looks(x: Any) -> Any:
+        return x * len(VOCABULARY)
+
+    steps = itertools.count()
+    sys.setprofile(lambda *_: next(steps))
+    try:
+        described = describe.describe_static(numbers), describe.describe_static(VOCABULARY)
+        parts = fingerprint(looks).parts
+    finally:
+        sys.setprofile(None)
+    assert described[0] == numbers
+    assert described[1]["items"][:2] == [["token0", 0], ["token1", 1]]
+    assert "global:VOCABULARY" in parts
+    assert next(steps) < 60 * len(numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -288,3 +289,61 @@ def test_x64_of_the_whole_process_holds_in_workers_too(tmp_path: Path) -> None:
         )
     )
     python("-W", "error", script)
+
+
+# --- callables of odd classes ---
+
+
+@dataclasses.dataclass
+class WithoutHash:
+    call: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+class RaisesWhenCompared(WithoutHash):
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("I am never compared")
+
+    def __hash__(self) -> int:
+        raise RuntimeError("I have no hash")
+
+
+class ComparedByElement(WithoutHash):
+    def __eq__(self, other: object) -> Any:
+        return np.ones(3) == 1
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class WithoutReferences:
+    __slots__ = ("call",)
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("kind", [WithoutHash, RaisesWhenCompared, ComparedByElement, WithoutReferences])
+def test_callables_are_told_apart_by_identity_in_every_role(kind: Any, isolation: str) -> None:
+    def work(x: Any, do: int = 1) -> Any:
+        return x * 2
+
+    roles: dict[str, Any] = {
+        "ref_fn": kind(lambda x: x * 2),
+        "check_fn": kind(lambda output, wanted, x: None),
+        "prune_fn": kind(lambda config, x: config["do"] < 3),
+        "key_fn": kind(lambda x: 1),
+        "supply": kind(lambda structs: [np.ones(3)]),
+        "objective": kind(lambda trial: trial.time_ms),
+    }
+    configs = kind(lambda x: [{"do": 1}, {"do": 2}, {"do": 3}])
+    tuner = quarantune.AutoTuner(kind(work), configs, name=kind.__name__, warmup=0, rep=2, **roles)
+    with warnings.catch_warnings(), quarantune.settings(isolation=isolation):
+        warnings.simplefilter("ignore", RuntimeWarning)  # configs run in this process
+        result = tuner.run(np.ones(3))
+    assert sorted(trial.config["do"] for trial in result.trials if trial.time_ms) == [1, 2]

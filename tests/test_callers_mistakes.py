@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +91,59 @@ def test_where_only_workers_fail_alike_the_failure_of_all_configs_is_raised(tmp_
 
 def _notes(caught: pytest.ExceptionInfo[Any]) -> list[str]:
     return getattr(caught.value, "__notes__", [])
+
+
+# --- results whose work is still to be done ---
+
+
+async def awaits(x: Any, do: int = 1) -> Any:
+    return x
+
+
+async def yields_later(x: Any, do: int = 1) -> Any:
+    yield x
+
+
+def yields(x: Any, do: int = 1) -> Any:
+    yield x
+
+
+class Awaits:
+    async def __call__(self, x: Any, do: int = 1) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [awaits, yields_later, yields, Awaits(), Awaits().__call__, functools.partial(awaits)],
+    ids=["coroutine", "asynchronous generator", "generator", "object", "method", "partial"],
+)
+def test_a_function_whose_calls_do_no_work_is_refused_at_once(fn: Any) -> None:
+    with pytest.raises(TypeError, match=r"the work would not be timed: tune a function that (returns|awaits) "):
+        quarantune.AutoTuner(fn, [{"do": 1}, {"do": 2}])
+
+
+LAZY: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "coroutine": (lambda x: {"a": (x, awaits(x))}, r"coroutine.* await it"),
+    "generator": (lambda x: [x, yields(x)], r"generator.* exhaust it"),
+    "asynchronous generator": (yields_later, r"async_generator.* await it"),
+    "map": (lambda x: map(abs, x), r"map.* exhaust it"),
+    "zip": (lambda x: (zip(x, x, strict=True),), r"zip.* exhaust it"),
+    "future": (lambda x: ThreadPoolExecutor(1).submit(len, x), r"Future.* wait for it"),
+}
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+@pytest.mark.parametrize("kind", LAZY)
+@pytest.mark.filterwarnings("ignore:Python iterable type", "ignore:QUARANTUNE_ISOLATION")
+def test_a_result_whose_work_is_to_be_done_later_never_wins(kind: str, isolation: str) -> None:
+    make, told = LAZY[kind]
+
+    def work(x: Any, do: str = "work") -> Any:
+        return make(x) if do == "later" else x * 2
+
+    with quarantune.settings(isolation=isolation):
+        tuner = quarantune.AutoTuner(work, {"do": ["later", "work"]}, ref_fn=None, warmup=0, rep=2)
+        later, done = tuner.run(np.ones(3)).trials
+    assert (later.outcome, done.outcome) == (quarantune.Outcome.ERROR, quarantune.Outcome.OK)
+    assert re.search(told, later.message)

@@ -913,7 +913,7 @@ def test_an_objects_locks_are_new_ones_where_it_arrives_even_if_they_are_held_he
     [
         (
             lambda: Holder(_ for _ in ()),
-            r"attribute 'held' of 'Holder'.* is <generator .* cannot be sent to a worker",
+            r"attribute 'held' of 'Holder'.* is <generator .* cannot be copied, and each run",
         ),
         (lambda: Holder(sys.__stderr__), r"attribute 'held' of 'Holder' .*TextIOWrapper"),
         (lambda: {"a": threading.local()}, r"the entry 'a' \(reached through argument 0\) is <_thread._local"),

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import contextlib
 import ctypes
 import functools
+import io
 import itertools
 import json
 import logging
 import os
+import random
 import re
+import socket
 import statistics
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from aftermath import nothing_is_left, quiet_place, running_templates  # noqa: F401
 from helpers import SweepWatch, ends, everywhere, isolated, python
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -879,6 +885,141 @@ def test_a_plain_function_never_sees_its_earlier_writes_to_an_argument() -> None
         os.close(fd)
     assert len(seen) > 10
     assert set(seen) == {-1.0}
+
+
+here_and_there = pytest.mark.parametrize("isolation", ["process", "none"])
+
+
+class Slots:
+    __slots__ = ("items",)
+
+    def __init__(self) -> None:
+        self.items = [1]
+
+    def __getstate__(self) -> Any:
+        return None, {"items": self.items}
+
+
+MUTABLES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [3, 1, 2], lambda it: it.sort() or it.append(0) or len(it)),
+    "bytearray": (lambda: bytearray(b"ab"), lambda it: it.append(0) or len(it)),
+    "array of Python's": (lambda: array.array("d", [1.0]), lambda it: it.append(0) or len(it)),
+    "deque": (lambda: collections.deque([1]), lambda it: it.append(0) or len(it)),
+    "set": (lambda: {1}, lambda it: it.add(len(it) + 9) or len(it)),
+    "dict of lists": (lambda: {"a": [1]}, lambda it: it["a"].append(0) or len(it["a"])),
+    "defaultdict": (lambda: collections.defaultdict(list), lambda it: it[len(it)].append(0) or len(it)),
+    "object": (lambda: types.SimpleNamespace(items=[1]), lambda it: it.items.append(0) or len(it.items)),
+    "object with slots": (Slots, lambda it: it.items.append(0) or len(it.items)),
+    "object with an array": (lambda: types.SimpleNamespace(a=np.zeros(2)), lambda it: it.a.__iadd__(1).sum()),
+    "array of objects": (lambda: np.array([[1], [2, 3]], object), lambda it: it[0].append(0) or len(it[0])),
+    "masked array": (lambda: np.ma.masked_array([1.0], [False]), lambda it: it.__iadd__(1).sum()),
+    "list with an array": (
+        lambda: [np.zeros(2), [1]],
+        lambda it: it[1].append(0) or (it[0].__iadd__(1).sum(), len(it[1])),
+    ),
+    "tuple of lists": (lambda: ([1], [2]), lambda it: it[0].append(0) or len(it[0])),
+    "iterator": (lambda: types.SimpleNamespace(i=iter([1, 2])), lambda it: len(list(it.i))),
+    "map": (lambda: types.SimpleNamespace(i=map(abs, [1, 2])), lambda it: len(list(it.i))),
+    "stream": (lambda: io.StringIO("abc"), lambda it: it.read(1)),
+    "random generator": (lambda: random.Random(1), lambda it: it.random()),
+    "partial": (lambda: functools.partial(len, [1]), lambda it: it.args[0].append(0) or it()),
+}
+
+
+@here_and_there
+def test_a_plain_function_never_sees_its_earlier_changes_of_any_kind(isolation: str) -> None:
+    wanted = {name: use(make()) for name, (make, use) in MUTABLES.items()}
+
+    def changes(first: Any, *, given: Any, do: int) -> Any:
+        found = {name: use(given[name]) for name, (_, use) in MUTABLES.items()}
+        if found != wanted or first.append(do) or len(first) > 1:
+            raise ValueError(f"an earlier run has left {found} and {first}")
+        return np.ones(2)
+
+    def ref_fn(first: Any, *, given: Any) -> Any:
+        return changes(first, given=given, do=0)
+
+    first: list[int] = []
+    given = {name: make() for name, (make, _) in MUTABLES.items()}
+    with isolated(isolation):
+        tuner = quarantune.AutoTuner(changes, [{"do": 1}, {"do": 2}], ref_fn=ref_fn, warmup=2, rep=3)
+        trials = tuner.run(first, given=given).trials
+    assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.SLOW}
+    assert first == [], "the caller's own list has changed"
+    assert {name: use(given[name]) for name, (_, use) in MUTABLES.items()} == wanted
+
+
+@here_and_there
+def test_an_argument_given_twice_is_one_object_in_each_run(isolation: str) -> None:
+    def work(a: Any, b: Any, c: Any, nested: Any, do: int) -> Any:
+        a[0] += 1
+        c.append(a)
+        assert b[0] == 1
+        assert nested["c"][0] is b
+        return np.ones(2)
+
+    same, shared = np.zeros(2), list[Any]()
+    with isolated(isolation):
+        result = quarantune.AutoTuner(work, [{"do": 1}, {"do": 2}], **SOON).run(same, same, shared, {"c": shared})
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}
+    assert (same[0], shared) == (0, [])
+
+
+@here_and_there
+def test_a_sort_in_place_is_timed_on_unsorted_data(isolation: str) -> None:
+    def sort(data: list[int], how: str) -> Any:
+        if how == "builtin":
+            time.sleep(0.002)
+            data.sort()
+        for end in range(1, len(data)):
+            value, place = data[end], end
+            while place and data[place - 1] > value:
+                data[place] = data[place - 1]
+                place -= 1
+            data[place] = value
+        return np.asarray(data[:5])
+
+    data = random.Random(0).sample(range(100_000), 700)
+    with isolated(isolation):
+        result = quarantune.AutoTuner(sort, {"how": ["insertion", "builtin"]}, ref_fn=None, **SOON).run(data)
+    assert result.best_config == {"how": "builtin"}
+
+
+@everywhere
+def test_tracing_never_sees_earlier_changes_of_a_static_argument(isolation: str) -> None:
+    class Plan:
+        def __init__(self) -> None:
+            self.log: list[int] = []
+
+    def kernel(x: Any, plan: Plan, do: int = 1) -> Any:
+        plan.log.append(do)
+        return x * len(plan.log) + 0 * do
+
+    def ref_fn(x: Any, plan: Plan) -> Any:
+        return kernel(x, plan, 0)
+
+    plan = Plan()
+    with isolated(isolation):
+        tuner = quarantune.AutoTuner(
+            jax.jit(kernel, static_argnames=["plan", "do"]), [{"do": 2}, {"do": 3}], ref_fn=ref_fn, **SOON
+        )
+        trials = tuner.run(X, plan).trials
+    assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.SLOW}
+    assert len(plan.log) <= 1, "the caller's own object has changed by more than one trace"
+
+
+@here_and_there
+def test_an_argument_without_a_copy_is_refused_before_any_work(isolation: str) -> None:
+    ran: list[int] = []
+    template.close_shared()
+    with quarantune.settings(isolation=isolation), socket.socket() as given:
+        tuner = quarantune.AutoTuner(lambda held, do: ran.append(do), [{"do": 1}, {"do": 2}], name="refused", **SOON)
+        with pytest.raises(
+            TypeError, match=r"element 0 \(reached through argument 0\) is <socket\.socket.* cannot be copied"
+        ):
+            tuner.run([given])
+    assert ran == []
+    assert running_templates() == []
 
 
 def test_a_big_argument_is_in_memory_once_for_any_number_of_configs() -> None:

@@ -23,7 +23,7 @@ from quarantune.results.result import CallShare, TuningResult
 from quarantune.transport.problem import Arguments
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject, equal, text_of
-from quarantune.values.settings import EXHAUSTIVE, TIME
+from quarantune.values.settings import EXHAUSTIVE
 from quarantune.values.texts import call_text, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError
 
@@ -140,7 +140,7 @@ def tune_for(resolver: Resolver, calls: Sequence[Any], weights: Sequence[float] 
     """
     if by not in (TOTAL, WORST):
         raise ValueError(f"by={shown(by)} is not valid: give {TOTAL!r} or {WORST!r}")
-    if resolver.function.options.objective != TIME:
+    if not resolver.function.options.is_by_time:
         raise ValueError(f"{resolver.function.name}: tune_for compares times: leave out objective, or use tune")
     settings, many = environment.current(), _weights(calls, weights)
     described = [keyed_for_engine(resolver.bind(*_arguments(call)), settings) for call in calls]

@@ -16,6 +16,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import json
 import logging
 import operator
 import re
@@ -23,7 +24,7 @@ import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quarantune.cache.store import canonical_json, short_hash
@@ -105,7 +106,7 @@ def reached(fn: Callable[..., Any]) -> Mapping[tuple[str, ...], Any]:
     Returns:
         The values by their places: the name of a module, followed by the attributes that lead to the value.
     """
-    return _Walk(fn).reached
+    return _Walk(fn, has_parts=False).reached
 
 
 def _describe_option(value: Any) -> Any:
@@ -131,7 +132,8 @@ class _Walk:
     from another of the user's modules start with the name of that module.
     """
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], *, has_parts: bool = True) -> None:
+        self._has_parts = has_parts
         self.parts: dict[str, str] = {}
         self.reached: dict[tuple[str, ...], Any] = {}
         self._seen: set[int] = set()
@@ -160,7 +162,7 @@ class _Walk:
         elif isinstance(value, type) and self._is_own(value):
             self._visit_class(value)
         else:
-            self.parts[f"{kind}:{name}"] = _hash(describe(value))
+            self.parts[f"{kind}:{name}"] = _hash(describe(value)) if self._has_parts else ""
             self._follow(value)
 
     def _visit_helper(self, part: str, value: Any, function: types.FunctionType) -> None:
@@ -405,7 +407,8 @@ def _operators(cls: type) -> list[str]:
 
 
 def _hash(description: Any) -> str:
-    return short_hash(canonical_json(description))
+    # As `canonical_json` writes it: a description has no other types than JSON, but may have very many parts.
+    return short_hash(json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
 
 # --- the names in code, and whose code it is ---
@@ -547,12 +550,16 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if isinstance(value, types.CodeType):
         return [kind, describe_code(value)]
     if isinstance(value, (list, tuple)):
-        return [kind, [describe(item, inside) for item in value]]
+        return [kind, _describe_all(value, inside)]
     if isinstance(value, (set, frozenset)):
         return [kind, sorted(canonical_json(describe(item, inside)) for item in value)]
     if isinstance(value, Mapping):
-        pairs = [[describe(key, inside), describe(item, inside)] for key, item in value.items()]
-        return [kind, sorted(pairs, key=canonical_json)]
+        keys, items = (_describe_all(each, inside) for each in ([*value.keys()], [*value.values()]))
+        # The texts of different keys decide their order, and are much shorter than those of the items may be.
+        texts = [f'["{key[0]}",{json.dumps(key[1])}]' if _is_of_literal(key) else canonical_json(key) for key in keys]
+        if len(set(texts)) < len(texts):
+            return [kind, sorted(map(list, zip(keys, items, strict=True)), key=canonical_json)]
+        return [kind, [[keys[place], items[place]] for place in sorted(range(len(texts)), key=texts.__getitem__)]]
     if isinstance(value, type):
         return ["class", type_name(value)]
     if isinstance(value, types.ModuleType):
@@ -570,6 +577,19 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if _holds_set(value):  # a repr shows a set in an order that differs from process to process
         return [kind, describe(_state(value), inside)]
     return [kind, stable_repr(value)]
+
+
+def _describe_all(values: Sequence[Any], inside: tuple[int, ...]) -> list[Any]:
+    """Describes values; those of very many literals at once."""
+    names = {kind: type_name(kind) for kind in set(map(type, values))}
+    if names.keys() <= {*LITERALS}:
+        with contextlib.suppress(ValueError):  # Python refuses to write a huge number
+            return [[names[type(item)], text] for item, text in zip(values, map(repr, values), strict=True)]
+    return [describe(item, inside) for item in values]
+
+
+def _is_of_literal(described: Any) -> bool:
+    return len(described) == 2 and described[0].startswith("builtins.") and type(described[1]) is str
 
 
 def stable_repr(value: Any) -> str:

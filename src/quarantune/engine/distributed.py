@@ -24,7 +24,7 @@ from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.transport.problem import Problem
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
-from quarantune.values.settings import AUTO, TIME
+from quarantune.values.settings import AUTO
 from quarantune.values.trial import END, UNTUNED, EngineError, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -49,7 +49,7 @@ def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[
     problem, source, is_check = request.problem, request.source, request.target is not None
     executor, isolation = request.settings.executor, request.settings.isolation
     assert executor is not None
-    if request.options.objective != TIME and not (request.compile_only or is_check):
+    if not request.options.is_by_time and not (request.compile_only or is_check):
         raise ValueError(f"{problem.name}: with executor=, time is the only objective: leave out one of them")
     if isolation not in (AUTO, Isolation.PROCESS.value):
         raise ValueError(

@@ -336,7 +336,8 @@ def _ratio(ours: float, theirs: float) -> float:
 
 def scored(trial: Trial, objective: Objective) -> Trial:
     """Returns a trial with its score; it is an error if the objective makes no finite number of it."""
-    if objective == TIME or not trial.is_usable:  # it was only compiled
+    is_by_time = not callable(objective) and objective == TIME
+    if is_by_time or not trial.is_usable:  # it was only compiled
         return trial
     try:
         given = dataclasses.replace(trial, config=as_given(trial.config))

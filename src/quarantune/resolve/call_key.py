@@ -17,6 +17,7 @@ from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, re
 from quarantune.devices import discovery
 from quarantune.host.process import cache_name, lazy
 from quarantune.transport.problem import (
+    SCALARS,
     Arguments,
     CallDescription,
     Problem,
@@ -31,6 +32,7 @@ from quarantune.transport.problem import (
     is_array,
     key_part,
     named,
+    signature_of,
     split_config,
 )
 from quarantune.values.codec import JsonObject, freeze, has_tag, text_of
@@ -51,6 +53,12 @@ if TYPE_CHECKING:
     from quarantune.transport.manual_axes import Axes
 
 _MOST_KINDS = 3
+_LAZY: Mapping[Callable[..., bool], str] = {
+    inspect.iscoroutinefunction: "returns asyncio.run(...) of this one's result",
+    inspect.isasyncgenfunction: "awaits all that this one yields, in asyncio.run(...)",
+    inspect.isgeneratorfunction: "returns list(...) of this one's result",
+}
+"""Kinds of functions whose calls do no work, with the remedy."""
 _STATE = "jax settings"
 """The name of JAX's settings in an entry, among those of the parameters."""
 
@@ -123,6 +131,12 @@ class TunedFunction:
             )
         if static_names is not None:
             check_jit_options(fn, options.name or label)
+        for is_lazy, remedy in _LAZY.items() if static_names is None else ():
+            if is_lazy(fn) or is_lazy(inspect.getattr_static(type(fn), "__call__")):
+                raise TypeError(
+                    f"{label}: a call of it does no work, but makes an object that does it later, so that the work "
+                    f"would not be timed: tune a function that {remedy}"
+                )
         function = cls(
             fn,
             configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature),
@@ -263,7 +277,7 @@ class BoundCall:
         key_fn = self.function.options.key_fn
         if key_fn is None or self.fitted(key_fn, self.args, self.kwargs) == (self.args, self.kwargs):
             return frozenset()
-        return self.statics - inspect.signature(key_fn).parameters.keys()
+        return self.statics - signature_of(key_fn).parameters.keys()
 
     @lazy
     def configs(self) -> Space:
@@ -577,7 +591,7 @@ def _check_no_references(arguments: Mapping[str, Any], name: str) -> None:
         TypeError: an argument is, or contains, a `jax.Ref`.
     """
     for parameter, value in arguments.items():
-        if any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
+        if any(type(leaf) not in SCALARS and isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
             raise TypeError(
                 f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function that "
                 f"takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or give the "

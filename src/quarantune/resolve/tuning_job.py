@@ -37,7 +37,7 @@ from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
-from quarantune.values.settings import TIME, Settings
+from quarantune.values.settings import Settings
 from quarantune.values.trial import (
     READY,
     UNTUNED,
@@ -212,7 +212,7 @@ class TuningJob:
 
         Some always run, as the best may turn out to be wrong.
         """
-        far = [] if self._start_over or self._options.objective != TIME else [*estimates.items()][_FIRST:]
+        far = [] if self._start_over or not self._options.is_by_time else [*estimates.items()][_FIRST:]
         return {
             index: dataclasses.replace(
                 pruned_trial(self._configs[index]), message=f"estimated at {ratio:.3g}x the best"

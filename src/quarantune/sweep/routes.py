@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import itertools
@@ -29,7 +28,6 @@ from quarantune.scheduler.side_tasks import settle
 from quarantune.sweep.limits import Isolation
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
-from quarantune.values.settings import TIME
 from quarantune.values.trial import READY, UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -55,8 +53,8 @@ _COMPILES_PER_WORKER = 32
 configs, 59% of them bad, take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
 
 
-_unfit = collections.defaultdict[Route, weakref.WeakSet[Callable[..., object]]](weakref.WeakSet)
-"""By route, the functions whose configs could all not take it in an earlier sweep of this process."""
+_unfit: dict[tuple[Route, int], weakref.ref[Callable[..., object]]] = {}
+"""The functions whose configs could all not take a route in an earlier sweep of this process, by route and identity."""
 
 
 class Routes:
@@ -95,7 +93,7 @@ class Routes:
         self._measures_here = isolation is Isolation.COMPILE
         self._compile_only = request.compile_only and not self._is_alone
         self._finish = finish
-        self._race = Race(by_time=request.options.objective == TIME)
+        self._race = Race(by_time=request.options.is_by_time)
         self._opened: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
@@ -183,18 +181,22 @@ class Routes:
             return False  # a worker without a device compiles for a single device
         if self._on_cpu and (self._compile_only or self._measures_here):
             return True
-        if self._problem.fn in _unfit[Route.APART]:
+        if self._is_unfit(Route.APART):
             return False
         if self._on_cpu:
             # A CPU worker is cheap: handing an executable to another one saves no time.
             return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
         return self._target is not None and jax_internals.is_jitted(self._problem.fn)
 
+    def _is_unfit(self, route: Route) -> bool:
+        known = _unfit.get((route, id(self._problem.fn)))
+        return known is not None and known() is self._problem.fn
+
     def _can_hand_over(self, configs: Mapping[int, Config], source: ConfigSource) -> bool:
         """Returns whether workers with the device compile several configs each, and another one measures them."""
         at_once = len(configs) > 1 or not source.is_closed
         is_whole = self._measures_here or self._is_alone or self._compile_only or self._on_many_devices
-        if is_whole or self._on_cpu or self._on_tpu or not at_once or self._problem.fn in _unfit[Route.HANDED_OVER]:
+        if is_whole or self._on_cpu or self._on_tpu or not at_once or self._is_unfit(Route.HANDED_OVER):
             return False
         return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
 
@@ -226,7 +228,8 @@ class Routes:
             _logger.info("%s: the programs take another route than %s, because %s", name, route, left.why_unfit)
             if left.none_fits:
                 with contextlib.suppress(TypeError):  # not every callable can be referred to
-                    _unfit[route].add(self._problem.fn)
+                    key, fn = (route, id(self._problem.fn)), self._problem.fn
+                    _unfit[key] = weakref.ref(fn, lambda _: _unfit.pop(key, None))
         return left
 
     def _new_scheduler(self, route: Route, source: ConfigSource = NOTHING_MORE) -> Scheduler:

@@ -36,7 +36,7 @@ from quarantune.transport.problem import Problem
 from quarantune.values import codec
 from quarantune.values.codec import originals, text_of
 from quarantune.values.configs import Config, format_config
-from quarantune.values.settings import TIME, Options, Settings
+from quarantune.values.settings import Options, Settings
 from quarantune.values.trial import END, UNTUNED, CompileTarget, Trial
 from quarantune.worker import program_values
 from quarantune.worker.arguments import BenchOptions
@@ -93,7 +93,7 @@ def run(
         packed = pack(problem, possible, request.options, is_sent=is_sent)
     configs, measured = dict(configs), dict(known or {})
     finish = _finisher(request, measured)
-    if request.options.objective != TIME and not request.compile_only:
+    if not request.options.is_by_time and not request.compile_only:
         request = dataclasses.replace(request, measures_energy=_needs_energy(request, packed, possible))
     isolation = _isolation(request)
     if isolation is Isolation.NONE:

@@ -105,6 +105,7 @@ def is_sentinel(obj: object) -> bool:
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__reduce__ is object.__reduce__
         and kind.__basicsize__ <= _BARE_BYTES
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)  # one of them may take no more room
         and not getattr(obj, "__dict__", None)
         and not isinstance(obj, types.ModuleType)
     )

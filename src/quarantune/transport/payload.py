@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
-from quarantune.host.process import adopt_program_name, import_path, program_name
+from quarantune.host.process import adopt_program_name, import_path, is_interruption, program_name
 from quarantune.host.shared_files import write_all
 from quarantune.transport.arrays import (
     ArraySpec,
@@ -33,8 +33,9 @@ from quarantune.transport.arrays import (
     next_start,
     restore_array,
 )
-from quarantune.transport.pickling import dumps, loads
+from quarantune.transport.pickling import Copies, dumps, loads
 from quarantune.transport.problem import Arguments, with_leaves
+from quarantune.transport.unpicklable import explain
 from quarantune.values.describe import canonical_dtype, context_mesh, local_sharding, sharding_of
 from quarantune.values.texts import shown
 
@@ -69,6 +70,8 @@ class Call:
         args: positional arguments, with an `ArraySpec` for each array.
         kwargs: keyword arguments, likewise.
         specs: these arrays, by number.
+        copies: makes the arguments of a function that is not jitted, which a run may change, with these specs;
+            there are no others then. None for a jitted function.
         judges: functions that judge the function's output, by name.
         config_values: the config values that JSON cannot restore, by their JSON texts.
         context_mesh: the mesh that the worker sets; None for none.
@@ -81,6 +84,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     specs: tuple[ArraySpec, ...]
+    copies: Copies | None = None
     judges: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     config_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     context_mesh: AbstractMesh | None = None
@@ -159,29 +163,34 @@ def pack_call(
         ValueError: an argument was deleted, or donated to an earlier call.
     """
     is_jitted = jax_internals.is_jitted(fn)
-    by_position, by_name = (jax_internals.jit_options(fn) if is_jitted else jax_internals.JitOptions()).dynamic(
-        args, kwargs
-    )
-    arrays = list(filter(_is_spooled, jax.tree.leaves(([*by_position.values()], [*by_name.values()]))))
-    of_numpy = with_values or not is_jitted
-    found = _specs(arrays, with_values=with_values, of_numpy=of_numpy)
+    given = Call(fn=fn, args=args, kwargs=kwargs, specs=(), judges={**(judges or {})}, program_values=program_values)
+    given = dataclasses.replace(given, config_values={**(config_values or {})})
+    copies = None if is_jitted else _copies_of(given)
+    by_position, by_name = jax_internals.jit_options(fn).dynamic(args, kwargs) if is_jitted else ({}, {})
+    dynamic = [*by_position.values()], by_name
+    arrays = list(filter(_is_spooled, jax.tree.leaves(dynamic) if copies is None else copies.parts))
+    found = _specs(arrays, with_values=with_values, of_numpy=with_values or not is_jitted)
     specs = found if manual_mesh is None else _as_shards(found, arrays, manual_mesh)
     in_order = iter(specs)
-    packed, packed_kwargs = with_leaves([*by_position.values()], by_name, _is_spooled, lambda _: next(in_order))
-    packed_args = dict(zip(by_position, packed, strict=True))
-    call = Call(
-        fn=fn,
-        args=tuple(packed_args.get(position, arg) for position, arg in enumerate(args)),
-        kwargs={**kwargs, **packed_kwargs},
+    if copies is None:
+        packed, packed_kwargs = with_leaves(*dynamic, _is_spooled, lambda _: next(in_order))
+        packed_args = dict(zip(by_position, packed, strict=True))
+        args = tuple(packed_args.get(position, arg) for position, arg in enumerate(args))
+        kwargs = {**kwargs, **packed_kwargs}
+    else:
+        args, kwargs = (), {}
+        copies.parts[:] = [next(in_order) if _is_spooled(part) else part for part in copies.parts]
+    call = dataclasses.replace(
+        given,
+        args=args,
+        kwargs=kwargs,
         specs=specs,
-        judges=dict(judges or {}),
-        config_values=dict(config_values or {}),
+        copies=copies,
         # A manual mesh is set by the worker's own shard_map.
         context_mesh=_mesh_to_send(specs, devices if manual_mesh is None else 0),
-        program_values=program_values,
     )
     return PackedCall(
-        blob=_blob(call) if is_sent else b"",
+        blob=_blob(call, given) if is_sent else b"",
         call=dataclasses.replace(
             call,
             context_mesh=None,
@@ -193,11 +202,31 @@ def pack_call(
     )
 
 
-def _blob(call: Call) -> bytes:
+def _copies_of(call: Call) -> Copies:
+    """Returns the maker of a call's arguments.
+
+    Raises:
+        TypeError: an argument cannot be copied.
+    """
+
+    def copies(value: object) -> Copies:
+        return Copies(value, _is_spooled)
+
+    try:
+        return copies((call.args, dict(call.kwargs)))
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        failure = "copied, and each run of a function that is not jitted gets its own copy, as it may change it"
+        remedy = "Create it inside the function, or pass the data that it is made from, such as a list or a path."
+        raise TypeError(explain(call, error, copies, failure, remedy)) from error
+
+
+def _blob(call: Call, given: Call) -> bytes:
     """Returns two pickles, because the outer one is read before any of the user's modules is imported."""
     contexts = dumps(jax_internals.contexts())  # their values may be of the user's own classes
     process = import_path(), jax_internals.options_to_travel(), contexts, call.devices_needed, program_name()
-    return pickle.dumps((*process, dumps(call)))
+    return pickle.dumps((*process, dumps(call, source=given)))
 
 
 def write_arrays(packed: PackedCall, fd: int) -> None:
@@ -453,4 +482,7 @@ def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
 
 
 def _with_arrays(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:
-    return with_leaves(call.args, call.kwargs, lambda leaf: isinstance(leaf, ArraySpec), make_array)
+    if call.copies is None:
+        return with_leaves(call.args, call.kwargs, lambda leaf: isinstance(leaf, ArraySpec), make_array)
+    made: Arguments = call.copies.make(lambda part: make_array(part) if isinstance(part, ArraySpec) else part)
+    return made

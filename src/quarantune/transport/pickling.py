@@ -29,13 +29,14 @@ from quarantune.transport.arrays import concrete_data, restore_array
 _SIGNATURE_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
 
 
-def dumps(obj: object, apart: list[memoryview] | None = None) -> bytes:
+def dumps(obj: object, apart: list[memoryview] | None = None, *, source: object = None) -> bytes:
     """Pickles a function with everything that it refers to.
 
     Args:
         obj: functions (jitted ones and those of `__main__`, closures and notebooks included), arrays,
             classes, values.
         apart: receives the elements of numpy arrays, which are not copied then; None to have them in the result.
+        source: the object whose parts an error names; None for `obj` itself.
 
     Returns:
         Bytes for `loads`, in a process with the same packages.
@@ -48,7 +49,7 @@ def dumps(obj: object, apart: list[memoryview] | None = None) -> bytes:
     except Exception as error:
         if is_interruption(error):
             raise
-        message = unpicklable.explain(obj, error, _dump)
+        message = unpicklable.explain(source or obj, error, _dump)
         if edited := importable.own_edited_modules():
             message += (
                 f" ({', '.join(edited)} changed on disk after this process imported it, so its functions do not travel "
@@ -215,6 +216,80 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return NotImplemented if found is None else (load_by_name, found)
 
 
+class Copies:
+    """Makes copies of a value as it is now: a change of one copy, or of the value, changes no later copy.
+
+    A part that has several places in the value is one object in each copy. Functions, classes, modules and objects
+    without state are not copied.
+
+    Attributes:
+        parts: the parts that are not copied.
+    """
+
+    def __init__(self, value: object, is_kept: Callable[[Any], bool]) -> None:
+        """Pickles the value.
+
+        Args:
+            value: the value.
+            is_kept: returns whether a further part is not to be copied.
+        """
+        self.parts: list[Any] = []
+        with io.BytesIO() as file:
+            _CopyPickler(file, self.parts, is_kept).dump(value)
+            self._blob = file.getvalue()
+
+    def make(self, part: Callable[[Any], Any] = lambda part: part) -> Any:
+        """Returns a new copy.
+
+        Args:
+            part: returns the object to take in place of a part that is not copied.
+        """
+        return _CopyUnpickler(self._blob, functools.cache(lambda number: part(self.parts[number]))).load()
+
+
+class _CopyPickler(_Pickler):
+    """Pickles all parts of a value that are to be copied, and numbers the others."""
+
+    def __init__(self, file: io.BytesIO, parts: list[Any], is_kept: Callable[[Any], bool]) -> None:
+        super().__init__(file)
+        self._parts, self._is_kept = parts, is_kept
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        kind: Any = type(obj)
+        if kind in _PLAIN or not (
+            self._is_kept(obj) or isinstance(obj, type) or _reducer_for(kind) in _OF_KEPT or classes.is_sentinel(obj)
+        ):
+            return None
+        number = self._numbers.setdefault(id(obj), len(self._parts))
+        if number == len(self._parts) or kind is jax.ShapeDtypeStruct:  # each struct stands for an array of its own
+            self._parts.append(obj)
+            return len(self._parts) - 1
+        return number
+
+
+class _CopyUnpickler(pickle.Unpickler):
+    def __init__(self, blob: bytes, part: Callable[[int], Any]) -> None:
+        super().__init__(io.BytesIO(blob))
+        self._part = part
+
+    def persistent_load(self, number: Any) -> Any:
+        return self._part(number)
+
+
+_PLAIN = (int, float, str, tuple, list, dict, bool, bytes, type(None))
+_OF_KEPT: tuple[Any, ...] = (
+    _Pickler._reduce_function,
+    _Pickler._reduce_code,
+    _Pickler._reduce_module,
+    _Pickler._reduce_type_variable,
+    _Pickler._reduce_jitted,
+    _Pickler._reduce_custom_rule,
+    _Pickler._reduce_lru_cache,
+    _Pickler._reduce_primitive,
+    _Pickler._reduce_forbidden,
+)
+"""The reducers of objects that are the same in all copies."""
 _OF_WRAPPERS = (_Pickler._reduce_jitted, _Pickler._reduce_custom_rule, _Pickler._reduce_lru_cache)
 """The reducers of objects that travel by name where they can."""
 

@@ -33,6 +33,7 @@ from quarantune.values.texts import shown
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call: the positional ones, and the keyword arguments by name."""
 
+SCALARS = (float, int, str, bool, type(None))
 _EMPTY = inspect.Parameter.empty
 
 
@@ -156,11 +157,15 @@ def describe_function(
     if inner is not None and not jax_internals.is_jitted(fn) and jax_internals.is_jitted(inner):
         fn = inner  # an autotuned function, to be tuned with other configs
     static_names = jax_internals.jit_options(fn).static_names if jax_internals.is_jitted(fn) else None
+    return fn, signature_of(inspect.unwrap(fn)), static_names
+
+
+def signature_of(fn: Any) -> inspect.Signature:
+    """Returns the signature of any callable; a built-in without one takes all arguments."""
     try:
-        signature = inspect.signature(inspect.unwrap(fn))
-    except (TypeError, ValueError):
-        signature = inspect.signature(lambda *args, **kwargs: None)  # a built-in without a signature
-    return fn, signature, static_names
+        return inspect.signature(fn)
+    except Exception:  # Python compares the callable, and its class may say anything of equality
+        return inspect.signature(fn.__call__)
 
 
 def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
@@ -189,11 +194,9 @@ def fitted(
         args: the call's positional arguments.
         kwargs: its keyword arguments.
     """
+    expected = signature_of(function)
     try:
-        expected = inspect.signature(function)
         expected.bind(*args, **kwargs)
-    except ValueError:  # a built-in without a signature
-        return args, dict(kwargs)
     except TypeError:
         bound = signature.bind_partial(*args, **kwargs)
         for name in statics:
@@ -318,7 +321,8 @@ def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
 
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct`."""
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+    # JAX takes long to say so, and there may be very many numbers.
+    return type(leaf) not in SCALARS and isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
 # --- a function with a config ---

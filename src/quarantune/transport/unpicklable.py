@@ -23,23 +23,31 @@ class CannotTravelError(TypeError):
     """Raised for an object of a kind that must not be pickled; the message is the advice for this kind."""
 
 
-def explain(obj: object, error: Exception, dump: Callable[[object], bytes]) -> str:
+def explain(
+    obj: object,
+    error: Exception,
+    dump: Callable[[object], object],
+    failure: str = "sent to a worker process",
+    remedy: str = _REMEDY,
+) -> str:
     """Returns the message for an object that could not be pickled.
 
     Args:
         obj: the object.
         error: the exception from pickling it.
         dump: pickles a part of the object, or raises.
+        failure: the purpose of pickling it, after "cannot be".
+        remedy: the advice, unless there is one for the kind of the part.
     """
     trail, culprit, cause = _find_culprit(obj, error, dump)
     where = trail[-1] if trail else "it"
     through = f" (reached through {', then '.join(trail[:-1])})" if len(trail) > 1 else ""
-    advice = str(cause) if isinstance(cause, CannotTravelError) else f"{str(cause).rstrip('.')}. {_REMEDY}"
-    return f"{where}{through} is {shown(culprit)}, which cannot be sent to a worker process. {advice}"
+    advice = str(cause) if isinstance(cause, CannotTravelError) else f"{str(cause).rstrip('.')}. {remedy}"
+    return f"{where}{through} is {shown(culprit)}, which cannot be {failure}. {advice}"
 
 
 def _find_culprit(
-    obj: object, error: Exception, dump: Callable[[object], bytes]
+    obj: object, error: Exception, dump: Callable[[object], object]
 ) -> tuple[list[str], object, Exception]:
     """Returns the innermost part of `obj` that cannot be pickled: the way to it, the part and its error."""
     trail: list[str] = []

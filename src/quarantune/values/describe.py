@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,10 +33,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from quarantune._version import __version__
 from quarantune.host.process import PROGRAMS, module_of, pickled_parts, without_caches
 from quarantune.values.codec import JsonObject
+from quarantune.values.texts import shown
 
 _EMPTY = inspect.Parameter.empty
 _MOST_BITS = 14_000
 """Python refuses to write an integer with more decimal digits than this one may have, which is 4,300."""
+_DEEPEST, _LARGEST = 97, 1 << 22
+"""The most levels of a description, as `decode_json` refuses files with more, and parts, as more take minutes."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _PLUGINS = {
     "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -59,32 +62,125 @@ def describe_static(value: Any) -> Any:
     Raises:
         TypeError: the value has neither fields, nor a pickle, nor a repr that is the same in every process.
     """
-    return _describe(value, ())
+    try:
+        described = _describe(value, _Around())
+        return described if _is_of_bounded_size(described) else {"digest": _digest_of(described, {})}
+    except RecursionError:
+        raise TypeError(
+            f"{shown(value)} is nested more deeply than Python can follow, so results for it cannot be remembered. "
+            f"Pass it with fewer levels, or raise the limit (sys.setrecursionlimit)."
+        ) from None
 
 
-def _describe(value: Any, outer: tuple[int, ...]) -> Any:
-    """Describes a value inside others, whose identities are `outer`."""
-    if id(value) in outer:
-        return {"inside": len(outer) - outer.index(id(value))}
+class _Around:
+    """The values that hold a value, and the descriptions of those that hold no value around them.
+
+    A list that has several places in a value is described once. Else, a few lists that hold each other twice would take
+    for ever.
+
+    Attributes:
+        depths: how many values are around each of the values around, by identity.
+        known: descriptions, with the described values, by identity.
+        cycles: how many values were met inside themselves.
+    """
+
+    def __init__(self) -> None:
+        self.depths: dict[int, int] = {}
+        self.known: dict[int, tuple[Any, Any]] = {}
+        self.cycles = 0
+
+
+def _describe(value: Any, around: _Around) -> Any:
+    """Describes a value inside others."""
+    number = id(value)
+    if (depth := around.depths.get(number)) is not None:
+        around.cycles += 1
+        return {"inside": len(around.depths) - depth}
     plain = describe_plain(value)
     if plain is not _EMPTY:
         return plain
-    outer = (*outer, id(value))
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return [_describe(item, outer) for item in value]
+    if number in around.known:
+        return around.known[number][1]
+    cycles, around.depths[number] = around.cycles, len(around.depths)
+    try:
+        if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+            described: Any = (
+                list(value) if _are_plain(value) else [_describe(item, around) for item in value]  # a frame per level
+            )
+        else:
+            described = _describe_parts(value, around)
+    finally:
+        del around.depths[number]
+    if around.cycles == cycles:
+        around.known[number] = value, described
+    return described
+
+
+def _describe_parts(value: Any, around: _Around) -> Any:
     if isinstance(value, Mapping):
-        items = [[_describe(key, outer), _describe(item, outer)] for key, item in value.items()]
-        return {"type": name_of(type(value)), "items": sorted(items, key=json.dumps)}
+        keys, items = list(value.keys()), list(value.values())
+        pairs = zip(_describe_all(keys, around), _describe_all(items, around), strict=True)
+        return {"type": name_of(type(value)), "items": _in_order(list(map(list, pairs)), lambda pair: pair[0])}
     if isinstance(value, (set, frozenset)):
-        return {"set": sorted((_describe(item, outer) for item in value), key=json.dumps)}
+        return {"set": _in_order(_describe_all(list(value), around), lambda item: item)}
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
-        return {"partial": [_describe(part, outer) for part in parts]}
+        return {"partial": [_describe(part, around) for part in parts]}
     if isinstance(value, types.MethodType):
-        return {"method": value.__func__.__qualname__, "of": _describe(value.__self__, outer)}
+        return {"method": value.__func__.__qualname__, "of": _describe(value.__self__, around)}
     if callable(value) and hasattr(value, "__qualname__"):
-        return _describe_function(value, outer)
-    return _describe_object(value, outer)
+        return _describe_function(value, around)
+    return _describe_object(value, around)
+
+
+def _describe_all(values: list[Any], around: _Around) -> list[Any]:
+    return values if _are_plain(values) else [_describe(item, around) for item in values]
+
+
+def _are_plain(values: Sequence[Any]) -> bool:
+    """Returns whether values are described by themselves: one look at very many is much faster than a look at each."""
+    kinds = set(map(type, values))
+    return (
+        kinds <= {type(None), bool, int, str, float}
+        and (float not in kinds or all(math.isfinite(item) for item in values if type(item) is float))
+        and (int not in kinds or all(item.bit_length() <= _MOST_BITS for item in values if type(item) is int))
+    )
+
+
+def _in_order(described: list[Any], key: Callable[[Any], Any]) -> list[Any]:
+    """Returns descriptions in the order of their texts, of which those of their keys decide if no two are alike."""
+    texts = [f"{json.dumps(key(item))}, " for item in described]
+    if len(set(texts)) < len(texts):
+        return sorted(described, key=json.dumps)
+    return [described[place] for place in sorted(range(len(texts)), key=texts.__getitem__)]
+
+
+def _is_of_bounded_size(described: Any) -> bool:
+    """Returns whether the text of a description can be read back from a file, and be written in a reasonable time."""
+    layer: dict[int, tuple[Any, int]] = {0: (described, 1)}  # each container with the number of its places
+    size = 0
+    for _ in range(_DEEPEST if type(described) in (list, dict) else 0):
+        below: dict[int, tuple[Any, int]] = {}
+        for container, places in layer.values():
+            size += places * len(container)
+            for item in container.values() if type(container) is dict else container:
+                if type(item) in (list, dict):
+                    below[id(item)] = item, places + below.get(id(item), (item, 0))[1]
+        if not below or size > _LARGEST:
+            return size <= _LARGEST
+        layer = below
+    return type(described) not in (list, dict)
+
+
+def _digest_of(described: Any, known: dict[int, Any]) -> Any:
+    """Returns a digest of a description of lists and dicts, however often it holds one of them; else it as it is."""
+    if type(described) not in (list, dict):
+        return described
+    if id(described) not in known:
+        items = described.values() if type(described) is dict else described
+        parts = [*described] if type(described) is dict else None
+        known[id(described)] = [_digest(json.dumps([parts, *[_digest_of(item, known) for item in items]]).encode())]
+    return known[id(described)]
 
 
 def describe_plain(value: Any) -> Any:
@@ -119,7 +215,7 @@ def _describe_type(value: Any) -> Any:
     return {"dtype": value.dtype.name} if isinstance(value, type(jax.numpy.float32)) else {"type": name_of(value)}
 
 
-def _describe_function(function: Any, outer: tuple[int, ...]) -> Any:
+def _describe_function(function: Any, around: _Around) -> Any:
     """Describes a function by its name, and by its code and bound values too if other functions have that name."""
     described = {"function": name_of(function)}
     if _is_found_by_name(function):
@@ -127,23 +223,23 @@ def _describe_function(function: Any, outer: tuple[int, ...]) -> Any:
     is_wrapper = hasattr(function, "__wrapped__")
     if isinstance(function, types.FunctionType) and not is_wrapper:
         strictly = "<" in described["function"]
-        return described | _describe_made_of(function, outer, strictly=strictly)
+        return described | _describe_made_of(function, around, strictly=strictly)
     if isinstance(function, types.BuiltinFunctionType):
-        parts: Any = _describe_inside(function.__self__, outer)
+        parts: Any = _describe_inside(function.__self__, around)
     elif not is_wrapper:
         return described
     else:
-        parts = {"type": name_of(type(function)), "wraps": _describe_inside(function.__wrapped__, outer)}
+        parts = {"type": name_of(type(function)), "wraps": _describe_inside(function.__wrapped__, around)}
         if isinstance(function, types.FunctionType):
-            parts |= _describe_made_of(function, outer)
+            parts |= _describe_made_of(function, around)
         else:
-            parts |= {"fields": _describe_inside(_own_fields(function), outer)}
+            parts |= {"fields": _describe_inside(_own_fields(function), around)}
     return described | {"made_of": _digest(json.dumps(parts, sort_keys=True).encode())}
 
 
-def _describe_made_of(function: types.FunctionType, outer: tuple[int, ...], *, strictly: bool = False) -> Any:
+def _describe_made_of(function: types.FunctionType, around: _Around, *, strictly: bool = False) -> Any:
     parts = [[_cell(cell) for cell in function.__closure__ or ()], function.__defaults__, function.__kwdefaults__]
-    described = [_describe_inside(part, outer, strictly=strictly) for part in parts]
+    described = [_describe_inside(part, around, strictly=strictly) for part in parts]
     return {"code": _digest(_code(function.__code__).encode()), "bound": described}
 
 
@@ -158,19 +254,23 @@ def _own_fields(wrapper: Any) -> Mapping[str, Any]:
     return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
 
 
-def _describe_inside(part: Any, outer: tuple[int, ...], *, strictly: bool = False) -> Any:
+def _describe_inside(part: Any, around: _Around, *, strictly: bool = False) -> Any:
     """Describes a value that a function keeps.
 
     Args:
         part: the value.
-        outer: the identities of the values that hold it.
+        around: the values that hold it.
         strictly: whether to raise if the value has no description (a lock, say); otherwise its type stands for it.
     """
-    if not strictly and type(part) in (list, tuple, dict) and id(part) not in outer:
+    if not strictly and type(part) in (list, tuple, dict) and id(part) not in around.depths:
         items = list(part.items()) if isinstance(part, dict) else part
-        return [_describe_inside(item, (*outer, id(part))) for item in items]
+        around.depths[id(part)] = len(around.depths)
+        try:
+            return [_describe_inside(item, around) for item in items]
+        finally:
+            del around.depths[id(part)]
     try:
-        return _describe(part, outer)
+        return _describe(part, around)
     except TypeError:
         if strictly:
             raise
@@ -212,20 +312,20 @@ def _constant(item: Any) -> str:
     return repr(item)
 
 
-def _describe_object(value: Any, outer: tuple[int, ...]) -> Any:
+def _describe_object(value: Any, around: _Around) -> Any:
     """Describes an object by its dataclass fields, else by the parts that pickle would save, else by its repr."""
     name = name_of(type(value))
     if dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value) if field.compare]
-        return {"type": name, "fields": {field: _describe(getattr(value, field), outer) for field in fields}}
+        return {"type": name, "fields": {field: _describe(getattr(value, field), around) for field in fields}}
     if isinstance(value, np.ndarray):
-        return {"type": name, "shape": list(value.shape), "items": _describe(value.tolist(), outer)}
+        return {"type": name, "shape": list(value.shape), "items": _describe(value.tolist(), around)}
     try:
         build, arguments, *state = pickled_parts(value)
     except (TypeError, ValueError):  # cannot be pickled, or is a name
         return {"type": name, "repr": stable_repr(value)}
     parts = (build, arguments, *(without_caches(value, part) for part in state))
-    return {"type": name, "build": [_describe(part, outer) for part in parts]}
+    return {"type": name, "build": [_describe(part, around) for part in parts]}
 
 
 def stable_repr(value: Any) -> str:

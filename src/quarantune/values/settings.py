@@ -157,7 +157,7 @@ class Options:
             raise ValueError(f"name={self.name!r} is not valid: give a non-empty string, or leave it out")
         if isinstance(self.ref_fn, str) and self.ref_fn != DEFAULTS:
             raise ValueError(f"ref_fn={self.ref_fn!r} is not valid: give a function, {DEFAULTS!r} or None")
-        if self.ref_fn is not None and self.ref_fn != DEFAULTS and not callable(self.ref_fn):
+        if not callable(self.ref_fn) and self.ref_fn not in (None, DEFAULTS):
             raise TypeError(f"ref_fn={self.ref_fn!r} is not callable: give a function, {DEFAULTS!r} or None")
         named: dict[str, tuple[str, ...]] = {"key_fn": (), "prune_fn": (), "check_fn": (), "objective": (TIME, ENERGY)}
         for field, names in named.items():
@@ -198,9 +198,14 @@ class Options:
         return None if self.max_device_memory is None else parse_memory(self.max_device_memory, least=1)
 
     @property
+    def is_by_time(self) -> bool:
+        """Whether the fastest config wins."""
+        return isinstance(self.objective, str) and self.objective == TIME
+
+    @property
     def compares_outputs(self) -> bool:
         """Whether the outputs of configs are compared with that of the defaults, or with each other."""
-        return self.ref_fn == DEFAULTS and self.check_fn is None
+        return isinstance(self.ref_fn, str) and self.check_fn is None
 
     @property
     def calibrates(self) -> bool:
@@ -217,7 +222,8 @@ class Options:
         judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
         names = ("prune_fn", "objective", "supply", *judging, "devices_per_trial", "device_memory_bytes")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return {name: value for name in names if (value := getattr(self, name)) != defaults.get(name)}
+        # A callable is never compared, as its class may say anything of equality.
+        return {name: value for name in names if callable(value := getattr(self, name)) or value != defaults.get(name)}
 
 
 class ContextualKeywords(TypedDict, total=False):

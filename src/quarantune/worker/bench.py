@@ -23,7 +23,7 @@ from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
-from quarantune.transport.payload import Call, call_as_structs
+from quarantune.transport.payload import Call
 from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
@@ -31,7 +31,7 @@ from quarantune.values.trial import ArrayKind, CompileTarget
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.deviceless import abstract_device, products, why_device_is_needed
-from quarantune.worker.failures import NeedsDeviceError
+from quarantune.worker.failures import NeedsDeviceError, check_is_done
 from quarantune.worker.judging import Judge, StaleMemory, structure_of
 
 _FLUSH_BYTES = 256 << 20
@@ -224,7 +224,7 @@ class Bench:
             away: whether no argument need be made here.
         """
         with contextlib.nullcontext() if target is None else abstract_device(target, is_check=is_check) as sharding:
-            args, kwargs = call_as_structs(self._call, sharding=sharding) if away else self._arguments.shared()
+            args, kwargs = self._arguments.structs(sharding) if away else self._arguments.shared()
             jitted, keywords = jitted_with(self._jitted, restore(config, self._call.config_values))
             traced = jitted.trace(*args, **kwargs, **keywords)
             if (self._options.platform if target is None else target.platform) == "tpu":
@@ -294,6 +294,8 @@ class Bench:
         args, kwargs = self._arguments.dynamic(self._arguments.for_run())
         with Watch(spins=self.is_plain) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
+        if self.is_plain:
+            check_is_done(output)
         self._last_run = weakref.ref(program), taken.scaled(1e3)
         return output[0] if self._options.time_grad else output
 
@@ -337,11 +339,14 @@ class Bench:
             fresh: list[Arguments] = []
 
             def run_fresh() -> object:
-                args, kwargs = fresh.pop()
+                args, kwargs = fresh[0]
                 return jax.block_until_ready(call(*args, **kwargs))
 
             def refill() -> None:
-                fresh[:] = [jax.block_until_ready(self._arguments.dynamic(self._arguments.fresh()))]
+                fresh.clear()  # here, because freeing what the last run had takes time
+                fresh.append(self._arguments.dynamic(self._arguments.fresh()))
+                if not self.is_plain:  # whose arguments are complete, and may have very many leaves
+                    jax.block_until_ready(fresh)
 
             return clocks.wall_clock(run_fresh, refill, spins=self.is_plain)
         args, kwargs = self._arguments.dynamic(self._arguments.shared())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import io
 import re
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
+from typing import Any
 
 import jax
 
@@ -32,6 +35,34 @@ class NeedsDeviceError(RuntimeError):
 
 class UncheckableError(RuntimeError):
     """Nothing can be said here about a config for a device that is elsewhere; on that device it may well compile."""
+
+
+def check_is_done(output: Any) -> None:
+    """Raises if a result, or a part of it, stands for work that is still to be done, which the time would leave out.
+
+    Raises:
+        TypeError: it is a coroutine, an iterator, a future or a lazy collection.
+    """
+    for leaf in jax.tree.leaves(output, is_leaf=lambda part: bool(_how_to_do(part))):
+        if remedy := _how_to_do(leaf):
+            if isinstance(leaf, Coroutine):
+                leaf.close()  # else, Python warns that nobody awaits it
+            raise TypeError(
+                f"it returned {type(leaf).__qualname__}, whose work is not done when the call returns and would not be "
+                f"timed: {remedy} inside the function, and return the result"
+            )
+
+
+def _how_to_do(value: Any) -> str:
+    """Returns how to do the work that a value stands for; an empty text if there is none."""
+    graph = getattr(type(value), "__dask_graph__", None)
+    if graph is not None and graph(value) is not None:
+        return "compute it (compute())"
+    if isinstance(value, (Awaitable, AsyncIterator)):
+        return "await it (asyncio.run)"
+    if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        return "exhaust it (list)"
+    return "wait for it (result())" if isinstance(value, concurrent.futures.Future) else ""
 
 
 def outcome_of(error: BaseException, phase: str) -> Raised:

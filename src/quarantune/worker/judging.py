@@ -28,11 +28,12 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement
 from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
-from quarantune.transport.payload import Call, call_as_structs
+from quarantune.transport.payload import Call
 from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
+from quarantune.worker.failures import check_is_done
 
 _WIDER_S = 5.0
 """The longest wait for a wider reference, which counts as part of a config's check."""
@@ -132,6 +133,7 @@ class Judge:
         ref_fn = self._call.judges["ref_fn"]
         args, kwargs = self._arguments.fresh()
         output = jax.block_until_ready(ref_fn(*args, **kwargs))
+        check_is_done(output)
         if "check_fn" in self._call.judges:  # which takes the output as it is
             kept: Any = jax.tree.map(_fetched, output)
         else:
@@ -145,7 +147,7 @@ class Judge:
         _write(fd, kept)
 
     def _trace_defaults(self) -> Any:
-        args, kwargs = call_as_structs(self._call)
+        args, kwargs = self._arguments.structs()
         jitted: Any = self._call.fn
         return jitted.trace(*args, **kwargs)
 
@@ -251,7 +253,7 @@ class Judge:
         """Returns the parts of an output that count, for the call's own arguments or for `given` ones."""
         if not self._options.check_grad:
             return ComparedOutput(_flat(output))
-        return ComparedOutput(_flat(output), _flat(self._gradients(fn, config, given or self._arguments.shared())))
+        return ComparedOutput(_flat(output), _flat(self._gradients(fn, config, given or self._arguments.for_run())))
 
     def _differs(
         self, own: ComparedOutput, expected: ComparedOutput, *, same_dtypes: bool = True, truths: Sequence[Any] = ()
