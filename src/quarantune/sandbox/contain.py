@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import importlib
 import io
+import multiprocessing.process
 import os
 import re
 import resource
@@ -197,14 +198,39 @@ def note_in(fd: int) -> None:
         fd: the file, which stays open.
     """
     _noted_in.append(fd)
-    if len(_noted_in) > 1:
-        return  # a fork of a process that notes them
+    if len(_noted_in) == 1:  # not a fork of a process that notes them
+        _note_what_is_made()
+    with contextlib.suppress(OSError):  # the system has no shared memory
+        # Children of `multiprocessing` take over its settings, also those that are started afresh. Sockets lie in the
+        # directory, and names of semaphores begin with its name.
+        directory = tempfile.mkdtemp(prefix="quarantune-", dir=_SHARED_MEMORY)
+        settings = vars(multiprocessing.process.current_process())["_config"]
+        settings.update(tempdir=directory, semprefix=f"/{os.path.basename(directory)}")
+
+
+def _note_what_is_made() -> None:
     os.mkdir = _noting(os.mkdir, lambda *_, **__: True)
     os.open = _noting(os.open, lambda flags, *_, **__: flags & os.O_CREAT)
     builtins.open = io.open = _opening_by(open)
     with contextlib.suppress(ImportError):  # a system without shared memory
         module: Any = importlib.import_module("_posixshmem")
         module.shm_open = _noting(module.shm_open, lambda flags, *_, **__: flags & os.O_CREAT, place="")
+        module = importlib.import_module("_multiprocessing")
+        module.SemLock = _noting_semaphores(module.SemLock)
+
+
+def _noting_semaphores(real: Any) -> Any:
+    """Returns a class that does as the class of semaphores, and notes names of other packages, such as joblib."""
+
+    class SemLock(real):  # type: ignore[misc]
+        def __new__(cls, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> Any:
+            made = real.__new__(cls, kind, value, maxvalue, name, unlink)
+            with contextlib.suppress(OSError):  # it has no name any more
+                path = f"{_SHARED_MEMORY}/sem.{name.lstrip('/')}"
+                _note(path, os.lstat(path))
+            return made
+
+    return SemLock
 
 
 def _noting(real: Any, makes: Callable[..., object], *, place: str = _SHARED_MEMORY) -> Any:
@@ -275,13 +301,20 @@ def _remove(path: str | bytes) -> None:
 
 def remove_shared_memory(fd: int) -> None:
     """Removes the shared memory whose names a worker left, and closes the file of the names."""
+    prefixes: list[bytes] = []
     # The config may have enlarged the file, which then reads as zeros.
     for record in os.pread(fd, _MOST_BYTES, 0).partition(b"\0\0")[0].split(b"\0"):
         with contextlib.suppress(OSError, ValueError, RecursionError):  # of a thousand directories in each other
             device, inode, name = record.split(b" ", 2)
+            if name.startswith(b"quarantune-"):
+                prefixes.append(b"sem.%b-" % name)
             path = os.path.join(os.fsencode(_SHARED_MEMORY), name.lstrip(b"/"))
             about = os.lstat(path)
             # Not what another process has made since.
             if (int(device), int(inode)) in ((0, 0), (about.st_dev, about.st_ino)):
                 _remove(path)
+    for name in os.listdir(os.fsencode(_SHARED_MEMORY)) if prefixes else ():
+        if name.startswith(tuple(prefixes)):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(os.fsencode(_SHARED_MEMORY), name))
     os.close(fd)
