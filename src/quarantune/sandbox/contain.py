@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import glob
 import importlib
 import io
 import multiprocessing.process
@@ -216,21 +217,18 @@ def _note_what_is_made() -> None:
         module: Any = importlib.import_module("_posixshmem")
         module.shm_open = _noting(module.shm_open, lambda flags, *_, **__: flags & os.O_CREAT, place="")
         module = importlib.import_module("_multiprocessing")
-        module.SemLock = _noting_semaphores(module.SemLock)
 
+        class SemLock(module.SemLock):  # type: ignore[misc]
+            """Notes names that other packages give, such as joblib."""
 
-def _noting_semaphores(real: Any) -> Any:
-    """Returns a class that does as the class of semaphores, and notes names of other packages, such as joblib."""
-
-    class SemLock(real):  # type: ignore[misc]
-        def __new__(cls, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> Any:
-            made = real.__new__(cls, kind, value, maxvalue, name, unlink)
-            with contextlib.suppress(OSError):  # it has no name any more
+            def __new__(cls, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> Any:
+                made = super().__new__(cls, kind, value, maxvalue, name, unlink)
                 path = f"{_SHARED_MEMORY}/sem.{name.lstrip('/')}"
-                _note(path, os.lstat(path))
-            return made
+                if not unlink:
+                    _note(path, os.lstat(path))
+                return made
 
-    return SemLock
+        module.SemLock = SemLock
 
 
 def _noting(real: Any, makes: Callable[..., object], *, place: str = _SHARED_MEMORY) -> Any:
@@ -301,20 +299,16 @@ def _remove(path: str | bytes) -> None:
 
 def remove_shared_memory(fd: int) -> None:
     """Removes the shared memory whose names a worker left, and closes the file of the names."""
-    prefixes: list[bytes] = []
     # The config may have enlarged the file, which then reads as zeros.
     for record in os.pread(fd, _MOST_BYTES, 0).partition(b"\0\0")[0].split(b"\0"):
         with contextlib.suppress(OSError, ValueError, RecursionError):  # of a thousand directories in each other
             device, inode, name = record.split(b" ", 2)
-            if name.startswith(b"quarantune-"):
-                prefixes.append(b"sem.%b-" % name)
+            if int(inode) and name.startswith(b"quarantune-"):  # the directory of its children
+                for semaphore in glob.glob(os.path.join(os.fsencode(_SHARED_MEMORY), b"sem.%b-*" % name)):
+                    os.unlink(semaphore)
             path = os.path.join(os.fsencode(_SHARED_MEMORY), name.lstrip(b"/"))
             about = os.lstat(path)
             # Not what another process has made since.
             if (int(device), int(inode)) in ((0, 0), (about.st_dev, about.st_ino)):
                 _remove(path)
-    for name in os.listdir(os.fsencode(_SHARED_MEMORY)) if prefixes else ():
-        if name.startswith(tuple(prefixes)):
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(os.fsencode(_SHARED_MEMORY), name))
     os.close(fd)

@@ -103,7 +103,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = super().reducer_override(obj)
         if isinstance(obj, types.FunctionType):
             return self._at_its_name(obj, obj.__qualname__, reduced)
-        if reduced is NotImplemented and kind not in self.dispatch_table:
+        if reduced is NotImplemented and (kind not in self.dispatch_table or kind is TypeVar):
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return self._at_its_name(obj, reduced, reduced) if isinstance(reduced, str) else reduced
 
@@ -121,11 +121,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         if isinstance(reduced, str) and (is_there or type(obj).__module__ in ("typing", "typing_extensions")):
             reduced = self._reduce_named(obj, home)
-        if not is_there or not isinstance(reduced, tuple):
+        if not is_there or isinstance(reduced, str):
             return reduced
-        module, (outer, *inner) = sys.modules[home], name.split(".")
-        holder = getattr(module, outer) if inner and isinstance(obj, type) else None
-        return _put, (self._about(module), name, *reduced[:2], holder), *reduced[2:]
+        # With the class that holds it, which puts it where pickle finds it.
+        holder = isinstance(obj, type) and "." in name and getattr(sys.modules[home], name.partition(".")[0])
+        return _put, (self._about(sys.modules[home]), name, *reduced[:2], holder), *reduced[2:]
 
     def _reduce_named(self, obj: Any, home: str) -> Any:
         """Reduces an object by value that is pickled by its name."""
@@ -135,7 +135,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             parameters = ", ".join(_STARS[type(each)] + each.__name__ for each in obj.__type_params__)
             return _make_alias, (home, obj.__name__, parameters, value)  # in a dictionary, as it may refer to the alias
         if kind in _STARS:
-            return self._reduce_type_parameter(obj)
+            named = ("bound", "covariant", "contravariant", "infer_variance", "default")
+            options = {name: getattr(obj, f"__{name}__") for name in named if hasattr(obj, f"__{name}__")}
+            return functools.partial(kind, **options), (obj.__name__, *getattr(obj, "__constraints__", ()))
         if failure_of(object.__new__, kind) is None:
             return object.__new__, (kind,), object.__getstate__(obj)
         raise unpicklable.CannotTravelError(
@@ -200,16 +202,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         content = {name: value for name, value in vars(module).items() if name not in left_out}
         # An empty module first, because modules may refer to each other.
         return _module_like, (about,), content, None, None, _set_attributes
-
-    def _reduce_type_variable(self, variable: Any) -> Any:
-        return self._reduce_type_parameter(variable) if self._lives_here_only(variable) else NotImplemented
-
-    def _reduce_type_parameter(self, parameter: Any) -> Any:
-        named = ("bound", "covariant", "contravariant", "infer_variance", "default")
-        options = {name: getattr(parameter, f"__{name}__") for name in named if hasattr(parameter, f"__{name}__")}
-        kind: Any = type(parameter)
-        constraints = getattr(parameter, "__constraints__", ())
-        return functools.partial(kind, **options), (parameter.__name__, *constraints)
 
     def _reduce_lock(self, lock: Any) -> Any:
         # Nobody holds it in the process that it travels to.
@@ -307,7 +299,6 @@ _REDUCERS: Mapping[Any, Callable[[_Pickler, Any], Any]] = {
     types.FunctionType: _Pickler._reduce_function,
     types.CodeType: _Pickler._reduce_code,
     types.ModuleType: _Pickler._reduce_module,
-    TypeVar: _Pickler._reduce_type_variable,
     weakref.ref: _Pickler._reduce_weak_reference,
     jax_internals.pjit_type: _Pickler._reduce_jitted,
     functools._lru_cache_wrapper: _Pickler._reduce_lru_cache,
@@ -521,14 +512,11 @@ def _names_like(about: dict[str, Any]) -> dict[str, Any]:
     name = about.get("__name__", "")
     if "__spec__" not in about or not in_sandbox():
         return about
-    if name not in _rebuilt:
-        spec = None if name in PROGRAMS else answer_of(importlib.util.find_spec, name)
-        if spec is None or spec.loader is None:
-            sys.modules[name] = module = types.ModuleType(name)
-            _rebuilt[name] = vars(module)
-            _rebuilt[name].update(about)
-            if name in PROGRAMS:
-                sys.modules["__main__"] = module  # in place of the program that starts workers
+    if name not in _rebuilt and getattr(answer_of(importlib.util.find_spec, name), "loader", None) is None:
+        # A program's takes the place of the one that starts workers.
+        module = sys.modules[name] = sys.modules["__main__" if name in PROGRAMS else name] = types.ModuleType(name)
+        _rebuilt[name] = vars(module)
+        _rebuilt[name].update(about)
     return _rebuilt.get(name, about)
 
 
@@ -538,11 +526,11 @@ def _module_like(about: dict[str, Any]) -> types.ModuleType:
 
 
 def _put(about: dict[str, Any], name: str, make: Callable[..., Any], arguments: tuple[Any, ...], _: object) -> Any:
-    """Makes an object of a module, unless it is there; the class that holds it has been made, too."""
-    if "." in name:
-        return make(*arguments)
-    names = _names_like(about)
-    return names[name] if name in names else names.setdefault(name, make(*arguments))
+    """Makes an object of a module, unless it is there, and gives it its name there."""
+    names = {} if "." in name else _names_like(about)
+    if name not in names:
+        names[name] = make(*arguments)
+    return names[name]
 
 
 def _make_alias(module: str, name: str, parameters: str, names: dict[str, Any]) -> Any:
@@ -560,8 +548,7 @@ def _make_function(
 ) -> types.FunctionType:
     """Makes a function, whose globals are given as the name of a module, or as the first ones."""
     is_name = isinstance(namespace, str)
-    names = vars(importlib.import_module(namespace)) if is_name else _names_like(namespace)
-    function = make(code, names, *rest)
+    function = make(code, vars(importlib.import_module(namespace)) if is_name else _names_like(namespace), *rest)
     for name, value in attributes.items():
         setattr(function, name, value)
     return function
