@@ -161,7 +161,8 @@ def kill_orphans(known: Collection[int]) -> None:
 # Its name outlives its processes, and `multiprocessing` removes it only where its tracker outlives them. So a worker
 # notes each name in a file that its template holds. A worker may be killed at any moment, and another process may give
 # the name, too: so the worker makes everything under a name that only it gives, noted before, then notes what has the
-# name that was asked for, and renames it. Names that code in C makes are not noted.
+# name that was asked for, and renames it. Names that code in C makes are not noted, nor
+# those that freshly started children make, except for semaphores: their names begin with that of a worker's directory.
 
 
 def common_directory(token: str) -> str:

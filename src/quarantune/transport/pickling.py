@@ -502,6 +502,7 @@ def load_by_name(module: str, qualname: str, depth: int) -> Any:
 
 
 _rebuilt: dict[str, dict[str, Any]] = {}
+"""The names of the modules that `_names_like` has made in this worker."""
 
 
 def _names_like(about: dict[str, Any]) -> dict[str, Any]:
