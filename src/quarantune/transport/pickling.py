@@ -28,6 +28,7 @@ from quarantune.host.process import PROGRAMS, answer_of, failure_of, in_sandbox,
 from quarantune.transport import classes, importable, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
+_Names = dict[str, Any]
 _SIGNATURE_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
 
 
@@ -145,9 +146,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             f"imported."
         )
 
-    def _about(self, module: types.ModuleType) -> dict[str, Any]:
+    def _about(self, module: types.ModuleType) -> _Names:
         """Returns the first names of a module that a worker cannot import, and of the globals of its functions."""
-        names: dict[str, Any] = self.globals_ref.setdefault(id(vars(module)), {})
+        names: _Names = self.globals_ref.setdefault(id(vars(module)), {})
         if "__spec__" not in names:
             names |= {name: vars(module)[name] for name in _ABOUT if name in vars(module)}
             spec = vars(module).get("__spec__")  # by which children of `multiprocessing` find it
@@ -277,7 +278,7 @@ def _reference_from(module: types.ModuleType, obj: Any) -> Any:
     return NotImplemented if home is None else (load_by_name, (*home, 0))
 
 
-def _looked_up(function: types.FunctionType) -> dict[str, Any]:
+def _looked_up(function: types.FunctionType) -> _Names:
     """Returns the globals that a function may find by their names: in annotations, and as attributes of its module."""
     names = {word for text in function.__annotations__.values() for word in re.findall(r"\w+", str(text))}
     codes = list(importable.code_within(function.__code__))
@@ -501,11 +502,11 @@ def load_by_name(module: str, qualname: str, depth: int) -> Any:
     return found
 
 
-_rebuilt: dict[str, dict[str, Any]] = {}
+_rebuilt: dict[str, _Names] = {}
 """The names of the modules that `_names_like` has made in this worker."""
 
 
-def _names_like(about: dict[str, Any]) -> dict[str, Any]:
+def _names_like(about: _Names) -> _Names:
     """Returns the names of a module that the caller's process has, given its first ones.
 
     In a worker that cannot import it, they are those of a module in `sys.modules`, by which pickle finds its objects.
@@ -521,12 +522,12 @@ def _names_like(about: dict[str, Any]) -> dict[str, Any]:
     return _rebuilt.get(name, about)
 
 
-def _module_like(about: dict[str, Any]) -> types.ModuleType:
+def _module_like(about: _Names) -> types.ModuleType:
     name, is_made = about["__name__"], _names_like(about) is not about
     return sys.modules[name] if is_made or name in PROGRAMS else types.ModuleType(name)
 
 
-def _put(about: dict[str, Any], name: str, make: Callable[..., Any], arguments: tuple[Any, ...], _: object) -> Any:
+def _put(about: _Names, name: str, make: Callable[..., Any], arguments: tuple[Any, ...], _: object) -> Any:
     """Makes an object of a module, unless it is there, and gives it its name there."""
     names = {} if "." in name else _names_like(about)
     if name not in names:
@@ -534,7 +535,7 @@ def _put(about: dict[str, Any], name: str, make: Callable[..., Any], arguments: 
     return names[name]
 
 
-def _make_alias(module: str, name: str, parameters: str, names: dict[str, Any]) -> Any:
+def _make_alias(module: str, name: str, parameters: str, names: _Names) -> Any:
     names["__name__"], name = module, name if name.isidentifier() else "_alias"
     exec(f"type {name}{parameters and f'[{parameters}]'} = _value", names)  # evaluated when it is asked for
     return names[name]
