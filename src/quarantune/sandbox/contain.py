@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from quarantune.host import machine
+from quarantune.host.process import SANDBOX_MARK
 
 _SHOW_STACK = signal.SIGRTMAX - 3
 """Has a worker report its stack; JAX, CUDA and Python use none of the real-time signals."""
@@ -174,6 +175,14 @@ def common_directory(token: str) -> str:
     return f"{_SHARED_MEMORY}/quarantune-{token}"
 
 
+def remove_of_template(token: str) -> None:
+    """Removes the directory that the workers of a dead template shared, and their own ones with their semaphores."""
+    directory = common_directory(token)
+    for path in (*glob.glob(f"{directory}*"), *glob.glob(f"{_SHARED_MEMORY}/sem.{os.path.basename(directory)}-*")):
+        with contextlib.suppress(OSError):
+            _remove(path)
+
+
 def directory() -> tempfile.TemporaryDirectory[str]:
     """Returns a new directory in memory for small files and a `with` statement.
 
@@ -205,7 +214,8 @@ def note_in(fd: int) -> None:
     with contextlib.suppress(OSError):  # the system has no shared memory
         # Children of `multiprocessing` take over its settings, also those that are started afresh. Sockets lie in the
         # directory, and names of semaphores begin with its name.
-        directory = tempfile.mkdtemp(prefix="quarantune-", dir=_SHARED_MEMORY)
+        prefix = os.path.basename(common_directory(os.environ.get(SANDBOX_MARK, "")))
+        directory = tempfile.mkdtemp(prefix=f"{prefix}-", dir=_SHARED_MEMORY)
         settings = vars(multiprocessing.process.current_process())["_config"]
         settings.update(tempdir=directory, semprefix=f"/{os.path.basename(directory)}")
 
