@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import eventually, left_of, nothing_is_left, quiet_place, running_templates  # noqa: F401
-from helpers import deadline_s, ends
+from helpers import deadline_s, ends, python
 from misdeeds import MISDEEDS, kernel
 
 import quarantune
@@ -180,7 +181,7 @@ def test_an_oom_trial_reports_its_peak_memory() -> None:
 def test_a_config_over_its_memory_share_is_tried_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes.machine, "available_memory_bytes", lambda: 10**9)  # a share is 225 MB
 
-    @quarantune.autotune({"n": [1, 2, 3]}, rep=1, warmup=0, ref_fn=None)
+    @quarantune.autotune({"n": [2, 3]}, rep=1, warmup=0, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def hold(x: jax.Array, n: int = 1) -> jax.Array:
         if n == 2 and in_sandbox():
@@ -271,3 +272,52 @@ def test_the_template_outlives_every_sweep() -> None:
     (process,) = running_templates()
     tune(GOOD, ("segfault", "tracing"))
     assert eventually(lambda: left_of(psutil.Process()) == [process.pid])
+
+
+NAMES = """
+import glob, multiprocessing, os, sys
+import multiprocessing.util
+import numpy as np
+import quarantune
+
+def hold(x, method, place, n=1):
+    global held
+    context = multiprocessing.get_context(method)
+    held = [context.Lock(), context.Queue(), context.Value("i"), context.Manager()]
+    child = context.Process(target=hold_in_child, args=(place,))
+    child.start()
+    child.join()
+    note([held[0]._semlock.name, held[1]._rlock._semlock.name], place)
+    if n == 2:
+        os.kill(os.getpid(), 9)
+    return x
+
+def hold_in_child(place):
+    held = multiprocessing.get_context("spawn").Lock()
+    note([held._semlock.name], place)
+    os._exit(0)
+
+def note(names, place):
+    paths = [f"/dev/shm/sem.{name[1:]}" for name in names if name]
+    paths.append(multiprocessing.util.get_temp_dir())
+    with open(place, "a") as file:
+        file.writelines(f"{path}\\n" for path in paths)
+
+if __name__ == "__main__":
+    result = quarantune.AutoTuner(hold, {"n": [2, 3]}, warmup=0, rep=1).run(np.ones(3), sys.argv[1], sys.argv[2])
+    print([trial.outcome.value for trial in result.trials])
+"""
+
+
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+)
+def test_semaphores_and_sockets_that_configs_and_their_children_name_are_removed(method: str, tmp_path: Path) -> None:
+    (script := tmp_path / "names.py").write_text(NAMES)
+    made = tmp_path / "made"
+    output = python(script, method, made, QUARANTUNE_CACHE_DIR=str(tmp_path / "cache"), TMPDIR=str(tmp_path))
+    assert output.splitlines()[-1] == "['crashed', 'ok']"
+    names = made.read_text().split()
+    assert len(names) > 6
+    assert [name for name in names if os.path.exists(name)] == []
+    assert list(tmp_path.glob("pymp-*")) == []

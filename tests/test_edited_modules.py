@@ -194,6 +194,103 @@ def test_a_module_of_a_package_that_only_this_program_has_made_cannot_be_importe
         del sys.modules["made_up"], sys.modules["made_up.of_made_up"]
 
 
+FINDERS = """
+import importlib.machinery, importlib.util, sys
+from pathlib import Path
+
+file = Path(__file__).with_name("hidden") / "secret.py"
+spec_of = importlib.util.spec_from_file_location
+
+class Finder:
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return spec_of(name, file) if name == "secret" else None
+
+def directory_hook(entry):
+    if entry != "elsewhere://":
+        raise ImportError
+    return importlib.machinery.FileFinder(str(file.parent), (importlib.machinery.SourceFileLoader, [".py"]))
+
+def suffix_hook(entry):
+    if entry != str(file.parent):
+        raise ImportError
+    return importlib.machinery.FileFinder(entry, (importlib.machinery.SourceFileLoader, [".other"]))
+
+def install(kind):
+    if kind == "finder":
+        sys.meta_path.insert(0, Finder)
+    elif kind == "finder object":
+        sys.meta_path.append(Finder())
+    elif kind == "directory":
+        sys.path_hooks.insert(0, directory_hook)
+        sys.path.append("elsewhere://")
+    elif kind == "suffix":
+        sys.path_hooks.insert(0, suffix_hook)
+        sys.path.append(str(file.parent))
+        file.rename(file.with_suffix(".other"))
+    elif kind in ("specification", "beside a directory"):
+        spec = spec_of("secret", file)
+        sys.modules["secret"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["secret"])
+        if kind == "beside a directory":
+            Path(__file__).with_name("secret").mkdir()
+    elif kind == "no path any more":
+        sys.path.insert(0, str(file.parent))
+        import secret
+        del sys.path[0]
+"""
+SECRET = """
+import pickle
+import numpy as np
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+def kernel(x, n=1):
+    import secret
+    assert secret.kernel is kernel
+    return pickle.loads(pickle.dumps(Box(x))).value * 2
+"""
+TUNES_SECRET = """
+import sys
+import finders
+finders.install(sys.argv[1])
+import numpy as np
+import quarantune
+import secret
+from quarantune.transport import importable
+
+print(importable.can_import("secret"))
+if sys.argv[2:]:
+    result = quarantune.AutoTuner(secret.kernel, {"n": [1, 2]}, warmup=0, rep=1).run(np.ones(3))
+    print(sum(trial.outcome == "ok" for trial in result.trials))
+"""
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """Writes a program with a module that only its own finders find, and returns its file."""
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "secret.py").write_text(SECRET)
+    (tmp_path / "finders.py").write_text(FINDERS)
+    (tmp_path / "script.py").write_text(TUNES_SECRET)
+    return tmp_path / "script.py"
+
+
+KINDS = ["finder", "finder object", "directory", "suffix", "specification", "beside a directory", "no path any more"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS[:1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+def test_a_function_of_a_module_that_only_this_program_finds_is_tuned(kind: str, secret: Path) -> None:
+    assert python(secret, kind, "tune", QUARANTUNE_CACHE_DIR=str(secret.parent / "cache")).split() == ["False", "2"]
+
+
+def test_a_module_that_a_finder_of_startup_files_finds_can_be_imported(secret: Path) -> None:
+    (secret.parent / "sitecustomize.py").write_text("import finders\nfinders.install('finder object')")
+    assert python(secret, "none", path=[secret.parent]) == "True\n"
+
+
 def test_a_namespace_can_be_imported(imports: Imports) -> None:
     module = imports("beside_namespace", SOURCE)
     assert module.__file__ is not None

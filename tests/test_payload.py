@@ -861,6 +861,53 @@ def test_a_type_variable_of_a_made_up_module_travels(monkeypatch: pytest.MonkeyP
     assert (found.__name__, found.__constraints__, found.__covariant__) == ("T", (int, str), True)
 
 
+NAMED_OBJECTS = {
+    "NewType": "K = typing.NewType('K', int)",
+    "ParamSpec": "K = typing.ParamSpec('K')",
+    "TypeVarTuple": "K = typing.TypeVarTuple('K')",
+    "sentinel": "class Kind:\n    def __reduce__(self): return 'K'\nK = Kind()",
+    "in a class": "class K:\n    def __reduce__(self): return 'K.one'\nK.one = K()",
+    "slots": "class Kind:\n    __slots__ = ('n',)\n    def __reduce__(self): return 'K'\nK = Kind()\nK.n = 1",
+    "alias": "type K = int",
+    "recursive alias": "type K = int | list[K]",
+    "generic alias": "type K[T, *Ts, **P] = typing.Callable[P, tuple[T, *Ts]]",
+    "alias of nothing": "type K = Missing",
+    "type parameters": "def K[T, *Ts, **P](a: T) -> tuple[T, *Ts]: ...",
+}
+
+
+@pytest.mark.parametrize("kind", NAMED_OBJECTS)
+def test_an_object_pickled_by_name_travels_from_a_module_of_this_process(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sys.version_info < (3, 12) and ("type K" in NAMED_OBJECTS[kind] or "K[" in NAMED_OBJECTS[kind]):
+        pytest.skip("Python 3.12 has this syntax")
+    made_up = types.ModuleType("made_up_module")
+    exec(f"import typing\n{NAMED_OBJECTS[kind]}\ndef kernel(a, b=[K, K]): return b", vars(made_up))
+    monkeypatch.setitem(sys.modules, "made_up_module", made_up)
+    blob = pickling.dumps(made_up.kernel)
+    monkeypatch.delitem(sys.modules, "made_up_module")
+    kernel = pickling.loads(blob)
+    found, again = kernel(1)
+    assert found is again
+    assert type(found).__name__ == type(made_up.K).__name__
+    if kind == "recursive alias":
+        assert found.__value__.__args__[1].__args__[0] is found
+    if kind == "slots":
+        assert found.n == 1
+
+
+def test_an_object_pickled_by_name_that_cannot_be_made_again_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = types.ModuleType("made_up_module")
+    exec(
+        "class Kind(int):\n    def __reduce__(self): return 'K'\nK = Kind(2)\ndef kernel(a): return a * K",
+        vars(made_up),
+    )
+    monkeypatch.setitem(sys.modules, "made_up_module", made_up)
+    with pytest.raises(TypeError, match=r"'K'.*by its name in made_up_module, which a worker cannot import: move it"):
+        pickling.dumps(made_up.kernel)
+
+
 def test_the_message_for_a_generator_in_a_closure_names_the_way_to_it() -> None:
     numbers = (number for number in range(9))
 

@@ -502,3 +502,105 @@ with quarantune.settings(disable_cache=True):
     assert not used.is_alive
 """
     run(script, cwd=tmp_path)
+
+
+POOLS = """
+from __future__ import annotations
+import concurrent.futures, dataclasses, multiprocessing, os, pickle, sys, typing
+import numpy as np
+import quarantune
+
+cannot_travel = (number for number in range(3))
+SCALE = 2.0
+
+class Box:
+    class Inner:
+        value = 3
+
+@dataclasses.dataclass
+class Holds:
+    box: Box
+
+def part(value): return value * SCALE
+
+def in_processes(x, method, workers=1):
+    context = multiprocessing.get_context(method)
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return np.array(list(pool.map(part, x.tolist())))
+
+def in_pool(x, method, workers=1):
+    with multiprocessing.get_context(method).Pool(workers) as pool:
+        return np.array(pool.map(part, x.tolist()))
+
+def by_name(x, box, workers: Number = 1) -> Box:
+    import __main__
+    assert typing.get_type_hints(by_name) == {"workers": int, "return": Box}
+    assert typing.get_type_hints(Holds) == {"box": Box}
+    assert type(pickle.loads(pickle.dumps(box))) is Box.Inner
+    return x * sys.modules["__main__"].SCALE * __main__.SCALE
+
+Number = int
+
+def tuned(function, *args):
+    expected = function(*args)
+    result = quarantune.AutoTuner(function, {"workers": [1, 2]}, warmup=0, rep=1).run(*args)
+    assert [trial.outcome for trial in result.trials] == ["ok", "ok"], result.trials
+    np.testing.assert_array_equal(result.fn(*args), expected)
+
+if __name__ == "__main__":
+    for method in sys.argv[1:]:
+        tuned(in_processes, np.arange(4.0), method)
+        tuned(in_pool, np.arange(4.0), method)
+    tuned(by_name, np.arange(4.0), Box.Inner())
+    print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("program/pools.py", "fork"),
+        *(
+            pytest.param(command, marks=pytest.mark.slow)
+            for command in (("program/pools.py", "spawn", "forkserver"), ("-m", "program.pools", "fork", "spawn"))
+        ),
+    ],
+)
+def test_configs_of_a_program_start_pools_and_find_what_it_defines(command: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "pools.py").write_text(POOLS)
+    output = python(*command, cwd=tmp_path, path=[tmp_path], QUARANTUNE_CACHE_DIR=str(tmp_path / "cache"))
+    assert output.splitlines()[-1] == "done"
+
+
+UNGUARDED = """
+import multiprocessing, os, sys
+import numpy as np
+import quarantune
+
+with open(sys.argv[1], "a") as file:
+    print(__name__, file=file)
+
+def part(value): return value * 2
+
+def pool(x, method, workers=1):
+    with multiprocessing.get_context(method).Pool(workers) as pool:
+        return np.array(pool.map_async(part, x.tolist()).get(20))
+
+for method in ("fork", "spawn"):
+    try:
+        tuner = quarantune.AutoTuner(pool, {"workers": [1]}, warmup=0, rep=1, timeout=40)
+        print([trial.outcome.value for trial in tuner.run(np.arange(4.0), method).trials])
+    except quarantune.TuningFailedError as error:
+        print("refused" if "was asked to tune" in error.trials[0].log_tail else error)
+"""
+
+
+@pytest.mark.slow
+def test_children_that_run_a_program_again_start_no_sweeps(tmp_path: Path) -> None:
+    (script := tmp_path / "unguarded.py").write_text(UNGUARDED)
+    ran = tmp_path / "ran"
+    output = python(script, ran, QUARANTUNE_CACHE_DIR=str(tmp_path / "cache"))
+    assert output.splitlines() == ["['ok']", "refused"]
+    assert set(ran.read_text().split()) == {"__main__", "__mp_main__"}
+    assert ran.read_text().split().count("__main__") == 1

@@ -326,6 +326,20 @@ def interpreter() -> str:
     return sys.executable
 
 
+def interpreter_command() -> list[str]:
+    """Returns a command that runs code in a fresh interpreter with this one's flags for imports; the code is to follow.
+
+    `-P`, because `-c` would put the working directory first on the path.
+
+    Raises:
+        RuntimeError: as for `interpreter`.
+    """
+    isolated = "-I" if sys.flags.isolated else "-E" if sys.flags.ignore_environment else ""
+    user = "-s" if sys.flags.no_user_site and not sys.flags.isolated else ""
+    flags = [flag for flag in ("-" + "O" * sys.flags.optimize, isolated, user) if len(flag) > 1]
+    return [interpreter(), *flags, "-P", "-c"]
+
+
 # --- locks, variables and stops ---
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()

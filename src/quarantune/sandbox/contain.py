@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import glob
 import importlib
 import io
+import multiprocessing.process
 import os
 import re
 import resource
@@ -22,6 +24,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from quarantune.host import machine
+from quarantune.host.process import SANDBOX_MARK
 
 _SHOW_STACK = signal.SIGRTMAX - 3
 """Has a worker report its stack; JAX, CUDA and Python use none of the real-time signals."""
@@ -159,7 +162,8 @@ def kill_orphans(known: Collection[int]) -> None:
 # Its name outlives its processes, and `multiprocessing` removes it only where its tracker outlives them. So a worker
 # notes each name in a file that its template holds. A worker may be killed at any moment, and another process may give
 # the name, too: so the worker makes everything under a name that only it gives, noted before, then notes what has the
-# name that was asked for, and renames it. Names that code in C makes are not noted.
+# name that was asked for, and renames it. Names that code in C makes are not noted, nor
+# those that freshly started children make, except for semaphores: their names begin with that of a worker's directory.
 
 
 def common_directory(token: str) -> str:
@@ -169,6 +173,14 @@ def common_directory(token: str) -> str:
         token: the token of the template, which makes the directory, and whose end removes it.
     """
     return f"{_SHARED_MEMORY}/quarantune-{token}"
+
+
+def remove_of_template(token: str) -> None:
+    """Removes the directory that the workers of a dead template shared, and their own ones with their semaphores."""
+    directory = common_directory(token)
+    for path in (*glob.glob(f"{directory}*"), *glob.glob(f"{_SHARED_MEMORY}/sem.{os.path.basename(directory)}-*")):
+        with contextlib.suppress(OSError):
+            _remove(path)
 
 
 def directory() -> tempfile.TemporaryDirectory[str]:
@@ -197,14 +209,37 @@ def note_in(fd: int) -> None:
         fd: the file, which stays open.
     """
     _noted_in.append(fd)
-    if len(_noted_in) > 1:
-        return  # a fork of a process that notes them
+    if len(_noted_in) == 1:  # not a fork of a process that notes them
+        _note_what_is_made()
+    with contextlib.suppress(OSError):  # the system has no shared memory
+        # Children of `multiprocessing` take over its settings, also those that are started afresh. Sockets lie in the
+        # directory, and names of semaphores begin with its name.
+        prefix = os.path.basename(common_directory(os.environ.get(SANDBOX_MARK, "")))
+        directory = tempfile.mkdtemp(prefix=f"{prefix}-", dir=_SHARED_MEMORY)
+        settings = vars(multiprocessing.process.current_process())["_config"]
+        settings.update(tempdir=directory, semprefix=f"/{os.path.basename(directory)}")
+
+
+def _note_what_is_made() -> None:
     os.mkdir = _noting(os.mkdir, lambda *_, **__: True)
     os.open = _noting(os.open, lambda flags, *_, **__: flags & os.O_CREAT)
     builtins.open = io.open = _opening_by(open)
     with contextlib.suppress(ImportError):  # a system without shared memory
         module: Any = importlib.import_module("_posixshmem")
         module.shm_open = _noting(module.shm_open, lambda flags, *_, **__: flags & os.O_CREAT, place="")
+        module = importlib.import_module("_multiprocessing")
+
+        class SemLock(module.SemLock):  # type: ignore[misc]
+            """Notes names that other packages give, such as joblib."""
+
+            def __new__(cls, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> Any:
+                made = super().__new__(cls, kind, value, maxvalue, name, unlink)
+                path = f"{_SHARED_MEMORY}/sem.{name.lstrip('/')}"
+                if not unlink:
+                    _note(path, os.lstat(path))
+                return made
+
+        module.SemLock = SemLock
 
 
 def _noting(real: Any, makes: Callable[..., object], *, place: str = _SHARED_MEMORY) -> Any:
@@ -279,6 +314,9 @@ def remove_shared_memory(fd: int) -> None:
     for record in os.pread(fd, _MOST_BYTES, 0).partition(b"\0\0")[0].split(b"\0"):
         with contextlib.suppress(OSError, ValueError, RecursionError):  # of a thousand directories in each other
             device, inode, name = record.split(b" ", 2)
+            if int(inode) and name.startswith(b"quarantune-"):  # the directory of its children
+                for semaphore in glob.glob(os.path.join(os.fsencode(_SHARED_MEMORY), b"sem.%b-*" % name)):
+                    os.unlink(semaphore)
             path = os.path.join(os.fsencode(_SHARED_MEMORY), name.lstrip(b"/"))
             about = os.lstat(path)
             # Not what another process has made since.

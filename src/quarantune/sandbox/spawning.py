@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quarantune.host.process import interpreter, startup_path
+from quarantune.host.process import interpreter_command, startup_path
 from quarantune.sandbox import spool
 from quarantune.sandbox.template_messages import RoleOptions
 from quarantune.values import codec
@@ -59,9 +59,8 @@ def standard_descriptors() -> Iterator[None]:
 def start(options: RoleOptions, *, pass_fds: Sequence[int], **popen: Any) -> subprocess.Popen[bytes]:
     """Starts a fresh interpreter as a template or as a worker.
 
-    `-c` and an explicit path, because `multiprocessing`'s spawn would run the caller's `__main__` again; `-P`, because
-    `-c` would put the working directory first on the path. The options travel in an anonymous file, because a command
-    line holds at most 128 KiB.
+    `-c` and an explicit path, because `multiprocessing`'s spawn would run the caller's `__main__` again. The options
+    travel in an anonymous file, because a command line holds at most 128 KiB.
 
     Args:
         options: for `forker.main`, which chooses the role by their type.
@@ -72,19 +71,11 @@ def start(options: RoleOptions, *, pass_fds: Sequence[int], **popen: Any) -> sub
         RuntimeError: there is no interpreter to start, as in a frozen application.
         OSError: the process cannot be started.
     """
-    executable = interpreter()
+    command = interpreter_command()
     data = json.dumps({"path": startup_path(), "options": codec.encode(options)}).encode()
     fd = spool.create("options", size_bytes=len(data))
     try:
         spool.write(fd, data)
-        command = [executable, *_flags(), "-P", "-c", _BOOTSTRAP, str(fd), str(len(data))]
-        return subprocess.Popen(command, pass_fds=[*pass_fds, fd], **popen)
+        return subprocess.Popen([*command, _BOOTSTRAP, str(fd), str(len(data))], pass_fds=[*pass_fds, fd], **popen)
     finally:
         os.close(fd)
-
-
-def _flags() -> list[str]:
-    """Returns the flags of this interpreter that affect which modules imports find, and how they run."""
-    isolated = "-I" if sys.flags.isolated else "-E" if sys.flags.ignore_environment else ""
-    user = "-s" if sys.flags.no_user_site and not sys.flags.isolated else ""
-    return [flag for flag in ("-" + "O" * sys.flags.optimize, isolated, user) if len(flag) > 1]

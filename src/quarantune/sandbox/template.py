@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -140,7 +139,7 @@ class Template:
         if self._process.returncode == SPOILED:
             _is_spoiled_by_warmth = True
         _kill_marked(self.token)
-        shutil.rmtree(contain.common_directory(self.token), ignore_errors=True)
+        contain.remove_of_template(self.token)
         with contextlib.suppress(OSError):
             os.close(self._log_fd)
 

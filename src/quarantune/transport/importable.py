@@ -11,27 +11,24 @@ import functools
 import inspect
 import operator
 import os
+import subprocess
 import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from importlib.abc import InspectLoader
-from importlib.machinery import (
-    BuiltinImporter,
-    ExtensionFileLoader,
-    FrozenImporter,
-    NamespaceLoader,
-    SourceFileLoader,
-    SourcelessFileLoader,
-)
+from importlib.machinery import BuiltinImporter, FileFinder, FrozenImporter, PathFinder, all_suffixes
 from pathlib import Path
+from pkgutil import get_importer
 from typing import Any
 from zipimport import zipimporter
 
 from quarantune.host import machine
-from quarantune.host.process import answer_of, content, is_imported_early, is_installed
+from quarantune.host.process import answer_of, content, interpreter_command, is_imported_early, is_installed
 
-_LOADERS = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader, NamespaceLoader, zipimporter)
+_FINDERS = (BuiltinImporter, FrozenImporter, PathFinder, FileFinder, zipimporter, type(None))
+"""Python's own; a place that does not exist has none."""
+_SUFFIXES = tuple(all_suffixes())
 
 
 def remembering() -> Callable[[str], bool]:
@@ -63,21 +60,55 @@ def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None]
         return False
     file = getattr(module, "__file__", None)
     if not (spec.has_location and spec.origin and file):
-        return True
+        return spec.loader is not None or file is None  # a directory of its name is not the module
     return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not edited_modules(name, look_at)
 
 
 def _find_spec(name: str, path: Any) -> Any:
-    """Returns how a fresh process imports a module: not by a finder that this program has installed."""
+    """Returns the spec that a fresh process finds for a module; finders that only this program has are ignored."""
     # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.
-    specs = (answer_of(lambda finder: finder.find_spec(name, path), finder) for finder in sys.meta_path)
-    return next((spec for spec in specs if spec is not None and _is_everywhere(spec.loader, name)), None)
+    for finder in sys.meta_path:
+        find = _find_file if finder is PathFinder else getattr(finder, "find_spec", None)
+        spec = answer_of(find, name, path) if find else None
+        if spec is not None and _is_everywhere(finder, name):
+            return spec
+    return None
 
 
-def _is_everywhere(loader: Any, name: str) -> bool:
-    """Returns whether a loader is Python's own, which a namespace lacks, or that of a parent package, as of six."""
-    is_own = isinstance(loader, _LOADERS) or loader in (None, BuiltinImporter, FrozenImporter)
-    return is_own or type(loader).__module__.partition(".")[0] == name.partition(".")[0]
+def _find_file(name: str, path: Any) -> Any:
+    """Returns the spec that `PathFinder` of a fresh process finds, without hooks that only this program has."""
+    places = sys.path if path is None else path
+    places = [place for place in places if _is_everywhere(answer_of(get_importer, place), name)]
+    spec = PathFinder.find_spec(name, places)
+    # A hook of the program's may have given Python's own finder another directory, or other suffixes.
+    stems = tuple(os.path.join(os.path.abspath(place), name.rpartition(".")[2]) for place in places)
+    is_plain = (
+        spec is None or spec.origin is None or (spec.origin.startswith(stems) and spec.origin.endswith(_SUFFIXES))
+    )
+    return spec if is_plain else None
+
+
+def _is_everywhere(finder: Any, name: str) -> bool:
+    """Returns whether a fresh process has a finder when it imports a module.
+
+    It has Python's own, those of startup files (of an editable install), and those of a parent package, as of six.
+    """
+    kind = finder if isinstance(finder, type) else type(finder)
+    package, is_inside, _ = name.partition(".")
+    is_parents = is_inside and kind.__module__.partition(".")[0] == package
+    return kind in _FINDERS or is_parents or f"{kind.__module__}.{kind.__qualname__}" in _finders_at_startup()
+
+
+@functools.cache
+def _finders_at_startup() -> str:
+    """Returns the names of the finders and hooks with which a fresh process starts; none if there is no process."""
+    code = """import sys
+for finder in (*sys.meta_path, *sys.path_hooks):
+    kind = finder if hasattr(finder, "__qualname__") else type(finder)
+    print(kind.__module__, kind.__qualname__, sep=".")"""
+    run = functools.partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    done = answer_of(lambda: run([*interpreter_command(), code]))
+    return done.stdout if done else ""
 
 
 def may_travel_by_name(obj: Any) -> bool:
@@ -190,7 +221,7 @@ def _is_own(name: str, module: types.ModuleType) -> bool:
 def _is_edited(module: types.ModuleType) -> bool:
     file = str(content(module)["__file__"])
     try:
-        status = os.stat(file)
+        status = os.stat(getattr(content(module).get("__loader__"), "archive", file))
     except OSError:
         return True
     if status.st_ctime < _STARTED:

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import enum
 import functools
-import importlib
+import importlib.util
 import inspect
 import io
 import operator
 import os
 import pickle
+import re
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import cloudpickle
 import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.host.process import failure_of, is_interruption
+from quarantune.host.process import PROGRAMS, answer_of, failure_of, in_sandbox, is_interruption
 from quarantune.transport import classes, importable, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
+_Names = dict[str, Any]
 _SIGNATURE_ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
 
 
@@ -88,7 +91,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Reduces an object in our own way, or leaves it to cloudpickle."""
         if isinstance(obj, type):
-            return self._reduce_class(obj)
+            return self._at_its_name(obj, obj.__qualname__, self._reduce_class(obj))
         if self._takes_apart and type(obj) is np.ndarray and obj.nbytes and not obj.dtype.hasobject:
             # numpy itself leaves no array of a dtype such as bfloat16 apart.
             elements = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
@@ -98,7 +101,60 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = self._by_name(obj) if reducer in _OF_WRAPPERS else NotImplemented
         if reduced is NotImplemented and reducer is not None:
             reduced = reducer(self, obj)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+        if reduced is NotImplemented:
+            reduced = super().reducer_override(obj)
+        if isinstance(obj, types.FunctionType):
+            return self._at_its_name(obj, obj.__qualname__, reduced)
+        if reduced is NotImplemented and (kind not in self.dispatch_table or kind is TypeVar):
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return self._at_its_name(obj, reduced, reduced) if isinstance(reduced, str) else reduced
+
+    def _at_its_name(self, obj: Any, name: str, reduced: Any) -> Any:
+        """Completes a reduction by value, so that an object gets its name in a module that a worker cannot import.
+
+        Args:
+            obj: the object.
+            name: its name in its module.
+            reduced: its reduction; the name itself if it is pickled by it.
+        """
+        home = str(getattr(obj, "__module__", None))
+        is_there = answer_of(operator.attrgetter(name), sys.modules.get(home)) is obj
+        if is_there and self._can_import(home):
+            return reduced
+        if isinstance(reduced, str) and (is_there or type(obj).__module__ in ("typing", "typing_extensions")):
+            reduced = self._reduce_named(obj, home)
+        if not is_there or isinstance(reduced, str):
+            return reduced
+        # With the class that holds it, which puts it where pickle finds it.
+        holder = isinstance(obj, type) and "." in name and getattr(sys.modules[home], name.partition(".")[0])
+        return _put, (self._about(sys.modules[home]), name, *reduced[:2], holder), *reduced[2:]
+
+    def _reduce_named(self, obj: Any, home: str) -> Any:
+        """Reduces an object by value that is pickled by its name."""
+        kind: Any = type(obj)
+        if kind is _ALIAS:
+            value = self.globals_ref.setdefault(id(obj), {"_value": answer_of(lambda: obj.__value__)})
+            parameters = ", ".join(_STARS[type(each)] + each.__name__ for each in obj.__type_params__)
+            return _make_alias, (home, obj.__name__, parameters, value)  # in a dictionary, as it may refer to the alias
+        if kind in _STARS:
+            named = ("bound", "covariant", "contravariant", "infer_variance", "default")
+            options = {name: getattr(obj, f"__{name}__") for name in named if hasattr(obj, f"__{name}__")}
+            return functools.partial(kind, **options), (obj.__name__, *getattr(obj, "__constraints__", ()))
+        if failure_of(object.__new__, kind) is None:
+            return object.__new__, (kind,), object.__getstate__(obj)
+        raise unpicklable.CannotTravelError(
+            f"It is pickled by its name in {home}, which a worker cannot import: move it into a module that can be "
+            f"imported."
+        )
+
+    def _about(self, module: types.ModuleType) -> _Names:
+        """Returns the first names of a module that a worker cannot import, and of the globals of its functions."""
+        names: _Names = self.globals_ref.setdefault(id(vars(module)), {})
+        if "__spec__" not in names:
+            names |= {name: vars(module)[name] for name in _ABOUT if name in vars(module)}
+            spec = vars(module).get("__spec__")  # by which children of `multiprocessing` find it
+            names["__spec__"] = spec and importlib.machinery.ModuleSpec(spec.name, None)
+        return names
 
     def _lives_here_only(self, obj: Any) -> bool:
         """Returns whether a function, class or type variable is in a module that a worker cannot import."""
@@ -111,6 +167,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = _reduce_by_value(self, cls) if self._lives_here_only(cls) else super().reducer_override(cls)
         if not isinstance(reduced, tuple) or len(reduced) != 6 or isinstance(cls, enum.EnumMeta):
             return reduced
+        reduced[2][0]["__qualname__"] = cls.__qualname__  # which cloudpickle does not keep
         return classes.reduce_class(cls, reduced, self._can_import)
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
@@ -121,10 +178,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         rebuild, (code, namespace, *rest), (attributes, slots), _, _, set_state = reduced
         # The module of its globals: `__module__` may have been changed by a decorator (functools.wraps).
         module = sys.modules.get(function.__globals__.get("__name__", ""))
-        if module and function.__globals__ is vars(module) and self._can_import(module.__name__):
+        if module and function.__globals__ is vars(module):
             # The worker imports the module and uses its globals. Copies could include what cannot travel, and would not
             # be identical to the sentinels and primitives that JAX compares by identity.
-            namespace, slots = module.__name__, slots | {"__globals__": {}}
+            is_there = self._can_import(module.__name__)
+            namespace = module.__name__ if is_there else self._about(module)
+            slots = slots | {"__globals__": {} if is_there else slots["__globals__"] | _looked_up(function)}
         # A function that refers to its own wrapper is wrapped before it is complete, and the wrapper reads its
         # signature and name, which cloudpickle would set last.
         early = {name: slots[name] for name in _SIGNATURE_ATTRIBUTES}
@@ -138,18 +197,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         )
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
-        if module.__name__ not in sys.modules or module.__name__ == "__main__" or self._can_import(module.__name__):
+        if module.__name__ not in sys.modules or self._can_import(module.__name__):
             return NotImplemented
-        content = {name: value for name, value in vars(module).items() if name != "__builtins__"}
+        about = self._about(module)
+        left_out = vars(module) if module.__name__ in PROGRAMS else {"__builtins__", "__loader__", *about}
+        content = {name: value for name, value in vars(module).items() if name not in left_out}
         # An empty module first, because modules may refer to each other.
-        return types.ModuleType, (module.__name__,), content, None, None, _set_attributes
-
-    def _reduce_type_variable(self, variable: Any) -> Any:
-        if not self._lives_here_only(variable):
-            return NotImplemented
-        named = ("bound", "covariant", "contravariant")
-        options = {name: getattr(variable, f"__{name}__") for name in named}
-        return functools.partial(TypeVar, **options), (variable.__name__, *variable.__constraints__)
+        return _module_like, (about,), content, None, None, _set_attributes
 
     def _reduce_lock(self, lock: Any) -> Any:
         # Nobody holds it in the process that it travels to.
@@ -299,6 +353,21 @@ def _reference_from(module: types.ModuleType, obj: Any) -> Any:
     return NotImplemented if home is None else (load_by_name, (*home, 0))
 
 
+def _looked_up(function: types.FunctionType) -> _Names:
+    """Returns the globals that a function may find by their names: in annotations, and as attributes of its module."""
+    names = {word for text in function.__annotations__.values() for word in re.findall(r"\w+", str(text))}
+    codes = list(importable.code_within(function.__code__))
+    if any(function.__globals__["__name__"] in code.co_names + code.co_consts for code in codes):
+        names.update(name for code in codes for name in code.co_names)
+    return {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
+
+
+_ABOUT = ("__name__", "__file__", "__package__", "__path__", "__doc__")
+_STARS = {TypeVar: "", TypeVarTuple: "*", ParamSpec: "**"}
+_ALIAS = getattr(typing, "TypeAliasType", None)
+"""The class of what a `type` statement makes, since Python 3.12."""
+
+
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
@@ -306,7 +375,6 @@ _REDUCERS: Mapping[Any, Callable[[_Pickler, Any], Any]] = {
     types.FunctionType: _Pickler._reduce_function,
     types.CodeType: _Pickler._reduce_code,
     types.ModuleType: _Pickler._reduce_module,
-    TypeVar: _Pickler._reduce_type_variable,
     weakref.ref: _Pickler._reduce_weak_reference,
     jax_internals.pjit_type: _Pickler._reduce_jitted,
     functools._lru_cache_wrapper: _Pickler._reduce_lru_cache,
@@ -465,9 +533,6 @@ class _StatePickler(_Pickler):
             if isinstance(obj, (np.ndarray, jax.Array)) and obj.nbytes > _LARGEST_ARRAY_BYTES:
                 raise unpicklable.CannotTravelError("It is too large.")
             reduced = super().reducer_override(obj)
-            is_by_parts = not isinstance(obj, (type, types.FunctionType)) and type(obj) not in self.dispatch_table
-            if reduced is NotImplemented and is_by_parts:
-                reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             cannot_travel = isinstance(error, unpicklable.CannotTravelError) or not _is_all_fields(obj)
             if is_interruption(error) or (obj is self._value and cannot_travel):
@@ -512,15 +577,55 @@ def load_by_name(module: str, qualname: str, depth: int) -> Any:
     return found
 
 
+_rebuilt: dict[str, _Names] = {}
+"""The names of the modules that `_names_like` has made in this worker."""
+
+
+def _names_like(about: _Names) -> _Names:
+    """Returns the names of a module that the caller's process has, given its first ones.
+
+    In a worker that cannot import it, they are those of a module in `sys.modules`, by which pickle finds its objects.
+    """
+    name = about.get("__name__", "")
+    if "__spec__" not in about or not in_sandbox():
+        return about
+    if name not in _rebuilt and getattr(answer_of(importlib.util.find_spec, name), "loader", None) is None:
+        # A program's takes the place of the one that starts workers.
+        module = sys.modules[name] = sys.modules["__main__" if name in PROGRAMS else name] = types.ModuleType(name)
+        _rebuilt[name] = vars(module)
+        _rebuilt[name].update(about)
+    return _rebuilt.get(name, about)
+
+
+def _module_like(about: _Names) -> types.ModuleType:
+    name, is_made = about["__name__"], _names_like(about) is not about
+    return sys.modules[name] if is_made or name in PROGRAMS else types.ModuleType(name)
+
+
+def _put(about: _Names, name: str, make: Callable[..., Any], arguments: tuple[Any, ...], _: object) -> Any:
+    """Makes an object of a module, unless it is there, and gives it its name there."""
+    names = {} if "." in name else _names_like(about)
+    if name not in names:
+        names[name] = make(*arguments)
+    return names[name]
+
+
+def _make_alias(module: str, name: str, parameters: str, names: _Names) -> Any:
+    names["__name__"], name = module, name if name.isidentifier() else "_alias"
+    exec(f"type {name}{parameters and f'[{parameters}]'} = _value", names)  # evaluated when it is asked for
+    return names[name]
+
+
 def _make_function(
     make: Callable[..., types.FunctionType],
     code: types.CodeType,
-    namespace: str | Mapping[str, Any],
+    namespace: Any,
     rest: tuple[Any, ...],
     attributes: Mapping[str, Any],
 ) -> types.FunctionType:
-    """Makes a function, whose globals may be given as the name of a module."""
-    function = make(code, vars(importlib.import_module(namespace)) if isinstance(namespace, str) else namespace, *rest)
+    """Makes a function, whose globals are given as the name of a module, or as the first ones."""
+    is_name = isinstance(namespace, str)
+    function = make(code, vars(importlib.import_module(namespace)) if is_name else _names_like(namespace), *rest)
     for name, value in attributes.items():
         setattr(function, name, value)
     return function
