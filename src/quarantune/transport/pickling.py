@@ -336,7 +336,6 @@ _OF_KEPT: tuple[Any, ...] = (
     _Pickler._reduce_function,
     _Pickler._reduce_code,
     _Pickler._reduce_module,
-    _Pickler._reduce_type_variable,
     _Pickler._reduce_jitted,
     _Pickler._reduce_custom_rule,
     _Pickler._reduce_lru_cache,
