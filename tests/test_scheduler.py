@@ -183,7 +183,9 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, wo
     scripted = anything(generator)
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        worker_memory[worker.number] = generator.choice([0, 0, 0, 0, 0, 2 * GB if generator.random() < 0.1 else 1])
+        some = generator.choice([0, 0, 0, 0, 0, 2 * GB if generator.random() < 0.1 else 1])
+        # A limit below the least that a worker needs would be refused.
+        worker_memory[worker.number] = 0 if worker.do == "Prepare" else some
         return scripted(worker)
 
     sandbox = FakeSandbox(clock, act, kill_s=generator.choice([0.01, 0.5]))
