@@ -48,7 +48,7 @@ _TOLERANCES = ("rtol", "atol", "max_mismatched_ratio")
 _LEAST = {"warmup": 0, "rep": 1, "devices_per_trial": 1, "max_trials": 1, "patience": 1, "seed": 0}
 """The options that are whole numbers, with the least value of each."""
 _DURATIONS = ("compile_timeout", "timeout", "time_budget")
-_FLAGS = ("check_grad", "time_grad", "partial")
+_FLAGS = ("check_grad", "time_grad")
 SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 """The kinds of made-up arrays."""
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
