@@ -292,7 +292,7 @@ class Copies:
             _CopyPickler(file, self.parts, is_kept).dump(value)
             self._blob = file.getvalue()
 
-    def make(self, part: Callable[[Any], Any] = lambda part: part) -> Any:
+    def make(self, part: Callable[[Any], Any]) -> Any:
         """Returns a new copy.
 
         Args:
