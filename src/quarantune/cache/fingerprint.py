@@ -540,8 +540,8 @@ def describe(value: Any, inside: Around | None = None) -> Any:
     """
     inside = inside or Around((), {})
     try:
-        if name := _LITERAL_NAMES.get(type(value)):  # there may be very many
-            return [name, repr(value)]
+        if (literal := type(value)) in _LITERAL_NAMES:  # there may be very many
+            return [_LITERAL_NAMES[literal], repr(value)]
         if steps := inside.steps_to(value):
             return ["cycle", steps]
         if found := inside.known.get(id(value)):

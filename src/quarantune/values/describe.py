@@ -37,6 +37,7 @@ from quarantune.values.codec import JsonObject
 from quarantune.values.texts import shown
 
 _EMPTY = inspect.Parameter.empty
+_encode = json.JSONEncoder().encode
 _MOST_BITS = 14_000
 """Python refuses to write an integer with more decimal digits than this one may have, which is 4,300."""
 _DEEPEST, _LARGEST = 97, 1 << 22
@@ -106,21 +107,14 @@ class Around(NamedTuple):
 
 def _describe(value: Any, around: Around) -> Any:
     """Describes a value inside others."""
-    kind = type(value)
-    if (
-        kind in (str, bool)  # there may be very many
-        or (kind is int and value.bit_length() <= _MOST_BITS)
-        or (kind is float and math.isfinite(value))
-    ):
-        return value
-    if steps := around.steps_to(value):
-        return {"inside": steps}
     if (plain := describe_plain(value)) is not _EMPTY:
         return plain
+    if steps := around.steps_to(value):
+        return {"inside": steps}
     if found := around.known.get(id(value)):
         return found[1]
     within = around.inside(value)
-    if kind in (tuple, list):  # here, as each level takes as few frames as it can
+    if type(value) in (tuple, list):  # here, as each level takes as few frames as it can
         return around.keep(value, [_describe(item, within) for item in value])
     return around.keep(value, _describe_parts(value, within))
 
@@ -128,7 +122,7 @@ def _describe(value: Any, around: Around) -> Any:
 def _describe_parts(value: Any, around: Around) -> Any:
     if isinstance(value, Mapping):
         pairs = [[_describe(key, around), _describe(item, around)] for key, item in value.items()]
-        return {"type": name_of(type(value)), "items": in_order(pairs, json.dumps)}
+        return {"type": name_of(type(value)), "items": in_order(pairs, _encode)}
     if isinstance(value, (set, frozenset)):
         return {"set": sorted((_describe(item, around) for item in value), key=json.dumps)}
     if isinstance(value, functools.partial):
@@ -187,17 +181,18 @@ def _digest_of(described: Any, known: dict[int, Any]) -> Any:
 
 def describe_plain(value: Any) -> Any:
     """Describes a value without parts; returns `_EMPTY` for any other value."""
-    if isinstance(value, enum.Enum):
-        return {"enum": f"{name_of(type(value))}.{value.name}"}
-    if type(value) is int and value.bit_length() > _MOST_BITS:
-        return {"int": hex(value)}
-    if value is None or type(value) in (bool, int, str):
+    kind = type(value)  # asked first, as there may be very many numbers
+    if value is None or kind in (bool, str):
         return value
+    if kind is int:
+        return value if value.bit_length() <= _MOST_BITS else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, enum.Enum):
+        return {"enum": f"{name_of(kind)}.{value.name}"}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return describe_plain(value.item())
-    if type(value) is float:
-        return value if math.isfinite(value) else {"float": str(value)}
-    if type(value) is complex:
+    if kind is complex:
         return {"complex": str(value)}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": _digest(bytes(value))}
