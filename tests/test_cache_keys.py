@@ -133,6 +133,16 @@ def test_a_list_that_is_shared_at_sixty_levels_is_described() -> None:
     assert len(canonical_json(describe.describe_static(lists))) < 100
 
 
+def test_a_global_list_that_is_shared_at_sixty_levels_has_a_fingerprint() -> None:
+    def looks_up(leaf: float) -> Any:
+        lists = {"a": nested(60, [leaf], times=2), "b": types.SimpleNamespace(c=nested(60, {leaf, 0.5}, times=2))}
+        return lambda x: (x, lists)
+
+    one, again, other = (fingerprint(looks_up(leaf)).parts for leaf in (1.0, 1.0, 2.0))
+    assert one == again
+    assert one != other
+
+
 def test_a_little_shared_list_is_described_like_equal_lists() -> None:
     one = [1, [2.5, "x"]]
     assert describe.describe_static([one, one]) == [[1, [2.5, "x"]]] * 2

@@ -985,27 +985,65 @@ def test_a_sort_in_place_is_timed_on_unsorted_data(isolation: str) -> None:
     assert result.best_config == {"how": "builtin"}
 
 
-@everywhere
-def test_tracing_never_sees_earlier_changes_of_a_static_argument(isolation: str) -> None:
-    class Plan:
-        def __init__(self) -> None:
-            self.log: list[int] = []
+class Mode:
+    """It has no equality of its own, so a dict finds only the very object."""
 
-    def kernel(x: Any, plan: Plan, do: int = 1) -> Any:
-        plan.log.append(do)
-        return x * len(plan.log) + 0 * do
+    def __init__(self) -> None:
+        self.notes = list[int]()
 
-    def ref_fn(x: Any, plan: Plan) -> Any:
-        return kernel(x, plan, 0)
 
-    plan = Plan()
+FAST = Mode()
+FACTORS = {FAST: 2}
+
+
+@here_and_there
+@pytest.mark.parametrize("kind", ["static", "closure", "key", "method"])
+def test_an_argument_that_the_function_refers_to_is_the_same_object_there(kind: str, isolation: str) -> None:
+    fast = Mode()
+    table = {fast: 2}
+
+    def static(x: Any, mode: Any, do: int = 1) -> Any:
+        return x * table[mode] + 0 * do
+
+    def closure(x: Any, held: Any, notes: list[int], do: int = 1) -> Any:
+        assert (held.mode is fast, notes) == (True, [])
+        notes.append(do)
+        return x * table[held.mode]
+
+    def key(x: Any, given: Any, notes: list[int], do: int = 1) -> Any:
+        assert (given is table, notes) == (False, [])
+        notes.append(do)
+        return x * given[fast]
+
+    class Kernel:
+        mode = fast
+
+        def run(self, x: Any, held: Any, notes: list[int], do: int = 1) -> Any:
+            assert held.mode is self.mode
+            return closure(x, held, notes, do)
+
+    held, notes = types.SimpleNamespace(mode=fast), list[int]()
+    fn, args = {
+        "static": (jax.jit(static, static_argnames=["mode", "do"]), (fast,)),
+        "closure": (closure, (held, notes)),
+        "key": (key, (table, notes)),
+        "method": (Kernel().run, (held, notes)),
+    }[kind]
     with isolated(isolation):
-        tuner = quarantune.AutoTuner(
-            jax.jit(kernel, static_argnames=["plan", "do"]), [{"do": 2}, {"do": 3}], ref_fn=ref_fn, **SOON
-        )
-        trials = tuner.run(X, plan).trials
+        trials = quarantune.AutoTuner(fn, [{"do": 1}, {"do": 2}], warmup=1, rep=2).run(X, *args).trials
     assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.SLOW}
-    assert len(plan.log) <= 1, "the caller's own object has changed by more than one trace"
+    assert notes == []
+
+
+def test_an_argument_that_a_module_holds_is_the_same_object_in_this_process() -> None:
+    def looks_up(x: Any, mode: Any, notes: list[int], do: int = 1) -> Any:
+        assert (mode is FAST, notes) == (True, [])
+        notes.append(do)
+        return x * FACTORS[mode]
+
+    with isolated("none"):
+        trials = quarantune.AutoTuner(looks_up, [{"do": 1}, {"do": 2}], warmup=1, rep=2).run(X, FAST, []).trials
+    assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.SLOW}
 
 
 @here_and_there

@@ -24,11 +24,12 @@ import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from quarantune.cache.store import canonical_json, short_hash
 from quarantune.host.process import PROGRAMS, is_installed, is_runner, module_of, pickled_parts, without_caches
+from quarantune.values.describe import Around, bounded, in_order
 
 _LARGEST_HASHED_BYTES = 1 << 24
 """Larger arrays count by shape and dtype alone: hashing model weights would take too long."""
@@ -36,6 +37,7 @@ MOST_LAYERS = 32
 """A bound on the layers around a function, as an odd object may answer any attribute, endlessly."""
 _DEEPEST_FOLLOWED = 8
 LITERALS = (type(None), bool, int, float, complex, str, bytes, type(...))
+_LITERAL_NAMES = {kind: f"builtins.{kind.__qualname__}" for kind in LITERALS}
 NOTHING = object()
 """Returned by `attribute` if there is no such attribute."""
 _VERSIONED = frozenset({"jax", "jaxlib", "quarantune"})
@@ -406,9 +408,12 @@ def _operators(cls: type) -> list[str]:
     return sorted(special - vars(object).keys() - _CLASS_MACHINERY)
 
 
+_json = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+"""As `canonical_json`, for descriptions, which have no other types than JSON, but may have very many parts."""
+
+
 def _hash(description: Any) -> str:
-    # As `canonical_json` writes it: a description has no other types than JSON, but may have very many parts.
-    return short_hash(json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False))
+    return short_hash(_json(bounded(description, deepest=sys.maxsize)))
 
 
 # --- the names in code, and whose code it is ---
@@ -526,22 +531,27 @@ def is_library_function(function: types.FunctionType) -> bool:
 # --- descriptions ---
 
 
-def describe(value: Any, inside: tuple[int, ...] = ()) -> Any:
+def describe(value: Any, inside: Around | None = None) -> Any:
     """Describes a value: equal values alike in every process, different values differently.
 
     Args:
         value: the value.
-        inside: the identities of the values that hold it.
+        inside: the values that hold it.
     """
-    if id(value) in inside:
-        return ["cycle", len(inside) - inside.index(id(value))]
+    inside = inside or Around((), {})
     try:
-        return _describe_parts(value, (*inside, id(value)))
+        if (literal := type(value)) in _LITERAL_NAMES:  # there may be very many
+            return [_LITERAL_NAMES[literal], repr(value)]
+        if steps := inside.steps_to(value):
+            return ["cycle", steps]
+        if found := inside.known.get(id(value)):
+            return found[1]
+        return inside.keep(value, _describe_parts(value, inside.inside(value)))
     except Exception:
         return ["object", type_name(type(value))]
 
 
-def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
+def _describe_parts(value: Any, inside: Around) -> Any:
     kind = type_name(type(value))
     if isinstance(value, enum.Enum):
         return [kind, value.name]
@@ -550,16 +560,12 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if isinstance(value, types.CodeType):
         return [kind, describe_code(value)]
     if isinstance(value, (list, tuple)):
-        return [kind, _describe_all(value, inside)]
+        return [kind, [describe(item, inside) for item in value]]
     if isinstance(value, (set, frozenset)):
-        return [kind, sorted(canonical_json(describe(item, inside)) for item in value)]
+        return [kind, sorted(_json(describe(item, inside)) for item in value)]
     if isinstance(value, Mapping):
-        keys, items = (_describe_all(each, inside) for each in ([*value.keys()], [*value.values()]))
-        # The texts of different keys decide their order, and are much shorter than those of the items may be.
-        texts = [f'["{key[0]}",{json.dumps(key[1])}]' if _is_of_literal(key) else canonical_json(key) for key in keys]
-        if len(set(texts)) < len(texts):
-            return [kind, sorted(map(list, zip(keys, items, strict=True)), key=canonical_json)]
-        return [kind, [[keys[place], items[place]] for place in sorted(range(len(texts)), key=texts.__getitem__)]]
+        pairs = [[describe(key, inside), describe(item, inside)] for key, item in value.items()]
+        return [kind, in_order(pairs, _json)]
     if isinstance(value, type):
         return ["class", type_name(value)]
     if isinstance(value, types.ModuleType):
@@ -579,19 +585,6 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     return [kind, stable_repr(value)]
 
 
-def _describe_all(values: Sequence[Any], inside: tuple[int, ...]) -> list[Any]:
-    """Describes values; those of very many literals at once."""
-    names = {kind: type_name(kind) for kind in set(map(type, values))}
-    if names.keys() <= {*LITERALS}:
-        with contextlib.suppress(ValueError):  # Python refuses to write a huge number
-            return [[names[type(item)], text] for item, text in zip(values, map(repr, values), strict=True)]
-    return [describe(item, inside) for item in values]
-
-
-def _is_of_literal(described: Any) -> bool:
-    return len(described) == 2 and described[0].startswith("builtins.") and type(described[1]) is str
-
-
 def stable_repr(value: Any) -> str:
     """Returns the repr of a value; an empty text if it shows an address."""
     text = repr(value)
@@ -606,18 +599,19 @@ def _state(value: Any) -> Any:
         return None
 
 
-def _holds_set(value: Any, outer: tuple[int, ...] = ()) -> bool:
+def _holds_set(value: Any, seen: dict[int, Any] | None = None) -> bool:
     if isinstance(value, (set, frozenset)):
         return len(value) > 1
-    if id(value) in outer or isinstance(value, (type, types.FunctionType, types.ModuleType, *LITERALS)):
+    seen = {} if seen is None else seen
+    if id(value) in seen or isinstance(value, (type, types.FunctionType, types.ModuleType, *LITERALS)):
         return False
-    outer = (*outer, id(value))
+    seen[id(value)] = value
     if isinstance(value, (list, tuple)):
-        return any(_holds_set(item, outer) for item in value)
+        return any(_holds_set(item, seen) for item in value)
     if isinstance(value, Mapping):
-        return any(_holds_set(item, outer) for pair in value.items() for item in pair)
+        return any(_holds_set(item, seen) for pair in value.items() for item in pair)
     if isinstance(value, (types.SimpleNamespace, collections.deque)) or is_users_class(type(value)):
-        return _holds_set(_state(value), outer)
+        return _holds_set(_state(value), seen)
     return False
 
 
@@ -631,7 +625,7 @@ def describe_array(value: Any, largest_bytes: int = _LARGEST_HASHED_BYTES) -> li
     return description
 
 
-def _describe_function(function: types.FunctionType, inside: tuple[int, ...]) -> list[Any]:
+def _describe_function(function: types.FunctionType, inside: Around) -> list[Any]:
     name = f"{function.__module__}.{function.__qualname__}"
     if is_library_function(function):
         # A library's version stands for its code; cache entries record versions beside the fingerprint.

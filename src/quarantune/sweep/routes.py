@@ -53,7 +53,7 @@ _COMPILES_PER_WORKER = 32
 configs, 59% of them bad, take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
 
 
-_unfit: dict[tuple[Route, int], weakref.ref[Callable[..., object]]] = {}
+_unfit = weakref.WeakValueDictionary[tuple[Route, int], Callable[..., object]]()
 """The functions whose configs could all not take a route in an earlier sweep of this process, by route and identity."""
 
 
@@ -189,8 +189,7 @@ class Routes:
         return self._target is not None and jax_internals.is_jitted(self._problem.fn)
 
     def _is_unfit(self, route: Route) -> bool:
-        known = _unfit.get((route, id(self._problem.fn)))
-        return known is not None and known() is self._problem.fn
+        return _unfit.get((route, id(self._problem.fn))) is self._problem.fn
 
     def _can_hand_over(self, configs: Mapping[int, Config], source: ConfigSource) -> bool:
         """Returns whether workers with the device compile several configs each, and another one measures them."""
@@ -228,8 +227,7 @@ class Routes:
             _logger.info("%s: the programs take another route than %s, because %s", name, route, left.why_unfit)
             if left.none_fits:
                 with contextlib.suppress(TypeError):  # not every callable can be referred to
-                    key, fn = (route, id(self._problem.fn)), self._problem.fn
-                    _unfit[key] = weakref.ref(fn, lambda _: _unfit.pop(key, None))
+                    _unfit[route, id(self._problem.fn)] = self._problem.fn
         return left
 
     def _new_scheduler(self, route: Route, source: ConfigSource = NOTHING_MORE) -> Scheduler:

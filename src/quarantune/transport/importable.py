@@ -64,6 +64,12 @@ def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None]
     return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not edited_modules(name, look_at)
 
 
+def is_of_others(name: str) -> bool:
+    """Returns whether a module is of Python's own or of an installed package."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return name in sys.builtin_module_names or (file is not None and is_installed(file))
+
+
 def _find_spec(name: str, path: Any) -> Any:
     """Returns the spec that a fresh process finds for a module; finders that only this program has are ignored."""
     # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.

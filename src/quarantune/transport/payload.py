@@ -25,6 +25,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from quarantune import jax_internals
 from quarantune.host.process import adopt_program_name, import_path, is_interruption, program_name
 from quarantune.host.shared_files import write_all
+from quarantune.transport import importable
 from quarantune.transport.arrays import (
     ArraySpec,
     concrete_data,
@@ -33,7 +34,7 @@ from quarantune.transport.arrays import (
     next_start,
     restore_array,
 )
-from quarantune.transport.pickling import Copies, dumps, loads
+from quarantune.transport.pickling import Copies, dumps, held_by, loads
 from quarantune.transport.problem import Arguments, with_leaves
 from quarantune.transport.unpicklable import explain
 from quarantune.values.describe import canonical_dtype, context_mesh, local_sharding, sharding_of
@@ -165,7 +166,7 @@ def pack_call(
     is_jitted = jax_internals.is_jitted(fn)
     given = Call(fn=fn, args=args, kwargs=kwargs, specs=(), judges={**(judges or {})}, program_values=program_values)
     given = dataclasses.replace(given, config_values={**(config_values or {})})
-    copies = None if is_jitted else _copies_of(given)
+    copies = None if is_jitted else _copies_of(given, is_sent=is_sent)
     by_position, by_name = jax_internals.jit_options(fn).dynamic(args, kwargs) if is_jitted else ({}, {})
     dynamic = [*by_position.values()], by_name
     arrays = list(filter(_is_spooled, jax.tree.leaves(dynamic) if copies is None else copies.parts))
@@ -202,15 +203,18 @@ def pack_call(
     )
 
 
-def _copies_of(call: Call) -> Copies:
+def _copies_of(call: Call, *, is_sent: bool) -> Copies:
     """Returns the maker of a call's arguments.
+
+    An object that the functions hold, too, is the same one in all copies, as they may compare it by identity.
 
     Raises:
         TypeError: an argument cannot be copied.
     """
+    held = held_by([call.fn, call.judges], importable.remembering() if is_sent else importable.is_of_others)
 
     def copies(value: object) -> Copies:
-        return Copies(value, _is_spooled)
+        return Copies(value, lambda part: _is_spooled(part) or (id(part) in held and not _is_container(part)))
 
     try:
         return copies((call.args, dict(call.kwargs)))
@@ -366,6 +370,10 @@ def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: Abstract
         return dataclasses.replace(spec, shape=whole, sharding=NamedSharding(mesh, PartitionSpec(names)))
 
     return tuple(map(spread, specs, varying))
+
+
+def _is_container(part: Any) -> bool:
+    return type(part).__module__ in ("builtins", "collections", "array", "numpy")
 
 
 def _is_spooled(leaf: Any) -> bool:

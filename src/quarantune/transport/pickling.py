@@ -292,7 +292,7 @@ class Copies:
             _CopyPickler(file, self.parts, is_kept).dump(value)
             self._blob = file.getvalue()
 
-    def make(self, part: Callable[[Any], Any] = lambda part: part) -> Any:
+    def make(self, part: Callable[[Any], Any]) -> Any:
         """Returns a new copy.
 
         Args:
@@ -312,7 +312,10 @@ class _CopyPickler(_Pickler):
     def persistent_id(self, obj: Any) -> int | None:
         kind: Any = type(obj)
         if kind in _PLAIN or not (
-            self._is_kept(obj) or isinstance(obj, type) or _reducer_for(kind) in _OF_KEPT or classes.is_sentinel(obj)
+            self._is_kept(obj)
+            or isinstance(obj, (type, *_STARS))
+            or _reducer_for(kind) in _OF_KEPT
+            or classes.is_sentinel(obj)
         ):
             return None
         number = self._numbers.setdefault(id(obj), len(self._parts))
@@ -502,6 +505,20 @@ def dump_state(value: object, place: str, can_import: Callable[[str], bool]) -> 
         if (failure := failure_of(pickler.dump, value)) is not None:
             return None, str(failure)
         return file.getvalue(), next(iter(pickler.reasons), "")
+
+
+def held_by(value: object, can_import: Callable[[str], bool]) -> Mapping[int, Any]:
+    """Returns the objects in a pickle of a value by identity, without those that are reached through a module.
+
+    Args:
+        value: the value; parts that cannot travel are left out.
+        can_import: returns whether what is in a module travels by name.
+    """
+    with _BoundedFile() as file:
+        pickler = _StatePickler(file, value, "", can_import)
+        failure_of(pickler.dump, value)
+        held: Mapping[int, Any] = pickler.memo.copy()
+        return held
 
 
 class _BoundedFile(io.BytesIO):

@@ -6,6 +6,7 @@ be found again. The fingerprint of a function has a describer of its own (`cache
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -20,9 +21,9 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from quarantune.values.codec import JsonObject
 from quarantune.values.texts import shown
 
 _EMPTY = inspect.Parameter.empty
+_encode = json.JSONEncoder().encode
 _MOST_BITS = 14_000
 """Python refuses to write an integer with more decimal digits than this one may have, which is 4,300."""
 _DEEPEST, _LARGEST = 97, 1 << 22
@@ -63,8 +65,7 @@ def describe_static(value: Any) -> Any:
         TypeError: the value has neither fields, nor a pickle, nor a repr that is the same in every process.
     """
     try:
-        described = _describe(value, _Around())
-        return described if _is_of_bounded_size(described) else {"digest": _digest_of(described, {})}
+        return bounded(_describe(value, Around((), {})))
     except RecursionError:
         raise TypeError(
             f"{shown(value)} is nested more deeply than Python can follow, so results for it cannot be remembered. "
@@ -72,57 +73,58 @@ def describe_static(value: Any) -> Any:
         ) from None
 
 
-class _Around:
-    """The values that hold a value, and the descriptions of those that hold no value around them.
+class Around(NamedTuple):
+    """What is known while a value inside others is described.
 
-    A list that has several places in a value is described once. Else, a few lists that hold each other twice would take
-    for ever.
+    A value that has several places is described once. Else, a few lists that hold each other twice would take for ever.
 
     Attributes:
-        depths: how many values are around each of the values around, by identity.
-        known: descriptions, with the described values, by identity.
-        cycles: how many values were met inside themselves.
+        outer: the identities of the values that hold it, outermost first.
+        known: values and their descriptions, by identity; None for a value inside itself, whose description depends on
+            what is around it.
     """
 
-    def __init__(self) -> None:
-        self.depths: dict[int, int] = {}
-        self.known: dict[int, tuple[Any, Any]] = {}
-        self.cycles = 0
+    outer: tuple[int, ...]
+    known: dict[int, Any]
+
+    def steps_to(self, value: Any) -> int:
+        """Returns how many levels up a value inside itself begins; 0 for any other value."""
+        if id(value) not in self.outer:
+            return 0
+        place = self.outer.index(id(value))
+        self.known.update(dict.fromkeys(self.outer[place:]))
+        return len(self.outer) - place
+
+    def inside(self, value: Any) -> Around:
+        """Returns the same for the parts of a value."""
+        return Around((*self.outer, id(value)), self.known)
+
+    def keep(self, value: Any, described: Any) -> Any:
+        """Keeps a description, unless it depends on what is around the value; returns it."""
+        self.known.setdefault(id(value), (value, described))
+        return described
 
 
-def _describe(value: Any, around: _Around) -> Any:
+def _describe(value: Any, around: Around) -> Any:
     """Describes a value inside others."""
-    number = id(value)
-    if (depth := around.depths.get(number)) is not None:
-        around.cycles += 1
-        return {"inside": len(around.depths) - depth}
-    plain = describe_plain(value)
-    if plain is not _EMPTY:
+    if (plain := describe_plain(value)) is not _EMPTY:
         return plain
-    if number in around.known:
-        return around.known[number][1]
-    cycles, around.depths[number] = around.cycles, len(around.depths)
-    try:
-        if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-            described: Any = (
-                list(value) if _are_plain(value) else [_describe(item, around) for item in value]  # a frame per level
-            )
-        else:
-            described = _describe_parts(value, around)
-    finally:
-        del around.depths[number]
-    if around.cycles == cycles:
-        around.known[number] = value, described
-    return described
+    if steps := around.steps_to(value):
+        return {"inside": steps}
+    if found := around.known.get(id(value)):
+        return found[1]
+    within = around.inside(value)
+    if type(value) in (tuple, list):  # here, as each level takes as few frames as it can
+        return around.keep(value, [_describe(item, within) for item in value])
+    return around.keep(value, _describe_parts(value, within))
 
 
-def _describe_parts(value: Any, around: _Around) -> Any:
+def _describe_parts(value: Any, around: Around) -> Any:
     if isinstance(value, Mapping):
-        keys, items = list(value.keys()), list(value.values())
-        pairs = zip(_describe_all(keys, around), _describe_all(items, around), strict=True)
-        return {"type": name_of(type(value)), "items": _in_order(list(map(list, pairs)), lambda pair: pair[0])}
+        pairs = [[_describe(key, around), _describe(item, around)] for key, item in value.items()]
+        return {"type": name_of(type(value)), "items": in_order(pairs, _encode)}
     if isinstance(value, (set, frozenset)):
-        return {"set": _in_order(_describe_all(list(value), around), lambda item: item)}
+        return {"set": sorted((_describe(item, around) for item in value), key=json.dumps)}
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
         return {"partial": [_describe(part, around) for part in parts]}
@@ -133,69 +135,64 @@ def _describe_parts(value: Any, around: _Around) -> Any:
     return _describe_object(value, around)
 
 
-def _describe_all(values: list[Any], around: _Around) -> list[Any]:
-    return values if _are_plain(values) else [_describe(item, around) for item in values]
+def in_order(pairs: list[Any], text_of: Callable[[Any], str]) -> list[Any]:
+    """Returns described pairs in the order of their texts, of which those of the items may be very long."""
+    by_key = {text_of(pair[0]): pair for pair in pairs}
+    return [by_key[text] for text in sorted(by_key)] if len(by_key) == len(pairs) else sorted(pairs, key=text_of)
 
 
-def _are_plain(values: Sequence[Any]) -> bool:
-    """Returns whether values are described by themselves: one look at very many is much faster than a look at each."""
-    kinds = set(map(type, values))
-    return (
-        kinds <= {type(None), bool, int, str, float}
-        and (float not in kinds or all(math.isfinite(item) for item in values if type(item) is float))
-        and (int not in kinds or all(item.bit_length() <= _MOST_BITS for item in values if type(item) is int))
-    )
+def bounded(described: Any, deepest: int = _DEEPEST) -> Any:
+    """Returns a description, or a digest of it if it has too many levels, or too many parts for its text.
 
+    The text has a list as often as it has places, which may be far more often than it is looked at here.
 
-def _in_order(described: list[Any], key: Callable[[Any], Any]) -> list[Any]:
-    """Returns descriptions in the order of their texts, of which those of their keys decide if no two are alike."""
-    texts = [f"{json.dumps(key(item))}, " for item in described]
-    if len(set(texts)) < len(texts):
-        return sorted(described, key=json.dumps)
-    return [described[place] for place in sorted(range(len(texts)), key=texts.__getitem__)]
-
-
-def _is_of_bounded_size(described: Any) -> bool:
-    """Returns whether the text of a description can be read back from a file, and be written in a reasonable time."""
-    layer: dict[int, tuple[Any, int]] = {0: (described, 1)}  # each container with the number of its places
-    size = 0
-    for _ in range(_DEEPEST if type(described) in (list, dict) else 0):
-        below: dict[int, tuple[Any, int]] = {}
-        for container, places in layer.values():
-            size += places * len(container)
+    Args:
+        described: the description.
+        deepest: the most levels.
+    """
+    layer: Mapping[int, Any] = {0: [described]}
+    places, parts = {0: 1}, 0
+    for _ in range(deepest + 1):
+        below: dict[int, Any] = {}
+        places_below: dict[int, int] = collections.defaultdict(int)
+        for number, container in layer.items():
+            parts += places[number] * len(container)
             for item in container.values() if type(container) is dict else container:
                 if type(item) in (list, dict):
-                    below[id(item)] = item, places + below.get(id(item), (item, 0))[1]
-        if not below or size > _LARGEST:
-            return size <= _LARGEST
-        layer = below
-    return type(described) not in (list, dict)
+                    below[key := id(item)] = item
+                    places_below[key] += places[number]
+        if parts > _LARGEST:
+            break
+        if not below:
+            return described
+        layer, places = below, places_below
+    return {"digest": _digest_of(described, {})}
 
 
 def _digest_of(described: Any, known: dict[int, Any]) -> Any:
-    """Returns a digest of a description of lists and dicts, however often it holds one of them; else it as it is."""
+    """Returns a digest of a description of lists and dicts; any other as it is."""
     if type(described) not in (list, dict):
         return described
     if id(described) not in known:
-        items = described.values() if type(described) is dict else described
-        parts = [*described] if type(described) is dict else None
-        known[id(described)] = [_digest(json.dumps([parts, *[_digest_of(item, known) for item in items]]).encode())]
+        names, items = ([*described], described.values()) if type(described) is dict else (None, described)
+        known[id(described)] = [_digest(json.dumps([names, *[_digest_of(item, known) for item in items]]).encode())]
     return known[id(described)]
 
 
 def describe_plain(value: Any) -> Any:
     """Describes a value without parts; returns `_EMPTY` for any other value."""
-    if isinstance(value, enum.Enum):
-        return {"enum": f"{name_of(type(value))}.{value.name}"}
-    if type(value) is int and value.bit_length() > _MOST_BITS:
-        return {"int": hex(value)}
-    if value is None or type(value) in (bool, int, str):
+    kind = type(value)  # asked first, as there may be very many numbers
+    if value is None or kind in (bool, str):
         return value
+    if kind is int:
+        return value if value.bit_length() <= _MOST_BITS else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, enum.Enum):
+        return {"enum": f"{name_of(kind)}.{value.name}"}
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return describe_plain(value.item())
-    if type(value) is float:
-        return value if math.isfinite(value) else {"float": str(value)}
-    if type(value) is complex:
+    if kind is complex:
         return {"complex": str(value)}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": _digest(bytes(value))}
@@ -215,7 +212,7 @@ def _describe_type(value: Any) -> Any:
     return {"dtype": value.dtype.name} if isinstance(value, type(jax.numpy.float32)) else {"type": name_of(value)}
 
 
-def _describe_function(function: Any, around: _Around) -> Any:
+def _describe_function(function: Any, around: Around) -> Any:
     """Describes a function by its name, and by its code and bound values too if other functions have that name."""
     described = {"function": name_of(function)}
     if _is_found_by_name(function):
@@ -237,7 +234,7 @@ def _describe_function(function: Any, around: _Around) -> Any:
     return described | {"made_of": _digest(json.dumps(parts, sort_keys=True).encode())}
 
 
-def _describe_made_of(function: types.FunctionType, around: _Around, *, strictly: bool = False) -> Any:
+def _describe_made_of(function: types.FunctionType, around: Around, *, strictly: bool = False) -> Any:
     parts = [[_cell(cell) for cell in function.__closure__ or ()], function.__defaults__, function.__kwdefaults__]
     described = [_describe_inside(part, around, strictly=strictly) for part in parts]
     return {"code": _digest(_code(function.__code__).encode()), "bound": described}
@@ -254,7 +251,7 @@ def _own_fields(wrapper: Any) -> Mapping[str, Any]:
     return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
 
 
-def _describe_inside(part: Any, around: _Around, *, strictly: bool = False) -> Any:
+def _describe_inside(part: Any, around: Around, *, strictly: bool = False) -> Any:
     """Describes a value that a function keeps.
 
     Args:
@@ -262,13 +259,9 @@ def _describe_inside(part: Any, around: _Around, *, strictly: bool = False) -> A
         around: the values that hold it.
         strictly: whether to raise if the value has no description (a lock, say); otherwise its type stands for it.
     """
-    if not strictly and type(part) in (list, tuple, dict) and id(part) not in around.depths:
+    if not strictly and type(part) in (list, tuple, dict) and id(part) not in around.outer:
         items = list(part.items()) if isinstance(part, dict) else part
-        around.depths[id(part)] = len(around.depths)
-        try:
-            return [_describe_inside(item, around) for item in items]
-        finally:
-            del around.depths[id(part)]
+        return [_describe_inside(item, around.inside(part)) for item in items]
     try:
         return _describe(part, around)
     except TypeError:
@@ -312,7 +305,7 @@ def _constant(item: Any) -> str:
     return repr(item)
 
 
-def _describe_object(value: Any, around: _Around) -> Any:
+def _describe_object(value: Any, around: Around) -> Any:
     """Describes an object by its dataclass fields, else by the parts that pickle would save, else by its repr."""
     name = name_of(type(value))
     if dataclasses.is_dataclass(value):

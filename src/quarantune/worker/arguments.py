@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,7 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.measure import rounding
 from quarantune.transport.arrays import restore_array
-from quarantune.transport.payload import Call, call_as_structs, materialize
-from quarantune.transport.pickling import Copies
+from quarantune.transport.payload import Call, materialize
 from quarantune.transport.problem import Arguments
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options, Tolerance
@@ -134,32 +132,12 @@ class CallArguments:
         self.jit = jax_internals.JitOptions() if self.is_plain else jax_internals.jit_options(call.fn)
         # A plain callable may write into its arguments.
         self.may_be_overwritten = self.is_plain or bool(self.jit.donate_argnums or self.jit.donate_argnames)
-        self._statics: Copies | None = None
-        by_position, by_name = self.jit.dynamic(call.args, call.kwargs)
-        statics = (
-            {index: arg for index, arg in enumerate(call.args) if index not in by_position},
-            {name: arg for name, arg in call.kwargs.items() if name not in by_name},
-        )
-        with contextlib.suppress(Exception):  # of this process, one need not be such as can be copied
-            self._statics = Copies(statics, _is_fixed)
-
-    def _renewed(self, arguments: Arguments) -> Arguments:
-        """Returns arguments with new copies of the static ones, which tracing may change."""
-        if self._statics is None:
-            return arguments
-        by_position, by_name = self._statics.make()
-        args, kwargs = arguments
-        return tuple(by_position.get(index, arg) for index, arg in enumerate(args)), {**kwargs, **by_name}
-
-    def structs(self, sharding: Any = None) -> Arguments:
-        """Returns the arguments as `call_as_structs` does."""
-        return self._renewed(call_as_structs(self._call, sharding=sharding))
 
     def shared(self) -> Arguments:
         """Returns the call's arguments, made once, and again after a run has taken them over (`donate_argnums`)."""
         if self._shared is None or (self.may_be_overwritten and any(map(_is_deleted, jax.tree.leaves(self._shared)))):
             self._shared = self.fresh()
-        return self._renewed(self._shared)
+        return self._shared
 
     def fresh(self) -> Arguments:
         """Returns newly made arguments of the call."""
@@ -172,7 +150,7 @@ class CallArguments:
             lambda leaf: jax.device_put(leaf, may_alias=False) if isinstance(leaf, np.ndarray) else leaf,
             (args, kwargs),
         )
-        return self._renewed((on_device[0], on_device[1]))
+        return on_device[0], on_device[1]
 
     def for_run(self) -> Arguments:
         """Returns unmodified arguments for one run: fresh ones where an earlier run may have overwritten its own."""
@@ -245,12 +223,6 @@ def _with_data(like: Any, data: Any) -> Any:
     if isinstance(like, np.ndarray):
         return data
     return restore_array(data, like.weak_type, None, like.sharding if like.committed else None)
-
-
-def _is_fixed(value: Any) -> bool:
-    """Returns whether a value counts by its content for its author, so that nothing may change that."""
-    own_hash: Any = type(value).__hash__
-    return own_hash not in (None, object.__hash__) and not isinstance(value, (tuple, types.MethodType))
 
 
 def _is_deleted(leaf: Any) -> bool:

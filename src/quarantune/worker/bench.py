@@ -23,7 +23,7 @@ from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
-from quarantune.transport.payload import Call
+from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
@@ -224,7 +224,7 @@ class Bench:
             away: whether no argument need be made here.
         """
         with contextlib.nullcontext() if target is None else abstract_device(target, is_check=is_check) as sharding:
-            args, kwargs = self._arguments.structs(sharding) if away else self._arguments.shared()
+            args, kwargs = call_as_structs(self._call, sharding=sharding) if away else self._arguments.shared()
             jitted, keywords = jitted_with(self._jitted, restore(config, self._call.config_values))
             traced = jitted.trace(*args, **kwargs, **keywords)
             if (self._options.platform if target is None else target.platform) == "tpu":

@@ -28,7 +28,7 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement
 from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
-from quarantune.transport.payload import Call
+from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind
@@ -147,7 +147,7 @@ class Judge:
         _write(fd, kept)
 
     def _trace_defaults(self) -> Any:
-        args, kwargs = self._arguments.structs()
+        args, kwargs = call_as_structs(self._call)
         jitted: Any = self._call.fn
         return jitted.trace(*args, **kwargs)
 
