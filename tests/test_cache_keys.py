@@ -190,4 +190,4 @@ def test_values_of_very_many_numbers_take_few_steps_each() -> None:
     assert described[0] == numbers
     assert described[1]["items"][:2] == [["token0", 0], ["token1", 1]]
     assert "global:VOCABULARY" in parts
-    assert next(steps) < 60 * len(numbers)
+    assert next(steps) < 120 * len(numbers)
