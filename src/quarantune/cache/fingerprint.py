@@ -50,6 +50,8 @@ _CLASS_MACHINERY = frozenset(
 _FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+"""Writes as `canonical_json` does: a description has no other types than JSON, but may have very many parts."""
 _texts: weakref.WeakKeyDictionary[types.FunctionType, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
@@ -407,8 +409,7 @@ def _operators(cls: type) -> list[str]:
 
 
 def _hash(description: Any) -> str:
-    # As `canonical_json` writes it: a description has no other types than JSON, but may have very many parts.
-    return short_hash(json.dumps(description, sort_keys=True, separators=(",", ":"), allow_nan=False))
+    return short_hash(_ENCODER.encode(description))
 
 
 # --- the names in code, and whose code it is ---
@@ -556,7 +557,7 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if isinstance(value, Mapping):
         keys, items = (_describe_all(each, inside) for each in ([*value.keys()], [*value.values()]))
         # The texts of different keys decide their order, and are much shorter than those of the items may be.
-        texts = [f'["{key[0]}",{json.dumps(key[1])}]' if _is_of_literal(key) else canonical_json(key) for key in keys]
+        texts = list(map(_ENCODER.encode, keys))
         if len(set(texts)) < len(texts):
             return [kind, sorted(map(list, zip(keys, items, strict=True)), key=canonical_json)]
         return [kind, [[keys[place], items[place]] for place in sorted(range(len(texts)), key=texts.__getitem__)]]
@@ -586,10 +587,6 @@ def _describe_all(values: Sequence[Any], inside: tuple[int, ...]) -> list[Any]:
         with contextlib.suppress(ValueError):  # Python refuses to write a huge number
             return [[names[type(item)], text] for item, text in zip(values, map(repr, values), strict=True)]
     return [describe(item, inside) for item in values]
-
-
-def _is_of_literal(described: Any) -> bool:
-    return len(described) == 2 and described[0].startswith("builtins.") and type(described[1]) is str
 
 
 def stable_repr(value: Any) -> str:
