@@ -556,11 +556,7 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
         return [kind, sorted(canonical_json(describe(item, inside)) for item in value)]
     if isinstance(value, Mapping):
         keys, items = (_describe_all(each, inside) for each in ([*value.keys()], [*value.values()]))
-        # The texts of different keys decide their order, and are much shorter than those of the items may be.
-        texts = list(map(_ENCODER.encode, keys))
-        if len(set(texts)) < len(texts):
-            return [kind, sorted(map(list, zip(keys, items, strict=True)), key=canonical_json)]
-        return [kind, [[keys[place], items[place]] for place in sorted(range(len(texts)), key=texts.__getitem__)]]
+        return [kind, sorted(map(list, zip(keys, items, strict=True)), key=_ENCODER.encode)]
     if isinstance(value, type):
         return ["class", type_name(value)]
     if isinstance(value, types.ModuleType):
