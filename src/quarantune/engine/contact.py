@@ -20,7 +20,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from quarantune.host import machine
 from quarantune.sandbox.pool import Said
@@ -287,7 +287,7 @@ def _proof(token: str, of_shard: str, of_submitter: str, statement: str) -> str:
 class Contact:
     """The shard's end of its connection. Without a connection, messages are discarded and the shard continues."""
 
-    def __init__(self, peer: _Peer | None, again: Callable[[], _Found] = lambda: False) -> None:
+    def __init__(self, peer: _Peer | None, again: Callable[[], _Peer | Literal[False] | None] = lambda: False) -> None:
         """Takes a connection over; use `reach`.
 
         Args:
@@ -334,10 +334,6 @@ class Contact:
             self._peer.connection.close()
 
 
-_Found: TypeAlias = _Peer | Literal[False] | None
-"""The submitter; None if it cannot be reached from here, False if the shard should not run."""
-
-
 def reach(address: Address, shard: int, about: JsonObject) -> Contact | Literal[False]:
     """Connects a shard with its submitter.
 
@@ -356,8 +352,8 @@ def reach(address: Address, shard: int, about: JsonObject) -> Contact | Literal[
     return found is not False and Contact(found, again)
 
 
-def _connect(address: Address, greeting: JsonObject) -> _Found:
-    """Returns the first of the peers that proves to be the submitter."""
+def _connect(address: Address, greeting: JsonObject) -> _Peer | Literal[False] | None:
+    """Returns the first of the peers that proves to be the submitter; None if none does, False as for `reach`."""
     is_here, is_gone = address.machine == machine_id(), False
     hosts = (_LOOPBACK, *address.hosts) if is_here else address.hosts
     for host in hosts if address.port else ():
