@@ -441,6 +441,16 @@ def test_a_second_user_of_a_shared_directory_saves_results() -> None:
         assert python("-c", TWO_USERS, place).strip() == "['one', 'three', 'two'] 3"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_the_owner_of_a_sticky_directory_saves_beside_the_lock_of_another(store: Store) -> None:
+    store.put("f", "cpu", "k", ENTRY)
+    store.directory.chmod(0o1777)
+    for path in store.directory.iterdir():
+        os.chown(path, 65534, 65534)
+    store.put("f", "cpu", "k2", ENTRY)
+    assert set(store.read("f")["cpu"]) == {"k", "k2"}
+
+
 def test_files_of_a_private_directory_stay_private(store: Store) -> None:
     before = os.umask(0o022)
     try:

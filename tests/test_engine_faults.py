@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hmac
 import json
@@ -1111,7 +1112,8 @@ def test_a_connection_with_a_large_descriptor_is_followed() -> None:
     try:
         with contextlib.closing(contacts):
             small = reached(contacts, 1)
-            line = contact.Contact(socket.socket(fileno=os.dup2(small._peer.connection.fileno(), large)))
+            copy = socket.socket(fileno=os.dup2(small._peer.connection.fileno(), large))
+            line = contact.Contact(dataclasses.replace(small._peer, connection=copy))
             small.close()
             assert not line.is_over
             contacts.stop(1)

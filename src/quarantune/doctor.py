@@ -32,7 +32,7 @@ from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device
 from quarantune.host import machine
 from quarantune.host.process import environment_variables, in_sandbox
-from quarantune.host.shared_files import Directory, advice, lock_works, side_lock
+from quarantune.host.shared_files import Directory, advice, side_lock
 from quarantune.values import describe
 from quarantune.values import settings as environment
 from quarantune.values.settings import SettingKeywords, Settings
@@ -44,7 +44,7 @@ __all__ = ["Check", "Status", "failed", "run"]
 _GIB = 1 << 30
 _MIB = 1 << 20
 _PATIENCE_S = 60.0
-"""The longest wait for another process, or for a config of a trial."""
+"""The longest wait for a config of a trial."""
 
 
 class Status(enum.StrEnum):
@@ -354,11 +354,11 @@ def _locks(probe: Path) -> Check:
     """Returns whether a lock keeps others of this machine out, and what is known of its filesystem between hosts."""
     kind = filesystem(probe)
     place = f" ({kind})" if kind else ""
-    with Directory(probe) as opened, side_lock(opened, "lock") as taken:
-        is_good = taken is True and lock_works(opened, "lock")
+    with Directory(probe) as opened, side_lock(opened, "lock") as is_good:
+        pass
     if is_good and kind.removeprefix("fuse.") not in _APART:
         return ok(_LOCKS, f"a lock keeps another process of this machine out{place}")
-    lacks = "a lock binds this machine only" if is_good else "a lock has no effect" if taken else "there are no locks"
+    lacks = "a lock binds this machine only" if is_good else "there are no locks, or a lock has no effect"
     return warn(
         _LOCKS,
         f"{lacks}{place}. Writers announce themselves by files instead, which keeps results where a file that one "

@@ -23,7 +23,7 @@ from quarantune.cache.journal import trials_folder
 from quarantune.cache.store import CacheWriteError, Owner, problem_hash, report_once, short_text
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id
-from quarantune.host.shared_files import Directory, lock_works, side_lock
+from quarantune.host.shared_files import Directory, side_lock
 from quarantune.values.codec import JsonObject, Record, decode_json, within
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ _LARGEST_CLAIM_BYTES = 1 << 16
 _LARGEST_FAILURE_BYTES = 1 << 26
 _Text: TypeAlias = Annotated[str, short_text]
 _GRACE_S = 2.0
-"""Added to every worst case: the coarsest clock of a filesystem ticks once in two seconds."""
+"""Added to every worst case: a filesystem may show a refreshed claim so much later."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         try:
             self._place = self._open.enter_context(Directory(*self._where, make=True))
             try:
-                self._try_lock(self._place)
+                self._locked = self._open.enter_context(side_lock(self._place, self._lock_name))
                 return self._take(self._place)
             finally:
                 if not self.held:
@@ -211,11 +211,12 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             return False
         if seen != self._seen:
             self._seen, self._seen_since = seen, time.monotonic()
+        silent_s = time.monotonic() - self._seen_since
+        if holder is None:
+            return silent_s > _GRACE_S
         # An empty boot id, of kernels that show none, says nothing.
-        is_of_one_kernel = holder and holder.boot == _kernel(place) != ""
-        if holder and (holder.owner.is_dead() or (self._locked and holder.locked and is_of_one_kernel)):
-            return True
-        return time.monotonic() - self._seen_since > (holder.worst_case_s if holder else 0.0) + _GRACE_S
+        has_lost_lock = self._locked and holder.locked and holder.boot == _kernel(place) != ""
+        return bool(has_lost_lock) or holder.owner.is_dead() or silent_s > holder.worst_case_s + _GRACE_S
 
     def _take(self, place: Directory) -> bool:
         if not place.is_there(self._name):
@@ -280,11 +281,6 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         except (OSError, ValueError) as error:
             return isinstance(error, ValueError)
         return False
-
-    def _try_lock(self, place: Directory) -> None:
-        self._locked = self._open.enter_context(side_lock(place, self._lock_name))
-        if self._locked and not lock_works(place, self._lock_name):
-            self._locked = None
 
     def _let_go(self) -> None:
         self._locked, self._place = False, None

@@ -140,7 +140,6 @@ class CacheDiff:
 
 def records(store: Store) -> Iterator[CacheRecord]:
     """Yields all entries of a cache with their keys."""
-    store = Store(store.directory, read_only=True)  # sets nothing aside that another program may have written
     for name in store.names():
         yield from entries_of(name, store.read(name))
 
@@ -351,9 +350,7 @@ def _prune_entries(
     def is_old(device: str, key: str, entry: Entry) -> bool:
         return is_chosen(name, device) and _created_s(entry) < before_s
 
-    # A look sets nothing aside that another program may have written.
-    contents = Store(store.directory, read_only=True).read(name)
-    old = [key for key, entry in entries_of(name, contents) if is_old(key.device, key.problem_size, entry)]
+    old = [key for key, entry in entries_of(name, store.read(name)) if is_old(key.device, key.problem_size, entry)]
     if old and not dry_run:
         store.discard(name, is_old)
         renewed = {record.key for record in entries_of(name, store.read(name))}
@@ -368,10 +365,8 @@ def _remains(directory: Path, now_s: float, is_chosen: Callable[[str, None], boo
     for path in paths(directory, *_SET_ASIDE, ".*.json.*.tmp", "*.entries/*.tmp", "*.trials/*.tmp"):
         name = path.parent.stem if path.parent != directory else path.name.removeprefix(".").rpartition(".json.")[0]
         # A file that was only too large for the version that set it aside holds results.
-        if path.suffix == ".tmp":
-            is_remains = _DRAFT.fullmatch(path.name) is not None and _written_s(path) < now_s - _DRAFT_AGE_S
-        else:
-            is_remains = _is_readable(path, LARGEST_ENTRIES_BYTES)
+        is_old_draft = _DRAFT.fullmatch(path.name) is not None and _written_s(path) < now_s - _DRAFT_AGE_S
+        is_remains = is_old_draft if path.suffix == ".tmp" else _is_readable(path, LARGEST_ENTRIES_BYTES)
         if is_remains and is_chosen(name, None):
             yield path
 

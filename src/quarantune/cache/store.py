@@ -765,9 +765,6 @@ def plain(value: Any, *, finite_only: bool = True) -> Any:
             raise ValueError(f"{value!r} cannot be kept in the cache: JSON has no NaN or infinity; use None")
         return None
     if isinstance(value, (list, tuple)):
-        kinds = set(map(type, value))
-        if kinds <= {type(None), bool, int, str} or (kinds == {float} and all(map(math.isfinite, value))):
-            return list(value)  # at once, as there may be very many
         return [plain(item, finite_only=finite_only) for item in value]
     if isinstance(value, Mapping):
         return {_plain_key(key): plain(item, finite_only=finite_only) for key, item in value.items()}

@@ -313,11 +313,8 @@ def _probe(_: tuple[str | None, ...]) -> tuple[CompileTarget, ...]:
                         return reply.devices
                     # JAX raises an assertion without a text if the plugin of a platform is missing.
                     detail = reply.message if isinstance(reply, Failed) else sandbox.log(number)[-2000:]
-                    hint = (
-                        f" (JAX_PLATFORMS={found}: is JAX's plugin for that installed?)"
-                        if (found := _platforms())
-                        else ""
-                    )
+                    found = _platforms()
+                    hint = f" (JAX_PLATFORMS={found}: is JAX's plugin for that installed?)" if found else ""
                     raise SandboxError(f"the device probe failed: {detail}{hint}")
     raise SandboxError(
         f"the device probe did not end within {_PROBE_DEADLINE_S:g} s: a device's driver or a JAX plugin hangs; "

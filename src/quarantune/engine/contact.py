@@ -221,7 +221,10 @@ class _Peer:
 
     def __post_init__(self) -> None:
         self.connection.setblocking(False)
-        _keep_alive(self.connection)
+        with contextlib.suppress(OSError):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in ((socket.TCP_NODELAY, 1), *_KEEPALIVE):
+                self.connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def receive(self) -> Iterator[JsonObject]:
         """Yields the messages that have arrived."""
@@ -281,28 +284,20 @@ def _proof(token: str, of_shard: str, of_submitter: str, statement: str) -> str:
     return hmac.new(token.encode(), json.dumps([statement, of_shard, of_submitter]).encode(), "sha256").hexdigest()
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in _KEEPALIVE:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
 class Contact:
     """The shard's end of its connection. Without a connection, messages are discarded and the shard continues."""
 
-    def __init__(self, connection: _Peer | socket.socket | None, again: Callable[[], Any] = lambda: False) -> None:
+    def __init__(self, peer: _Peer | None, again: Callable[[], _Peer | Literal[False] | None] = lambda: False) -> None:
         """Takes a connection over; use `reach`.
 
         Args:
-            connection: the submitter; nobody can prove anything through a bare socket.
+            peer: the submitter; None if it cannot be reached.
             again: connects again after the connection has ended.
         """
-        self._peer = _Peer(connection) if isinstance(connection, socket.socket) else connection
+        self._peer = peer
         self._again = again
         self._said: list[JsonObject] = []
-        self._is_over, self._ended_at, self._tries_at = False, 0.0, 0.0
+        self._is_over = False
 
     def say(self, message: JsonObject) -> bool:
         """Sends a message; returns whether the shard should go on."""
@@ -315,26 +310,23 @@ class Contact:
     @property
     def is_over(self) -> bool:
         """Whether the submitter wants the shard to stop, or is gone."""
-        if self._peer is None or self._is_over:
-            return self._is_over
-        is_told = any(self._peer.has_proven("stop", message) for message in self._peer.receive())
-        self._is_over = is_told or (self._peer.is_over and not self._returns())
+        if self._peer is not None and not self._is_over:
+            is_told = any(self._peer.has_proven("stop", message) for message in self._peer.receive())
+            self._is_over = is_told or (self._peer.is_over and not self._returns())
         return self._is_over
 
     def _returns(self) -> bool:
-        """Connects again, from time to time, and repeats all that was said; returns whether there is still hope."""
-        self._ended_at = self._ended_at or time.monotonic()
-        if time.monotonic() < self._tries_at:
-            return True
-        found = self._again()
-        if isinstance(found, _Peer):
-            self.close()
-            self._peer, self._ended_at = found, 0.0
-            for message in self._said:
-                found.say(message, _REPLY_S)
-            return True
-        self._tries_at = time.monotonic() + _RETURN_PAUSE_S
-        return found is None and self._tries_at < self._ended_at + _RETURNS_S
+        """Connects again, and repeats all that was said; returns whether that was possible in time."""
+        until = time.monotonic() + _RETURNS_S
+        while (found := self._again()) is None and time.monotonic() < until:
+            time.sleep(_RETURN_PAUSE_S)
+        if not found:
+            return False
+        self.close()
+        self._peer = found
+        for message in self._said:
+            found.say(message, _REPLY_S)
+        return True
 
     def close(self) -> None:
         """Ends the connection."""

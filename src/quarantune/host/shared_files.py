@@ -28,8 +28,8 @@ _ODD = {
 }
 
 
-_NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
-"""The errors of filesystems without locks."""
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EACCES})
+"""The errors of filesystems without locks, and of filelock for a file that another user may replace (sticky bit)."""
 _ADVICE = {
     errno.ENOSPC: "make room on its disk",
     errno.EDQUOT: "free some of your quota on its disk",
@@ -42,9 +42,6 @@ _ADVICE = {
 """The remedies for errors of writing, to be followed by another remedy."""
 _POLL_S = 0.005
 """Seconds between two attempts to take a lock."""
-
-
-_PART_BYTES = 1 << 20
 
 
 class NotAFileError(OSError):
@@ -280,6 +277,7 @@ def side_lock(place: Directory, name: str, wait_s: float = 0.0) -> Iterator[bool
     here before, because filelock follows links in the place of folders, locks pipes, and gives no mode to a new file
     without giving it to one that was there. A filesystem without locks is no failure here: writers also announce
     themselves. filelock's substitute would count until its holder is seen to be dead, which other hosts cannot see.
+    On some filesystems, locks have no effect: a second lock is granted beside the first.
 
     Args:
         place: the directory.
@@ -287,7 +285,7 @@ def side_lock(place: Directory, name: str, wait_s: float = 0.0) -> Iterator[bool
         wait_s: the longest wait for other holders in seconds.
 
     Yields:
-        Whether the lock was granted; None where the filesystem has no locks.
+        Whether the lock was granted; None where the filesystem has no locks, or they have no effect.
 
     Raises:
         OSError: the file cannot be opened.
@@ -296,12 +294,14 @@ def side_lock(place: Directory, name: str, wait_s: float = 0.0) -> Iterator[bool
 
     os.close(place.open(name, os.O_RDWR | os.O_CREAT))
     # Not one lock for each thread: the thread that releases a claim may be another than the one that took it.
-    lock = FileLock(place.path / name, thread_local=False, fallback_to_soft=False)
-    is_granted: bool | None = True
+    lock, second = (FileLock(place.path / name, thread_local=False, fallback_to_soft=False) for _ in range(2))
+    is_granted: bool | None = False
     try:
-        lock.acquire(wait_s, _POLL_S)
-    except TimeoutError:
-        is_granted = False
+        with contextlib.suppress(TimeoutError):
+            lock.acquire(wait_s, _POLL_S)
+            is_granted = True
+            second.acquire(0.0)
+            is_granted = None
     except OSError as error:
         if error.errno not in _NO_FLOCK:
             raise
@@ -309,9 +309,10 @@ def side_lock(place: Directory, name: str, wait_s: float = 0.0) -> Iterator[bool
     try:
         yield is_granted
     finally:
-        # The work under the lock is done: an error while releasing it must not look like a failure of that work.
-        with contextlib.suppress(OSError):
-            lock.release()
+        for each in (second, lock):
+            # The work under the lock is done: an error while releasing it must not look like a failure of that work.
+            with contextlib.suppress(OSError):
+                each.release()
 
 
 def draft_name(name: str) -> str:
@@ -332,12 +333,6 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def lock_works(place: Directory, name: str) -> bool:
-    """Returns whether a lock that is held keeps others out: on some filesystems, locks have no effect."""
-    with side_lock(place, name) as is_granted:
-        return is_granted is False
 
 
 def read(path: Path, *, largest_bytes: int, below: Path | None = None, afresh: bool = False) -> bytes:
@@ -429,13 +424,10 @@ def _opened(name: str, flags: int, directory_fd: int | None) -> int:
 
 
 def _content(fd: int, name: str, largest_bytes: int) -> bytes:
-    # The size may be that of an earlier file of the name, on a network filesystem: it says when to stop only at first.
-    with os.fdopen(fd, "rb", buffering=0) as file:
-        data, size = bytearray(), os.fstat(fd).st_size
-        while max(size, len(data)) <= largest_bytes:
-            if not (part := file.read(_PART_BYTES)):
-                return bytes(data)
-            data += part
+    # On a network filesystem, the size may be that of an earlier file of the name: all is read, up to the end.
+    with os.fdopen(fd, "rb") as file:
+        if os.fstat(fd).st_size <= largest_bytes and len(data := file.read()) <= largest_bytes:
+            return data
     raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB", name)
 
 
