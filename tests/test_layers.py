@@ -224,7 +224,6 @@ def bits_of(x: Any, mode: str = "a") -> list[dict[str, Any]]:
     [
         (rows_of, {}),
         (rows_of, {"key_fn": lambda x: {"rows": len(x)}}),
-        (rows_of, {"partial": True}),
         (bits_of, {}),
         (lambda x: rows_of(x), {"prune_fn": lambda config, x: config["n"] < 5}),
     ],
