@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from quarantune._version import __version__
-from quarantune.cli.output import DONE, ERROR_STYLE, Output, complain, styled, writing
+from quarantune.cli.output import DONE, ERROR_STYLE, Output, complain, styled
 from quarantune.values.texts import did_you_mean
 
 _EPILOG = """\
@@ -66,11 +66,6 @@ class Parser(argparse.ArgumentParser):
         name = styled(self.prog, ERROR_STYLE, sys.stderr)
         complain(f"{name}: {message.rstrip('.')} (see {self.prog} --help)")
         raise SystemExit(2)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        """Writes a help; argparse would hide that it cannot be written."""
-        with writing():
-            (file or sys.stderr).write(message)
 
 
 class _Once(argparse.Action):
