@@ -55,7 +55,7 @@ class Winner:
         dynamic, self._statics = self._split(*call)
         self._program = compiled
         self._tree = jax.tree.structure(dynamic) if isinstance(compiled, ExecutableParts) else compiled.in_tree
-        self._interface: Any = None
+        self._interface: tuple[list[Any], list[Any], list[Any], bool] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable if JAX would compile the same for this call, and else the function."""
