@@ -308,7 +308,7 @@ COMMANDS: Mapping[str, Command] = {
         (
             _value(
                 "recorded PATH",
-                "the journals of a function (NAME.trials in the cache), a saved result, or a cache of Kernel Tuner",
+                "the journals of a function (NAME.trials in the cache), one of them, or a saved result",
             ),
             _value("--search NAME", "(default: surrogate random)", nargs="+", default=["surrogate", "random"]),
             _value("--seeds N", "runs of each search (default: 20)", type=_COUNT, default=20),
@@ -318,7 +318,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         examples=(
             "quarantune replay ~/.cache/quarantune/kernels.matmul.trials",
-            "quarantune replay gemm_cache.json.gz --search surrogate random optuna:tpe --seeds 10",
+            "quarantune replay saved/matmul --search surrogate random optuna:tpe --seeds 10",
         ),
     ),
     "targets": Command("list the devices that `check` can compile for", (_JSON,)),
