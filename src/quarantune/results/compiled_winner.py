@@ -26,8 +26,8 @@ class Winner:
     """A function with a config bound, and the executable that a worker compiled from the two.
 
     It runs the executable for calls for which JAX would compile the same: outside of any trace, under the same settings
-    of JAX, with arguments of the same types in the same places, and with the same static values. Any other call goes to
-    the function, which JAX compiles as usual.
+    of JAX, with arguments of the same structure and types in the same places, and with the same static values. Any
+    other call goes to the function, which JAX compiles as usual.
     """
 
     def __init__(self, fn: Callable[..., Any], config: Config, compiled: Any, call: Arguments, key: str) -> None:
