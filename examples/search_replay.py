@@ -13,7 +13,9 @@ import argparse
 import gzip
 import importlib.util
 import json
+import math
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +42,45 @@ _ENDS = {
     "ValidationFailed": (Outcome.WRONG, Phase.CHECK),
 }
 """How a config ended, by the words of T4 JSON and of KTT."""
+_CACHED_ENDS = {
+    "CompilationFailedConfig": (Outcome.ERROR, Phase.COMPILE),
+    "InvalidConfig": (Outcome.ERROR, Phase.COMPILE),
+    "RuntimeFailedConfig": (Outcome.ERROR, Phase.MEASURE),
+}
+"""The same in a cache file of Kernel Tuner."""
 
 
 def read(path: Path) -> list[Trial] | Path:
-    """Returns the trials of T4 JSON or of the output of KTT, perhaps compressed; the path of any other recording."""
+    """Returns the trials of another tuner's file, perhaps compressed; the path of any other recording.
+
+    Args:
+        path: a file of T4 JSON, the output of KTT, or a cache file of Kernel Tuner; or what `quarantune.replay` reads.
+
+    Raises:
+        ValueError: the file is damaged, or of another program.
+        OSError: it cannot be read.
+    """
     if not path.name.endswith((".json", ".json.gz")):
         return path
-    data = path.read_bytes()
-    about = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    try:
+        data = path.read_bytes()
+        about = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} cannot be decompressed: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    try:
+        if isinstance(about, dict) and (trials := _trials(about)) is not None:
+            return trials
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+    raise ValueError(f"{path} is no T4 JSON, no output of KTT, and no cache file of Kernel Tuner")
+
+
+def _trials(about: dict[str, Any]) -> list[Trial] | None:
+    if "tune_params_keys" in about:
+        names, objective = list(about["tune_params_keys"]), str(about.get("objective", "time"))
+        return [_cached_trial(row, names, objective) for row in about["cache"].values()]
     if "results" in about:
         unit = str((about.get("metadata") or {}).get("timeunit", ""))
         # Those that break a constraint were never tried.
@@ -55,7 +88,19 @@ def read(path: Path) -> list[Trial] | Path:
     if "Results" in about:
         unit = str((about.get("Metadata") or {}).get("TimeUnit", ""))
         return [_ktt_trial(row, unit) for row in about["Results"]]
-    return path
+    return None
+
+
+def _cached_trial(row: dict[str, Any], names: list[str], objective: str) -> Trial:
+    config, value = {name: row[name] for name in names}, row[objective]
+    if not isinstance(value, (int, float)):
+        outcome, phase = _CACHED_ENDS.get(value, (Outcome.ERROR, None))
+        return Trial(config=config, outcome=outcome, phase=phase)
+    if value < 0 and objective != "time":  # a rate, which is negated because the smallest is the best
+        value = -1 / value
+    if not 0 < value < math.inf:
+        raise TypeError(f"the time of {config} is {value}")
+    return Trial(config=config, outcome=Outcome.OK, phase=Phase.MEASURE, time_ms=float(value))
 
 
 def _t4_trial(row: dict[str, Any], unit: str) -> Trial:

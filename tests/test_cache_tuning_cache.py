@@ -215,8 +215,17 @@ def test_merged_entries_are_used_by_functions_that_remember_others(cache_dir: Pa
         key.problem_size,
         {**entry, "config": {"n": 1}, "created": "2999-01-01T00:00:00+00:00"},
     )
+    in_memory, failing = tuned("in memory"), tuned("failing", is_good=False)
+    with quarantune.settings(disable_cache=True):
+        in_memory(X)
+        with pytest.raises(quarantune.TuningFailedError):
+            failing(X)
     TuningCache(cache_dir).merge(tmp_path / "other")
     assert fn.lookup(X) == {"n": 1}
+    with quarantune.settings(on_miss="error"):  # what is in no file is kept
+        np.testing.assert_array_equal(in_memory(X), 2 * X)
+        with pytest.raises(quarantune.TuningFailedError):
+            failing(X)
 
 
 def test_merge_adds_new_entries_and_keeps_the_newer_of_two(cache: TuningCache, tmp_path: Path) -> None:

@@ -233,8 +233,8 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("report kernels.*", "no function 'kernels.*' has results"),
         ("report kernels.scale -o nowhere/page.html", "give another file with -o"),
         ("replay nowhere", "'nowhere' cannot be read"),
-        ("replay /dev/zero", "'/dev/zero' cannot be read (it is no regular file)"),
-        ("replay bad.txt", "bad.txt is no JSON"),
+        ("replay /dev/zero", "/dev/zero is neither a journal (.jsonl) nor a directory"),
+        ("replay bad.txt", "bad.txt is neither a journal (.jsonl) nor a directory"),
         ("replay bad.txt --seeds 0", "whole number of at least 1"),
         ("completion tcsh", "Choose from bash, zsh, fish"),
         ("doctor --args f32[8]", "there is no option '--args'"),
@@ -717,9 +717,10 @@ def test_shells_complete_commands_and_options(shell: str, run: Run, tmp_path: Pa
 
 
 def test_searches_are_compared_on_recorded_trials(run: Run, tmp_path: Path) -> None:
-    rows = {str(n): {"n": n, "time": 1.0 + n} for n in range(12)}
-    (tmp_path / "space.json").write_text(json.dumps({"tune_params_keys": ["n"], "cache": rows}))
-    command = ["replay", tmp_path / "space.json", "--search", "random", "exhaustive", "--seeds", "3"]
+    journal = Journal(tmp_path, "space", "cpu", "key")
+    for n in range(12):
+        journal.append({"trial": {"config": {"n": n}, "outcome": "ok", "time_ms": 1.0 + n}})
+    command = ["replay", tmp_path / "space.trials", "--search", "random", "exhaustive", "--seeds", "3"]
     code, out, _ = run(*command)
     assert code == 0
     assert out.startswith("12 configs, 0% of them fail; best 1 ms;")

@@ -167,6 +167,8 @@ def test_a_decorator_without_configs_is_refused_with_the_fix() -> None:
         ({"time_budget": np.float32("nan")}, ValueError, "time_budget=nan is not valid"),
         ({"check_grad": "false"}, ValueError, "check_grad='false' is not valid: give True or False"),
         ({"time_grad": math.nan}, ValueError, "time_grad=nan is not valid"),
+        ({"check_grad": []}, ValueError, "check_grad=[] is not valid"),
+        ({"time_grad": None}, ValueError, "time_grad=None is not valid"),
     ],
 )
 def test_bad_options_are_refused_at_decoration_with_the_fix(options: dict[str, Any], kind: type, says: str) -> None:

@@ -83,7 +83,6 @@ def test_generated_keys_have_their_implementation(impl: str) -> None:
     [
         ("uniform", -1, 1, 0, 1 / 3**0.5),
         ("normal", -6, 6, 0, 1),
-        ("randn", -6, 6, 0, 1),
         ("integer", -2, 2, 0, 2**0.5),
         ("zeros", 0, 0, 0, 0),
         ("ones", 1, 1, 1, 0),

@@ -107,7 +107,7 @@ def test_the_files_of_ktt_and_of_kernel_tuners_cache_replay(tmp_path: Path) -> N
     tuned = {"tune_params_keys": ["BM", "via"], "objective": "time", "cache": cache}
     (tmp_path / "cache.json").write_text(json.dumps(tuned))
     (tmp_path / "cache.json.gz").write_bytes(gzip.compress(json.dumps(tuned).encode()))
-    for recorded in (read(tmp_path / "ktt.json"), read(tmp_path / "cache.json"), str(tmp_path / "cache.json.gz")):
+    for recorded in (read(tmp_path / "ktt.json"), read(tmp_path / "cache.json"), read(tmp_path / "cache.json.gz")):
         expected(quarantune.replay(recorded, "exhaustive", seeds=[0]))
 
 
@@ -115,10 +115,10 @@ def test_a_rate_that_is_recorded_as_a_negative_objective_replays(tmp_path: Path)
     cache = {str(at): {"BM": at, "GFLOP/s": -100.0 * at} for at in (1, 2, 4)}
     tuned = {"tune_params_keys": ["BM"], "objective": "GFLOP/s", "cache": cache}
     (tmp_path / "cache.json").write_text(json.dumps(tuned))
-    assert quarantune.replay(str(tmp_path / "cache.json"), "exhaustive", seeds=[0]).optimum_ms == 1 / 400
+    assert quarantune.replay(read(tmp_path / "cache.json"), "exhaustive", seeds=[0]).optimum_ms == 1 / 400
     (tmp_path / "cache.json").write_text(json.dumps(tuned).replace("GFLOP/s", "time"))
     with pytest.raises(ValueError, match=r"cache.json is damaged: .*the time of"):
-        quarantune.replay(str(tmp_path / "cache.json"), "exhaustive", seeds=[0])
+        read(tmp_path / "cache.json")
 
 
 def test_our_journals_and_trials_in_memory_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +230,8 @@ def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "space.json"
     for text, message in (
         ("{", "is no JSON"),
-        ("{}", "is not a cache file of Kernel Tuner"),
-        ("[]", "is not a cache file of Kernel Tuner"),
+        ("{}", "is no T4 JSON.* no cache file of Kernel Tuner"),
+        ("[]", "is no T4 JSON.* no cache file of Kernel Tuner"),
         ('{"tune_params_keys": ["BM"], "cache": {"0": {}}}', "is damaged"),
         ('{"tune_params_keys": ["BM"], "cache": [1]}', "is damaged"),
         ('{"tune_params_keys": ["BM"], "cache": {"0": {"BM": 1, "time": -1}}}', "is damaged.*the time of"),
@@ -239,10 +239,12 @@ def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
-            quarantune.replay(file)
+            read(file)
+    with pytest.raises(ValueError, match=r"space.json is neither a journal .* reads files of other tuners"):
+        quarantune.replay(file)
     file.write_bytes(b"\x1f\x8b gzip?")
     with pytest.raises(ValueError, match="cannot be decompressed"):
-        quarantune.replay(file)
+        read(file)
     with pytest.raises(ValueError, match="holds neither a saved result nor a journal"):
         quarantune.replay(tmp_path)
     for name in ("missing.json", "missing.jsonl"):

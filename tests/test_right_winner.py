@@ -807,7 +807,6 @@ LOOKS_LIKE = {
     "uniform": lambda x: x.min() >= -1 and x.max() < 1 and x.std() > 0.1,
     "integer": lambda x: (x == np.round(x)).all() and x.std() > 0.1,
     "normal": lambda x: x.max() > 1.5 and x.min() < -1.5,
-    "randn": lambda x: x.max() > 1.5 and x.min() < -1.5,
     "zeros": lambda x: (x == 0).all(),
     "ones": lambda x: (x == 1).all(),
 }

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pickle
+import runpy
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,6 @@ from quarantune import settings
 from quarantune.resolve.call_key import space_of
 from quarantune.resolve.call_results import more_thorough
 from quarantune.resolve.similar import difference
-from quarantune.results.replay import read
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
 from quarantune.sweep.limits import SearchLimits
@@ -32,7 +32,9 @@ from quarantune.values.space import expand
 from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
-RECORDINGS = Path(__file__).parents[1] / "examples" / "spaces"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RECORDINGS = EXAMPLES / "spaces"
+read = runpy.run_path(str(EXAMPLES / "search_replay.py"))["read"]
 ROUTES = pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 from helpers import python
 
 import quarantune
+from quarantune.api import compile_check
+from quarantune.results.compiled_winner import Winner
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -56,6 +59,7 @@ def compiled(fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 BF16 = jnp.ones(3, jnp.bfloat16)
 INTS = jnp.arange(3)
+X = np.arange(4, dtype=np.float32)
 EXAMPLES = {
     "array": (BF16, jnp.float32(2)),
     "number": (BF16, 2.0),
@@ -101,6 +105,67 @@ def test_the_call_that_it_was_made_for_is_not_traced() -> None:
     assert not traced
     winner(INTS, p=np.int16)
     assert traced == [np.int16]
+
+
+@jitted
+def by_names(x: Any, p: Any = None, n: int = 1) -> Any:
+    return x["a"] - x["b"] if "a" in x else {"product": x["c"] * x["d"]}
+
+
+def test_a_first_call_with_other_containers_gets_the_functions_result() -> None:
+    winner = compiled(by_names, {"a": X, "b": X})
+    for _ in range(2):
+        np.testing.assert_array_equal(winner({"c": X, "d": X})["product"], X * X)
+        np.testing.assert_array_equal(winner({"a": X, "b": X}), 0 * X)
+
+
+@jax.tree_util.register_pytree_node_class
+class One:
+    """A class of outputs, whose programs have no tree of their own."""
+
+    def __init__(self, only: Any) -> None:
+        self.only = only
+
+    def tree_flatten(self) -> Any:
+        return (self.only,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, parts: Any) -> Any:
+        return cls(*parts)
+
+
+class Other(One):
+    """Another such class."""
+
+
+jax.tree_util.register_pytree_node_class(Other)
+
+
+@jitted
+def by_length(x: Any, p: Any = None, n: int = 1) -> Any:
+    return One(x) if len(x) == 3 else Other(x)
+
+
+def test_a_first_call_with_other_shapes_decides_no_class_of_the_outputs() -> None:
+    winner = compiled(by_length, INTS)
+    assert [type(winner(it)) for it in (jnp.arange(4), INTS, INTS)] == [Other, One, One]
+
+
+def test_a_program_that_cannot_be_loaded_leaves_the_call_to_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = compile_check.from_data
+    for damage in (lambda program: program[:100], lambda _: b"", lambda program: b"\0" + program[1:]):
+        monkeypatch.setattr(
+            compile_check,
+            "from_data",
+            lambda blob, damage=damage: dataclasses.replace(whole := read(blob), program=damage(whole.program)),
+        )
+        winner = compiled(sensitive, SQUARE)
+        assert isinstance(winner, Winner)
+        for _ in range(2):
+            TRACED.clear()
+            jax.clear_caches()
+            assert seen_of(winner, SQUARE) == seen_of(functools.partial(sensitive, n=1), SQUARE)
+            assert TRACED, "the damaged program ran"
 
 
 # --- settings of JAX, and places of arguments ------------------------------------------------------------------

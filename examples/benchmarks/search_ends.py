@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import math
+import runpy
 import statistics
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from quarantune.values.codec import text_of
 from quarantune.values.settings import Options, Settings
 from quarantune.values.trial import Outcome, Trial
 
-_SPACES = Path(__file__).parents[1] / "spaces"
+_EXAMPLES = Path(__file__).parents[1]
+_SPACES = _EXAMPLES / "spaces"
 
 
 def best_ms(trials: list[Trial]) -> float:
@@ -41,6 +43,7 @@ def ended(space: Space, recorded: dict[str, Trial], seed: int, batch: int) -> tu
 
 def main() -> None:
     """Prints a row for each recording."""
+    read = runpy.run_path(str(_EXAMPLES / "search_replay.py"))["read"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recorded", nargs="*", type=Path, help=f"recordings; without any, those in {_SPACES}")
     parser.add_argument("--seeds", type=int, default=20, help="searches of each recording")
@@ -50,7 +53,7 @@ def main() -> None:
     for row in (header, ["---"] * len(header)):
         print(f"| {' | '.join(row)} |")
     for path in options.recorded or sorted(_SPACES.glob("*.json.gz")):
-        trials = replay.read(path)
+        trials = replay.read(read(path))
         space, recorded = (
             Space([trial.config for trial in trials]),
             {text_of(trial.config): trial for trial in trials},

@@ -188,7 +188,8 @@ class TuningCache:
         report = entries.merge(self._on_disk(), _store_of(other))
         with self._lock:
             self._configs.clear()
-        forget_choices(lambda *_: True)
+        changed = {*report.added, *report.updated, *(pair.key for pair in report.conflicts)}
+        forget_choices(lambda name, device, key: CacheKey(safe_name(name), key, device) in changed)
         return report
 
     def export(

@@ -32,8 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reader of stdout left.
     """
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
-        if getattr(sys, name) is None:  # it is closed: else the next file that is opened would take its place
-            # Not to be written, so that what is lost on stdout is noticed.
+        if getattr(sys, name) is None:
+            # It was closed. This takes its descriptor, which the next file that is opened would get otherwise. The one
+            # of stdout is for reading only, so that the loss of output is noticed.
             setattr(sys, name, open(os.open(os.devnull, fd == 2 and os.O_WRONLY), mode, encoding="utf-8"))  # noqa: SIM115
     try:
         code = _code_of(arguments)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from quarantune._version import __version__
-from quarantune.cli.output import DONE, ERROR_STYLE, Output, complain, styled, writing
+from quarantune.cli.output import DONE, ERROR_STYLE, Output, complain, styled
 from quarantune.values.texts import did_you_mean
 
 _EPILOG = """\
@@ -66,11 +66,6 @@ class Parser(argparse.ArgumentParser):
         name = styled(self.prog, ERROR_STYLE, sys.stderr)
         complain(f"{name}: {message.rstrip('.')} (see {self.prog} --help)")
         raise SystemExit(2)
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        """Writes a help; argparse would hide that it cannot be written."""
-        with writing():
-            (file or sys.stderr).write(message)
 
 
 class _Once(argparse.Action):
@@ -313,7 +308,7 @@ COMMANDS: Mapping[str, Command] = {
         (
             _value(
                 "recorded PATH",
-                "the journals of a function (NAME.trials in the cache), a saved result, or a cache of Kernel Tuner",
+                "the journals of a function (NAME.trials in the cache), one of them, or a saved result",
             ),
             _value("--search NAME", "(default: surrogate random)", nargs="+", default=["surrogate", "random"]),
             _value("--seeds N", "runs of each search (default: 20)", type=_COUNT, default=20),
@@ -323,7 +318,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         examples=(
             "quarantune replay ~/.cache/quarantune/kernels.matmul.trials",
-            "quarantune replay gemm_cache.json.gz --search surrogate random optuna:tpe --seeds 10",
+            "quarantune replay saved/matmul --search surrogate random optuna:tpe --seeds 10",
         ),
     ),
     "targets": Command("list the devices that `check` can compile for", (_JSON,)),

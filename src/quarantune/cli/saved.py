@@ -19,7 +19,7 @@ from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, printable_lines, wrapped
 from quarantune.host.shared_files import advice
 from quarantune.values import settings as environment
-from quarantune.values.codec import JsonObject, frozen
+from quarantune.values.codec import JsonObject
 from quarantune.values.configs import format_config
 from quarantune.values.texts import call_text, columns, printable, shown
 from quarantune.values.trial import Findings, ratio_text
@@ -193,9 +193,7 @@ def report(options: argparse.Namespace, out: Output) -> int:
 
     parts = [(options.name, "")] if options.after is None else [(options.name, "before"), (options.after, "after")]
     results = [data for name, when in parts for data in _results(name, options.device, when)]
-    path = Path(
-        options.output if options.output is not None else f"{safe_name(results[0].result.name)}.html"
-    ).absolute()
+    path = Path(options.output or f"{safe_name(results[0].result.name)}.html").absolute()
     try:
         html_report.write(path, results)
     except OSError as error:
@@ -371,10 +369,8 @@ def _config(entry: Entry) -> str:
     """Returns the config of an entry; where it is that of several kernels, each with the kernel's name."""
     with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
         if kernels := entry.get("kernels"):
-            return ", ".join(f"{printable(it['name'].rpartition('.')[2])}: {_shown(it['config'])}" for it in kernels)
-        return _shown(entry["config"])
+            return ", ".join(
+                f"{printable(it['name'].rpartition('.')[2])}: {format_config(it['config'])}" for it in kernels
+            )
+        return format_config(entry["config"])
     return printable(str(entry.get("config")))
-
-
-def _shown(config: Any) -> str:
-    return format_config(frozen(config))

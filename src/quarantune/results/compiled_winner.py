@@ -12,14 +12,13 @@ from jax.extend import backend
 
 from quarantune import jax_internals
 from quarantune.cache import canonical_json
-from quarantune.host.process import lazy
 from quarantune.jax_internals.other_processes import ExecutableParts, interface_of
 from quarantune.transport.problem import Arguments, bind_config, describe_jax_state, jitted_with
 from quarantune.values.codec import decode_json
 from quarantune.values.configs import Config
 from quarantune.values.describe import describe_static
 
-_Dynamic = tuple[list[Any], dict[str, Any]]
+_Dynamic = tuple[tuple[Any, ...], dict[str, Any]]
 _WITHOUT_PARTS = (bool, int, str, type(None))
 
 
@@ -27,8 +26,8 @@ class Winner:
     """A function with a config bound, and the executable that a worker compiled from the two.
 
     It runs the executable for calls for which JAX would compile the same: outside of any trace, under the same settings
-    of JAX, with arguments of the same types in the same places, and with the same static values. Any other call goes to
-    the function, which JAX compiles as usual.
+    of JAX, with arguments of the same structure and types in the same places, and with the same static values. Any
+    other call goes to the function, which JAX compiles as usual.
     """
 
     def __init__(self, fn: Callable[..., Any], config: Config, compiled: Any, call: Arguments, key: str) -> None:
@@ -53,24 +52,28 @@ class Winner:
         self._jit = jax_internals.jit_options(fn)
         self._state = canonical_json(decode_json(key.encode()).get("jax", {}))
         self._settings: Any = None
-        _, self._statics = self._split(*call)
-        self._read = compiled if isinstance(compiled, ExecutableParts) else None
-        self._call = None if self._read else compiled
+        dynamic, self._statics = self._split(*call)
+        self._program = compiled
+        self._tree = jax.tree.structure(dynamic) if isinstance(compiled, ExecutableParts) else compiled.in_tree
+        self._interface: tuple[list[Any], list[Any], list[Any], bool] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable if JAX would compile the same for this call, and else the function."""
         try:
-            (dynamic_args, dynamic_kwargs), statics = self._split(args, kwargs)
-            if statics == self._statics and self._is_same_state(args, kwargs):
-                if self._call is None:
-                    assert self._read is not None
-                    out_tree = self._read.out_tree
+            dynamic, statics = self._split(args, kwargs)
+            leaves, tree = jax.tree.flatten(dynamic)
+            if tree == self._tree and statics == self._statics and self._is_same_state(args, kwargs):
+                program = self._program
+                if isinstance(program, ExecutableParts):
+                    out_tree = program.out_tree
                     if out_tree is None:
                         # Its outputs hold classes that only the function can name: trace it, as any first call does.
                         out_tree = self._jitted.trace(*args, **kwargs, **self._keywords).out_tree
-                    self._call = self._read.with_trees(_tree((dynamic_args, dynamic_kwargs)), out_tree)
-                if self._takes(jax.tree.leaves((dynamic_args, dynamic_kwargs))):
-                    return self._call(*dynamic_args, **dynamic_kwargs)
+                    program = program.with_trees(tree, out_tree)
+                if self._takes(program, leaves):
+                    outputs = program(*dynamic[0], **dynamic[1])
+                    self._program = program  # not before, as another call may be traced to another tree of outputs
+                    return outputs
         except (TypeError, ValueError):
             pass  # Other shapes, dtypes or layouts; if the call is wrong, the function raises a clearer error.
         return self._bound(*args, **kwargs)
@@ -87,12 +90,13 @@ class Winner:
             self._settings = settings if mesh.empty else None
         return True
 
-    def _takes(self, leaves: list[Any]) -> bool:
+    def _takes(self, program: Any, leaves: list[Any]) -> bool:
         """Returns whether JAX would compile the executable for arguments of these types in these places.
 
         The executable accepts weak types for strong ones and the reverse, and other arrays on its devices, but its
         outputs have the types and the places that they were compiled with.
         """
+        self._interface = self._interface or interface_of(program)
         avals, places, devices, is_committed = self._interface
         # Outputs are committed if an argument was. If the function did that itself, no argument fits, and JAX compiles.
         is_placed, is_any_committed = is_committed and any(place is not None for place in places), False
@@ -109,16 +113,11 @@ class Winner:
             return is_any_committed and is_placed
         return (is_committed or devices == [backend.get_default_device()]) and jax.sharding.get_abstract_mesh().empty
 
-    @lazy
-    def _interface(self) -> tuple[list[Any], list[Any], list[Any], bool]:
-        """What the executable takes; only to be read once there is one to call."""
-        return interface_of(self._call)
-
     def _split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Dynamic, dict[Any, Any]]:
         positional, named = self._jit.dynamic(args, kwargs)
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         statics = {place: _exact(given[place]) for place in given.keys() - positional.keys() - named.keys()}
-        return (list(positional.values()), named), statics
+        return (tuple(positional.values()), named), statics
 
 
 def _exact(static: Any) -> tuple[type, Any, str]:
@@ -127,8 +126,3 @@ def _exact(static: Any) -> tuple[type, Any, str]:
     with contextlib.suppress(TypeError):  # a value without a description is equal or not
         text = "" if type(static) in _WITHOUT_PARTS else canonical_json(describe_static(static))
     return type(static), static, text
-
-
-def _tree(dynamic: _Dynamic) -> Any:
-    args, kwargs = dynamic
-    return jax.tree.structure((tuple(args), kwargs))

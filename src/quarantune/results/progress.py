@@ -10,13 +10,14 @@ import collections
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import logging
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeAlias
 
@@ -315,14 +316,8 @@ class View(NamedTuple):
         return [f"{label}: {self.counts}" if self.counts else label, *self.more]
 
 
-@contextlib.contextmanager
-def _harmless() -> Iterator[None]:
-    """Keeps a display that fails from ending the sweep: the terminal may be gone, or no thread can be started."""
-    try:
-        yield
-    except Exception:
-        _logger.debug("progress is not shown any more", exc_info=True)
-
+_harmless = functools.partial(contextlib.suppress, Exception)
+"""A display that fails does not end the sweep: the terminal may be gone, or no thread can be started."""
 
 Sweep: TypeAlias = Callable[[], View]
 """A sweep that is under way, by the method that returns its progress."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import itertools
 import math
 import os
 import statistics
 import time
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,14 +15,13 @@ from typing import Any, TypeAlias
 from quarantune.cache import Store, journal
 from quarantune.cache.entries import entries_of
 from quarantune.cache.store import problem_hash
-from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.search import Space, make
-from quarantune.values.codec import JsonObject, decode_json, has_tag, is_number, is_whole, text_of
+from quarantune.values.codec import has_tag, is_number, is_whole, text_of
 from quarantune.values.configs import Config
 from quarantune.values.settings import Search, check_search
 from quarantune.values.texts import call_text, columns, shown
-from quarantune.values.trial import Outcome, Phase, Trial
+from quarantune.values.trial import Outcome, Trial
 
 Strategy: TypeAlias = "str | Callable[[list[Config], int], Search]"
 """The name of a search, or a function of the configs and a seed that makes one."""
@@ -111,8 +108,8 @@ def replay(
     """Runs searches against recorded trials: each config that a search asks gets the outcome that it had.
 
     Args:
-        recorded: a `TuningResult`, a list of trials, the directory of a saved result or of a function's journals, or a
-            cache file of Kernel Tuner, which may be compressed by gzip.
+        recorded: a `TuningResult`, a list of trials, the directory of a saved result or of a function's journals, or
+            one of these journals.
         search: names such as `"surrogate"` or `"optuna:tpe"`, or functions of the configs and a seed that return an
             object with `ask` and `tell`.
         seeds: the seeds of the runs of each search.
@@ -129,7 +126,7 @@ def replay(
         OSError: a file cannot be read.
 
     Example:
-        >>> print(quarantune.replay("matmul.json.gz", ("surrogate", "random")).table())  # doctest: +SKIP
+        >>> print(quarantune.replay("cache/matmul.trials", ("surrogate", "random")).table())  # doctest: +SKIP
     """
     strategies = _checked(search)
     if isinstance(seeds, str) or not isinstance(seeds, Iterable):
@@ -208,14 +205,7 @@ def _checked(search: Strategy | Iterable[Strategy]) -> dict[str, Strategy]:
     return named
 
 
-_LARGEST_BYTES = 1 << 30
 _NOT_TRIED = (Outcome.PRUNED, Outcome.NOT_RUN, Outcome.LOST)
-_ENDS = {
-    "CompilationFailedConfig": (Outcome.ERROR, Phase.COMPILE),
-    "InvalidConfig": (Outcome.ERROR, Phase.COMPILE),
-    "RuntimeFailedConfig": (Outcome.ERROR, Phase.MEASURE),
-}
-"""How a config ended, by the words of Kernel Tuner."""
 
 
 def read(recorded: Any) -> list[Trial]:
@@ -223,7 +213,7 @@ def read(recorded: Any) -> list[Trial]:
 
     Args:
         recorded: a `TuningResult`; trials; the directory of a saved result or of a function's journals
-            (`<name>.trials`), one of its files, or a cache file of Kernel Tuner, perhaps compressed by gzip.
+            (`<name>.trials`), or one of its files.
 
     Raises:
         TypeError: it is none of these.
@@ -251,25 +241,11 @@ def _read_path(path: Path) -> list[Trial]:
         if (path / "result.json").exists():
             return list(TuningResult.load(path).trials)
         return _read_journals(path)
-    if path.suffix == ".jsonl":
+    if path.suffix == ".jsonl" or not path.exists():
         return _read_journal(path)
-    data = shared_files.read(path, largest_bytes=_LARGEST_BYTES)
-    if data[:2] == b"\x1f\x8b":
-        try:
-            data = gzip.decompress(data)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} cannot be decompressed: {error}") from error
-    try:
-        about = decode_json(data)
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    try:
-        if isinstance(about, dict) and "tune_params_keys" in about:
-            names, objective = list(about["tune_params_keys"]), str(about.get("objective", "time"))
-            return [_kernel_tuner_trial(row, names, objective) for row in about["cache"].values()]
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
-    raise ValueError(f"{path} is not a cache file of Kernel Tuner")
+    raise ValueError(
+        f"{path} is neither a journal (.jsonl) nor a directory: examples/search_replay.py reads files of other tuners"
+    )
 
 
 def _read_journals(directory: Path) -> list[Trial]:
@@ -304,18 +280,6 @@ def _read_journal(file: Path) -> list[Trial]:
         return [Trial.from_json(record["trial"]) for record in journal.read(file) if "trial" in record]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the journal {file} is damaged: {error}") from error
-
-
-def _kernel_tuner_trial(row: JsonObject, names: list[str], objective: str) -> Trial:
-    config, value = {name: row[name] for name in names}, row[objective]
-    if not is_number(value):
-        outcome, phase = _ENDS.get(value, (Outcome.ERROR, None))
-        return Trial(config=config, outcome=outcome, phase=phase)
-    if value < 0 and objective != "time":  # a rate, which is negated because the smallest is the best
-        value = -1 / value
-    if not 0 < value < math.inf:
-        raise TypeError(f"the time of {shown(config)} is {shown(value)}")
-    return Trial(config=config, outcome=Outcome.OK, phase=Phase.MEASURE, time_ms=float(value))
 
 
 def _plain(config: Config) -> Config:

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from quarantune.host import shared_files
@@ -76,27 +76,22 @@ def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
     digests = {name: hashlib.sha256(part).hexdigest() for name, part in named.items()}
     text = json.dumps({"schema": _SCHEMA, **about, "files": digests}, indent=1)
     with Directory(folder, make=True) as place:
-        earlier, long_ago = _names(folder) or (), time.time() - _SAVING_S
+        earlier, long_ago, unneeded = _names(folder) or set(), time.time() - _SAVING_S, {*named}
         try:
             for name, part in named.items():
                 place.replace(name, part)
             place.replace(JSON, text.encode())
-        except BaseException:
-            # The result that is there may be of a newer version, with files of unknown names: only ours are removed.
-            _remove(place, named, folder)
-            raise
-        with contextlib.suppress(OSError):
-            # Those that are not of the earlier result are left by a process that was killed.
-            remains = [name for name in place.names() if _REMAINS.fullmatch(name)]
-            _remove(place, [*named, *earlier, *(it for it in remains if place.status(it).st_mtime < long_ago)], folder)
-
-
-def _remove(place: Directory, names: Iterable[str], folder: Path) -> None:
-    """Removes files that the result that is there now does not need, if that is known."""
-    with contextlib.suppress(OSError, ForeignFileError):
-        if (needed := _names(folder)) is not None:
-            for name in set(names) - needed:
-                place.remove(name)
+            unneeded |= earlier
+            with contextlib.suppress(OSError):
+                # Those that are not of the earlier result are left by a process that was killed.
+                remains = [name for name in place.names() if _REMAINS.fullmatch(name)]
+                unneeded.update(name for name in remains if place.status(name).st_mtime < long_ago)
+        finally:
+            # If it failed, only ours: the result that is there may be of a newer version, with files of unknown names.
+            with contextlib.suppress(OSError, ForeignFileError):
+                if (needed := _names(folder)) is not None:
+                    for name in unneeded - needed:
+                        place.remove(name)
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:

@@ -73,18 +73,12 @@ class MemoryWatch:
 
         Args:
             now: the time in seconds.
-
-        Raises:
-            ValueError: as for `check_limit`.
         """
         if now < self._next_look:
             return []
         self._next_look = now + _LOOK_S
         watched = self._alive()
         is_fast = self._look(watched, now)
-        ready = [worker.used_bytes for worker in watched if worker.is_bare and worker.state is WorkerState.IDLE]
-        self._bare_bytes = max(self._bare_bytes, *ready, 0)
-        self.check_limit()
         over = [(worker, self._verdict(worker)) for worker in watched if worker.used_bytes > self._limit_bytes(worker)]
         if over or any(worker.verdict and worker.verdict.outcome is Outcome.OOM for worker in self._workers):
             return over  # those that are dying have yet to return their memory

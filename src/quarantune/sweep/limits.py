@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-import numbers
 
 from quarantune import jax_internals
 from quarantune.host import machine
 from quarantune.transport.problem import Problem
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, is_whole
 from quarantune.values.settings import (
     AUTO,
     AUTO_EXHAUSTIVE_MOST,
@@ -22,6 +21,7 @@ from quarantune.values.settings import (
     Search,
     Settings,
     parse_memory,
+    unwrapped,
 )
 from quarantune.values.space import Space
 
@@ -56,8 +56,7 @@ class SweepLimits:
         Raises:
             ValueError: `num_workers` is no whole number of at least 1.
         """
-        is_whole = isinstance(num_workers, numbers.Integral) and not isinstance(num_workers, bool)
-        if num_workers is not None and not (is_whole and num_workers >= 1):
+        if num_workers is not None and not is_whole(unwrapped(num_workers), 1):
             raise ValueError(
                 f"num_workers={num_workers!r} is not valid: give a whole number of at least 1, or leave it out"
             )

@@ -40,7 +40,7 @@ def make(
 ) -> jax.Array:
     """Generates an array of a shape and dtype, without compiling anything.
 
-    Equal arguments give equal data, in every process. `auto`, `normal` and `randn` floats are of the standard normal
+    Equal arguments give equal data, in every process. `auto` and `normal` floats are of the standard normal
     distribution, `uniform` ones lie in [-1, 1), `integer` ones are whole numbers from -2 to 2.
     Integers, which may be indices or lengths, are at least 0 and below both 8 and the array's smallest
     dimension (a scalar is 0), whatever the random kind; booleans are balanced; complex numbers have both
@@ -114,7 +114,7 @@ def _index_bound(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
 
 
 def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndarray[Any, Any]:
-    if kind in ("auto", "normal", "randn"):
+    if kind in ("auto", "normal"):
         return generator.standard_normal(elements)
     if kind == "integer":
         return generator.integers(-2, 3, elements).astype(np.float64)

@@ -340,9 +340,7 @@ def format_value(value: object) -> str:
     match value:
         case list() | tuple():
             return f"[{','.join(map(_inner, value))}]"
-        case {"$enum": name} | {"$dtype": name}:  # as JSON holds them
-            return printable(str(name).rpartition(".")[2])
-        case {"$type": name, **fields}:
+        case {"$enum": name, **fields} | {"$dtype": name, **fields} | {"$type": name, **fields}:  # as JSON holds them
             parts = ", ".join(f"{printable(str(key))}={format_value(item)}" for key, item in fields.items())
             return printable(str(name).rpartition(".")[2]) + (f"({parts})" if fields else "")
         case Mapping():

@@ -49,7 +49,7 @@ _LEAST = {"warmup": 0, "rep": 1, "devices_per_trial": 1, "max_trials": 1, "patie
 """The options that are whole numbers, with the least value of each."""
 _DURATIONS = ("compile_timeout", "timeout", "time_budget")
 _FLAGS = ("check_grad", "time_grad")
-SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
+SUPPLIES = ("auto", "integer", "uniform", "normal", "zeros", "ones")
 """The kinds of made-up arrays."""
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
 OPTUNA = "optuna:"
@@ -94,8 +94,8 @@ class Options:
             millijoules. A config for which it raises, or returns no finite number, ends as an `error`. Energy is
             measured if it makes no number of a trial without: it is tried with a made-up one before the sweep.
         supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
-            `randn`, `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as
-            `jax.ShapeDtypeStruct`, and returns them with arrays.
+            `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as `jax.ShapeDtypeStruct`,
+            and returns them with arrays.
         ref_fn: takes the function's arguments without the tunables; the output of every config must agree with its
             output. With `"defaults"` they must agree with the output of the function's own defaults; with None they
             may differ.
