@@ -114,6 +114,11 @@ class _Child:
     client: _Client
     names_fd: int
 
+    def remove_shared_memory(self) -> None:
+        """Removes the shared memory that the child left when it ended."""
+        contain.remove_all_of(contain.own_directory(self.pid))
+        contain.remove_shared_memory(self.names_fd)
+
 
 class _Forker:
     """Serves sweeps until the process that it must not outlive ends."""
@@ -182,7 +187,7 @@ class _Forker:
             contain.kill_tree(pid)
         contain.kill_orphans(())
         for child in self._children.values():
-            contain.remove_shared_memory(child.names_fd)
+            child.remove_shared_memory()
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(0)
@@ -309,7 +314,7 @@ class _Forker:
             if pid:
                 del self._children[pid]
                 contain.kill_orphans(self._children.keys())
-                contain.remove_shared_memory(child.names_fd)
+                child.remove_shared_memory()
                 self._report(child.client, Ended(child.number, os.waitstatus_to_exitcode(wait_status)))
 
     def _close_in_fork(self) -> None:
