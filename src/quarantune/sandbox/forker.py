@@ -15,7 +15,6 @@ import gc
 import importlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -189,7 +188,7 @@ class _Forker:
         for child in self._children.values():
             child.remove_shared_memory()
         if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            contain.remove_all_of(self._directory)  # also of workers whose sweep's template was killed just now
         os._exit(0)
 
     def _report(self, client: _Client, event: ChildEvent) -> None:

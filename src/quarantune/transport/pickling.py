@@ -101,8 +101,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = self._by_name(obj) if reducer in _OF_WRAPPERS else NotImplemented
         if reduced is NotImplemented and reducer is not None:
             reduced = reducer(self, obj)
-        if reduced is NotImplemented:
-            reduced = super().reducer_override(obj)
         if isinstance(obj, types.FunctionType):
             return self._at_its_name(obj, obj.__qualname__, reduced)
         if reduced is NotImplemented and (kind not in self.dispatch_table or kind is TypeVar):
@@ -125,9 +123,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduced = self._reduce_named(obj, home)
         if not is_there or isinstance(reduced, str):
             return reduced
-        # With the class that holds it, which puts it where pickle finds it.
-        holder = isinstance(obj, type) and "." in name and getattr(sys.modules[home], name.partition(".")[0])
-        return _put, (self._about(sys.modules[home]), name, *reduced[:2], holder), *reduced[2:]
+        return _put, (self._about(sys.modules[home]), name, *reduced[:2]), *reduced[2:]
 
     def _reduce_named(self, obj: Any, home: str) -> Any:
         """Reduces an object by value that is pickled by its name."""
@@ -601,7 +597,7 @@ def _module_like(about: _Names) -> types.ModuleType:
     return sys.modules[name] if is_made or name in PROGRAMS else types.ModuleType(name)
 
 
-def _put(about: _Names, name: str, make: Callable[..., Any], arguments: tuple[Any, ...], _: object) -> Any:
+def _put(about: _Names, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Makes an object of a module, unless it is there, and gives it its name there."""
     names = {} if "." in name else _names_like(about)
     if name not in names:
