@@ -302,6 +302,7 @@ class _CopyPickler(_Pickler):
 
     def __init__(self, file: io.BytesIO, parts: list[Any], is_kept: Callable[[Any], bool]) -> None:
         super().__init__(file)
+        self._can_import = lambda _: True  # what is pickled by its name is found here, in any module
         self._parts, self._is_kept = parts, is_kept
         self._numbers: dict[int, int] = {}
 
