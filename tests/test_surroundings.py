@@ -573,6 +573,34 @@ def test_configs_of_a_program_start_pools_and_find_what_it_defines(command: tupl
     assert output.splitlines()[-1] == "done"
 
 
+OF_ONE_NAME = """
+import sys
+import numpy as np
+import quarantune
+
+SCALE = {scale}
+def helper(x): return x * SCALE
+
+def kernel(x, path, n=1):
+    saved = quarantune.TuningResult.load(path, trusted=True).fn(x, "") if path else 0
+    return helper(x) + SCALE + saved
+
+path = sys.argv[1] if {scale} == 2 else ""
+result = quarantune.AutoTuner(kernel, {{"n": [1, 2]}}, warmup=0, rep=1).run(np.ones(3), path)
+print([trial.outcome.value for trial in result.trials], result.fn(np.ones(3), path)[0])
+if not path:
+    result.save(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_config_may_load_what_a_program_with_functions_of_the_same_names_saved(tmp_path: Path) -> None:
+    for scale, expected in ((100, "200.0"), (2, "204.0")):
+        (script := tmp_path / f"by_{scale}.py").write_text(OF_ONE_NAME.format(scale=scale))
+        output = python(script, tmp_path / "saved", QUARANTUNE_CACHE_DIR=str(tmp_path / "cache"))
+        assert output.splitlines()[-1] == f"['ok', 'ok'] {expected}"
+
+
 UNGUARDED = """
 import multiprocessing, os, sys
 import numpy as np

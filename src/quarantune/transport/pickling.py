@@ -590,7 +590,8 @@ def _names_like(about: _Names) -> _Names:
         module = sys.modules[name] = sys.modules["__main__" if name in PROGRAMS else name] = types.ModuleType(name)
         _rebuilt[name] = vars(module)
         _rebuilt[name].update(about)
-    return _rebuilt.get(name, about)
+    names = _rebuilt.get(name, about)
+    return names if names.get("__file__") == about.get("__file__") else about  # of another program: a saved winner's
 
 
 def _module_like(about: _Names) -> types.ModuleType:
