@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -321,3 +324,22 @@ def test_semaphores_and_sockets_that_configs_and_their_children_name_are_removed
     assert len(names) > 6
     assert [name for name in names if os.path.exists(name)] == []
     assert list(tmp_path.glob("pymp-*")) == []
+
+
+KILLS_ITS_OWNER = NAMES.replace("import glob,", "import time,").replace(
+    "os.getpid(), 9)", "int(os.environ['OWNER']), 9)"
+)
+KILLS_ITS_OWNER = KILLS_ITS_OWNER.replace("    return x", "        time.sleep(60)\n    return x", 1)
+
+
+def test_semaphores_and_sockets_of_configs_go_with_a_program_that_is_killed(tmp_path: Path) -> None:
+    (script := tmp_path / "killed.py").write_text(
+        f"import os\nos.environ.setdefault('OWNER', str(os.getpid()))\n{KILLS_ITS_OWNER}"
+    )
+    made = tmp_path / "made"
+    environ = {**os.environ, "QUARANTUNE_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, script, "fork", made], env=environ, capture_output=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    names = made.read_text().split()
+    assert len(names) > 3
+    assert eventually(lambda: not any(map(os.path.exists, names)))

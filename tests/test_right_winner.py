@@ -16,6 +16,7 @@ import random
 import re
 import socket
 import statistics
+import sys
 import threading
 import time
 import types
@@ -962,6 +963,23 @@ def test_an_argument_given_twice_is_one_object_in_each_run(isolation: str) -> No
         result = quarantune.AutoTuner(work, [{"do": 1}, {"do": 2}], **SOON).run(same, same, shared, {"c": shared})
     assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}
     assert (same[0], shared) == (0, [])
+
+
+@here_and_there
+def test_an_argument_that_is_pickled_by_its_name_is_the_one_of_its_module(
+    isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = types.ModuleType("module_of_one")
+    exec("class Kind:\n    def __reduce__(self): return 'ONE'\n    __repr__ = __reduce__\nONE = Kind()", vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def work(a: Any, given: Any, do: int) -> Any:
+        assert given[0] is module.ONE
+        return a
+
+    with isolated(isolation):
+        result = quarantune.AutoTuner(work, [{"do": 1}, {"do": 2}], **SOON).run(np.ones(2), [module.ONE])
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}
 
 
 @here_and_there

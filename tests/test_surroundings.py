@@ -573,6 +573,36 @@ def test_configs_of_a_program_start_pools_and_find_what_it_defines(command: tupl
     assert output.splitlines()[-1] == "done"
 
 
+OF_ONE_NAME = """
+import sys
+import numpy as np
+import quarantune
+
+SCALE = {scale}
+def helper(x): return x * SCALE
+
+def kernel(x, path, n=1):
+    if path:
+        assert quarantune.TuningResult.load(path, trusted=True).fn(x, "")[0] == 200
+    assert helper(1) == {scale}
+    return helper(x) + SCALE
+
+path = sys.argv[1] if {scale} == 2 else ""
+result = quarantune.AutoTuner(kernel, {{"n": [1, 2]}}, warmup=0, rep=1).run(np.ones(3), path)
+print([trial.outcome.value for trial in result.trials])
+if not path:
+    result.save(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_config_may_load_what_a_program_with_functions_of_the_same_names_saved(tmp_path: Path) -> None:
+    for scale in (100, 2):
+        (script := tmp_path / f"by_{scale}.py").write_text(OF_ONE_NAME.format(scale=scale))
+        output = python(script, tmp_path / "saved", QUARANTUNE_CACHE_DIR=str(tmp_path / "cache"))
+        assert output.splitlines()[-1] == "['ok', 'ok']"
+
+
 UNGUARDED = """
 import multiprocessing, os, sys
 import numpy as np

@@ -92,6 +92,12 @@ def contain_worker(*, parent: int, log_fd: int, names_fd: int, oom_score: int = 
     redirect_output(log_fd)
     os.close(log_fd)
     note_in(names_fd)
+    directory = own_directory(os.getpid())
+    with contextlib.suppress(OSError):  # the system has no shared memory
+        os.mkdir(directory, 0o700)
+        # Children of `multiprocessing` take over its settings, also those that are started afresh.
+        settings = vars(multiprocessing.process.current_process())["_config"]
+        settings.update(tempdir=directory, semprefix=f"/{os.path.basename(directory)}")
 
 
 def redirect_output(log_fd: int) -> None:
@@ -162,8 +168,8 @@ def kill_orphans(known: Collection[int]) -> None:
 # Its name outlives its processes, and `multiprocessing` removes it only where its tracker outlives them. So a worker
 # notes each name in a file that its template holds. A worker may be killed at any moment, and another process may give
 # the name, too: so the worker makes everything under a name that only it gives, noted before, then notes what has the
-# name that was asked for, and renames it. Names that code in C makes are not noted, nor
-# those that freshly started children make, except for semaphores: their names begin with that of a worker's directory.
+# name that was asked for, and renames it. Names that code in C makes, or a freshly started child, are not noted.
+# Semaphores are made in C: those of `multiprocessing` get names that begin with that of a worker's own directory.
 
 
 def common_directory(token: str) -> str:
@@ -175,11 +181,20 @@ def common_directory(token: str) -> str:
     return f"{_SHARED_MEMORY}/quarantune-{token}"
 
 
-def remove_of_template(token: str) -> None:
-    """Removes the directory that the workers of a dead template shared, and their own ones with their semaphores."""
-    directory = common_directory(token)
-    for path in (*glob.glob(f"{directory}*"), *glob.glob(f"{_SHARED_MEMORY}/sem.{os.path.basename(directory)}-*")):
-        with contextlib.suppress(OSError):
+def own_directory(pid: int) -> str:
+    """Returns the directory in memory for the sockets of a worker's children; names of semaphores begin with its name.
+
+    Args:
+        pid: the worker.
+    """
+    return f"{common_directory(os.environ.get(SANDBOX_MARK, ''))}-{pid}"
+
+
+def remove_all_of(directory: str) -> None:
+    """Removes a directory in shared memory, and the directories and semaphores whose names begin with its name."""
+    semaphores = f"{_SHARED_MEMORY}/sem.{os.path.basename(directory)}-*"
+    for path in (directory, *glob.glob(f"{directory}-*"), *glob.glob(semaphores)):
+        with contextlib.suppress(OSError, RecursionError):  # of a thousand directories in each other
             _remove(path)
 
 
@@ -209,37 +224,14 @@ def note_in(fd: int) -> None:
         fd: the file, which stays open.
     """
     _noted_in.append(fd)
-    if len(_noted_in) == 1:  # not a fork of a process that notes them
-        _note_what_is_made()
-    with contextlib.suppress(OSError):  # the system has no shared memory
-        # Children of `multiprocessing` take over its settings, also those that are started afresh. Sockets lie in the
-        # directory, and names of semaphores begin with its name.
-        prefix = os.path.basename(common_directory(os.environ.get(SANDBOX_MARK, "")))
-        directory = tempfile.mkdtemp(prefix=f"{prefix}-", dir=_SHARED_MEMORY)
-        settings = vars(multiprocessing.process.current_process())["_config"]
-        settings.update(tempdir=directory, semprefix=f"/{os.path.basename(directory)}")
-
-
-def _note_what_is_made() -> None:
+    if len(_noted_in) > 1:
+        return  # a fork of a process that notes them
     os.mkdir = _noting(os.mkdir, lambda *_, **__: True)
     os.open = _noting(os.open, lambda flags, *_, **__: flags & os.O_CREAT)
     builtins.open = io.open = _opening_by(open)
     with contextlib.suppress(ImportError):  # a system without shared memory
         module: Any = importlib.import_module("_posixshmem")
         module.shm_open = _noting(module.shm_open, lambda flags, *_, **__: flags & os.O_CREAT, place="")
-        module = importlib.import_module("_multiprocessing")
-
-        class SemLock(module.SemLock):  # type: ignore[misc]
-            """Notes names that other packages give, such as joblib."""
-
-            def __new__(cls, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> Any:
-                made = super().__new__(cls, kind, value, maxvalue, name, unlink)
-                path = f"{_SHARED_MEMORY}/sem.{name.lstrip('/')}"
-                if not unlink:
-                    _note(path, os.lstat(path))
-                return made
-
-        module.SemLock = SemLock
 
 
 def _noting(real: Any, makes: Callable[..., object], *, place: str = _SHARED_MEMORY) -> Any:
@@ -314,9 +306,6 @@ def remove_shared_memory(fd: int) -> None:
     for record in os.pread(fd, _MOST_BYTES, 0).partition(b"\0\0")[0].split(b"\0"):
         with contextlib.suppress(OSError, ValueError, RecursionError):  # of a thousand directories in each other
             device, inode, name = record.split(b" ", 2)
-            if int(inode) and name.startswith(b"quarantune-"):  # the directory of its children
-                for semaphore in glob.glob(os.path.join(os.fsencode(_SHARED_MEMORY), b"sem.%b-*" % name)):
-                    os.unlink(semaphore)
             path = os.path.join(os.fsencode(_SHARED_MEMORY), name.lstrip(b"/"))
             about = os.lstat(path)
             # Not what another process has made since.

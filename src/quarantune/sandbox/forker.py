@@ -15,7 +15,6 @@ import gc
 import importlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -114,6 +113,11 @@ class _Child:
     client: _Client
     names_fd: int
 
+    def remove_shared_memory(self) -> None:
+        """Removes the shared memory that the child left when it ended."""
+        contain.remove_all_of(contain.own_directory(self.pid))
+        contain.remove_shared_memory(self.names_fd)
+
 
 class _Forker:
     """Serves sweeps until the process that it must not outlive ends."""
@@ -182,9 +186,9 @@ class _Forker:
             contain.kill_tree(pid)
         contain.kill_orphans(())
         for child in self._children.values():
-            contain.remove_shared_memory(child.names_fd)
+            child.remove_shared_memory()
         if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            contain.remove_all_of(self._directory)  # also of workers whose sweep's template was killed just now
         os._exit(0)
 
     def _report(self, client: _Client, event: ChildEvent) -> None:
@@ -309,7 +313,7 @@ class _Forker:
             if pid:
                 del self._children[pid]
                 contain.kill_orphans(self._children.keys())
-                contain.remove_shared_memory(child.names_fd)
+                child.remove_shared_memory()
                 self._report(child.client, Ended(child.number, os.waitstatus_to_exitcode(wait_status)))
 
     def _close_in_fork(self) -> None:

@@ -139,7 +139,7 @@ class Template:
         if self._process.returncode == SPOILED:
             _is_spoiled_by_warmth = True
         _kill_marked(self.token)
-        contain.remove_of_template(self.token)
+        contain.remove_all_of(contain.common_directory(self.token))
         with contextlib.suppress(OSError):
             os.close(self._log_fd)
 

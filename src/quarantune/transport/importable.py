@@ -24,7 +24,7 @@ from typing import Any
 from zipimport import zipimporter
 
 from quarantune.host import machine
-from quarantune.host.process import answer_of, content, interpreter_command, is_imported_early, is_installed
+from quarantune.host.process import PROGRAMS, answer_of, content, interpreter_command, is_imported_early, is_installed
 
 _FINDERS = (BuiltinImporter, FrozenImporter, PathFinder, FileFinder, zipimporter, type(None))
 """Python's own; a place that does not exist has none."""
@@ -44,7 +44,7 @@ def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None]
         look_at: `_look_at`, or one that remembers its answers.
     """
     module = sys.modules.get(name)
-    if module is None or name in ("__main__", "__mp_main__"):
+    if module is None or name in PROGRAMS:
         return False
     if is_imported_early(name):
         return True
@@ -88,10 +88,8 @@ def _find_file(name: str, path: Any) -> Any:
     spec = PathFinder.find_spec(name, places)
     # A hook of the program's may have given Python's own finder another directory, or other suffixes.
     stems = tuple(os.path.join(os.path.abspath(place), name.rpartition(".")[2]) for place in places)
-    is_plain = (
-        spec is None or spec.origin is None or (spec.origin.startswith(stems) and spec.origin.endswith(_SUFFIXES))
-    )
-    return spec if is_plain else None
+    origin = spec and spec.origin
+    return spec if not origin or (origin.startswith(stems) and origin.endswith(_SUFFIXES)) else None
 
 
 def _is_everywhere(finder: Any, name: str) -> bool:
@@ -188,11 +186,10 @@ def edited_modules(name: str, look_at: Callable[[str], tuple[bool, set[str]] | N
 
 def own_edited_modules() -> list[str]:
     """Returns all of the user's own modules that were edited after this process imported them."""
-    mains = ("__main__", "__mp_main__")
     return sorted(
         name
         for name, module in list(sys.modules.items())
-        if name not in mains and _is_own(name, module) and _is_edited(module)
+        if name not in PROGRAMS and _is_own(name, module) and _is_edited(module)
     )
 
 

@@ -101,8 +101,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = self._by_name(obj) if reducer in _OF_WRAPPERS else NotImplemented
         if reduced is NotImplemented and reducer is not None:
             reduced = reducer(self, obj)
-        if reduced is NotImplemented:
-            reduced = super().reducer_override(obj)
         if isinstance(obj, types.FunctionType):
             return self._at_its_name(obj, obj.__qualname__, reduced)
         if reduced is NotImplemented and (kind not in self.dispatch_table or kind is TypeVar):
@@ -110,7 +108,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._at_its_name(obj, reduced, reduced) if isinstance(reduced, str) else reduced
 
     def _at_its_name(self, obj: Any, name: str, reduced: Any) -> Any:
-        """Completes a reduction by value, so that an object gets its name in a module that a worker cannot import.
+        """Completes a reduction: in a worker, an object of a module that cannot be imported there gets its name again.
 
         Args:
             obj: the object.
@@ -123,11 +121,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return reduced
         if isinstance(reduced, str) and (is_there or type(obj).__module__ in ("typing", "typing_extensions")):
             reduced = self._reduce_named(obj, home)
-        if not is_there or isinstance(reduced, str):
+        if not is_there:
             return reduced
-        # With the class that holds it, which puts it where pickle finds it.
-        holder = isinstance(obj, type) and "." in name and getattr(sys.modules[home], name.partition(".")[0])
-        return _put, (self._about(sys.modules[home]), name, *reduced[:2], holder), *reduced[2:]
+        return _put, (self._about(sys.modules[home]), name, *reduced[:2]), *reduced[2:]
 
     def _reduce_named(self, obj: Any, home: str) -> Any:
         """Reduces an object by value that is pickled by its name."""
@@ -135,7 +131,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is _ALIAS:
             value = self.globals_ref.setdefault(id(obj), {"_value": answer_of(lambda: obj.__value__)})
             parameters = ", ".join(_STARS[type(each)] + each.__name__ for each in obj.__type_params__)
-            return _make_alias, (home, obj.__name__, parameters, value)  # in a dictionary, as it may refer to the alias
+            # The value in a dictionary, as it may refer to the alias.
+            return _make_alias, (home, obj.__name__, parameters, value)
         if kind in _STARS:
             named = ("bound", "covariant", "contravariant", "infer_variance", "default")
             options = {name: getattr(obj, f"__{name}__") for name in named if hasattr(obj, f"__{name}__")}
@@ -143,8 +140,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if failure_of(object.__new__, kind) is None:
             return object.__new__, (kind,), object.__getstate__(obj)
         raise unpicklable.CannotTravelError(
-            f"It is pickled by its name in {home}, which a worker cannot import: move it into a module that can be "
-            f"imported."
+            f"It is pickled by its name in {home}, which a worker cannot import: move it into an importable module."
         )
 
     def _about(self, module: types.ModuleType) -> _Names:
@@ -243,13 +239,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_plain(self, obj: Any) -> Any:
         # A sentinel is compared by identity, so it travels by name; an object that refuses to be copied can only do so.
         module = sys.modules.get(type(obj).__module__)
-        if (
-            module is None
-            or not (classes.is_sentinel(obj) or self._refuses(obj))
-            or not self._can_import(module.__name__)
-        ):
-            return NotImplemented
-        return _reference_from(module, obj)
+        if module and (classes.is_sentinel(obj) or self._refuses(obj)) and self._can_import(module.__name__):
+            return _reference_from(module, obj)
+        return NotImplemented
 
     def _refuses(self, obj: Any) -> bool:
         return classes.refuses_to_be_copied(obj)
@@ -306,6 +298,7 @@ class _CopyPickler(_Pickler):
 
     def __init__(self, file: io.BytesIO, parts: list[Any], is_kept: Callable[[Any], bool]) -> None:
         super().__init__(file)
+        self._can_import = lambda _: True  # what is pickled by its name is found here, in any module
         self._parts, self._is_kept = parts, is_kept
         self._numbers: dict[int, int] = {}
 
@@ -548,7 +541,7 @@ class _StatePickler(_Pickler):
         try:
             if isinstance(obj, (np.ndarray, jax.Array)) and obj.nbytes > _LARGEST_ARRAY_BYTES:
                 raise unpicklable.CannotTravelError("It is too large.")
-            reduced = super().reducer_override(obj)
+            return super().reducer_override(obj)
         except Exception as error:
             cannot_travel = isinstance(error, unpicklable.CannotTravelError) or not _is_all_fields(obj)
             if is_interruption(error) or (obj is self._value and cannot_travel):
@@ -558,7 +551,6 @@ class _StatePickler(_Pickler):
                 return load_by_name, (__name__, "LEFT_OUT", 0)
             # An object that refuses to be copied, as the parsed flags of absl do: it is not copied but made alike.
             return object.__new__, (type(obj),), dict(vars(obj)), None, None, _set_attributes
-        return reduced
 
     def _refuses(self, obj: Any) -> bool:
         return False
@@ -575,11 +567,7 @@ class _StatePickler(_Pickler):
 
 def _is_all_fields(obj: Any) -> bool:
     """Returns whether an object consists of its fields, and is made by setting them."""
-    try:
-        object.__new__(type(obj))
-    except TypeError:
-        return False
-    return hasattr(obj, "__dict__")
+    return failure_of(object.__new__, type(obj)) is None and hasattr(obj, "__dict__")
 
 
 # --- functions called by `loads` --------------------------------------------------------------------
@@ -594,13 +582,17 @@ def load_by_name(module: str, qualname: str, depth: int) -> Any:
 
 
 _rebuilt: dict[str, _Names] = {}
-"""The names of the modules that `_names_like` has made in this worker."""
+"""The globals of the modules that `_names_like` has made in this worker."""
 
 
 def _names_like(about: _Names) -> _Names:
-    """Returns the names of a module that the caller's process has, given its first ones.
+    """Returns the globals for functions of a module that only the caller's process has.
 
-    In a worker that cannot import it, they are those of a module in `sys.modules`, by which pickle finds its objects.
+    In a worker, they are those of a module of the same name, which the first call puts into `sys.modules`: pickle looks
+    there for names. In another process, they are `about` itself.
+
+    Args:
+        about: the first of them, from `_Pickler._about`.
     """
     name = about.get("__name__", "")
     if "__spec__" not in about or not in_sandbox():
@@ -610,7 +602,9 @@ def _names_like(about: _Names) -> _Names:
         module = sys.modules[name] = sys.modules["__main__" if name in PROGRAMS else name] = types.ModuleType(name)
         _rebuilt[name] = vars(module)
         _rebuilt[name].update(about)
-    return _rebuilt.get(name, about)
+    names = _rebuilt.get(name, about)
+    # A saved winner may be of another program: its functions keep to themselves.
+    return names if names.get("__file__") == about.get("__file__") else about
 
 
 def _module_like(about: _Names) -> types.ModuleType:
@@ -618,7 +612,7 @@ def _module_like(about: _Names) -> types.ModuleType:
     return sys.modules[name] if is_made or name in PROGRAMS else types.ModuleType(name)
 
 
-def _put(about: _Names, name: str, make: Callable[..., Any], arguments: tuple[Any, ...], _: object) -> Any:
+def _put(about: _Names, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Makes an object of a module, unless it is there, and gives it its name there."""
     names = {} if "." in name else _names_like(about)
     if name not in names:

@@ -38,7 +38,7 @@ from quarantune.cache.fingerprint import (
     type_name,
     wrapped_by,
 )
-from quarantune.host.process import content, is_imported_early, pickled_parts, without_caches
+from quarantune.host.process import content, failure_of, is_imported_early, pickled_parts, without_caches
 from quarantune.transport import pickling
 from quarantune.transport.importable import remembering
 from quarantune.transport.payload import ProgramValue
@@ -205,12 +205,9 @@ def _merged(mine: Any, theirs: Any) -> Any:
 
 def _is_made_of_fields(cls: type) -> bool:
     """Returns whether objects of a class can be changed, and hold nothing beside their fields, as arrays of JAX do."""
-    try:
-        object.__new__(cls)
-    except TypeError:
-        return False
     by_identity: tuple[Any, ...] = (None, object.__hash__)
-    return cls.__hash__ in by_identity and not any(vars(base).get("__slots__") for base in cls.__mro__)
+    has_slots = any(vars(base).get("__slots__") for base in cls.__mro__)
+    return failure_of(object.__new__, cls) is None and cls.__hash__ in by_identity and not has_slots
 
 
 def _has_fields(value: Any) -> bool:
