@@ -509,13 +509,14 @@ def test_a_dry_run_changes_nothing(run: Run, filled: Store) -> None:
 def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from quarantune.cache import entries
 
-    read, looked = Store.read, filled.read
+    read, looked, renewed = Store.read, filled.read, list[str]()
     journal = Journal(filled.directory, "kernels.scale", "H200", "a")
     journal.append({"trial": "a"})
 
     def renew_after_looking(store: Store, name: str) -> Any:
         found = read(store, name)
-        if store is not filled and name == "kernels.scale":
+        if name == "kernels.scale" and not renewed:
+            renewed.append(name)
             filled.put(name, "H200", "a", entry(1, 64, created="2999-01-01T00:00:00Z"))
         return found
 

@@ -232,6 +232,19 @@ def note_in(fd: int) -> None:
     with contextlib.suppress(ImportError):  # a system without shared memory
         module: Any = importlib.import_module("_posixshmem")
         module.shm_open = _noting(module.shm_open, lambda flags, *_, **__: flags & os.O_CREAT, place="")
+        module = importlib.import_module("_multiprocessing")
+
+        class SemLock(module.SemLock):  # type: ignore[misc]
+            """Notes the names that other packages give their semaphores, such as joblib."""
+
+            def __new__(cls, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> Any:
+                made = super().__new__(cls, kind, value, maxvalue, name, unlink)
+                if not unlink:
+                    path = f"{_SHARED_MEMORY}/sem.{name.lstrip('/')}"
+                    _note(path, os.lstat(path))
+                return made
+
+        module.SemLock = SemLock
 
 
 def _noting(real: Any, makes: Callable[..., object], *, place: str = _SHARED_MEMORY) -> Any:

@@ -6,12 +6,10 @@ be found again. The fingerprint of a function has a describer of its own (`cache
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import enum
 import functools
-import hashlib
 import importlib.metadata
 import inspect
 import json
@@ -21,9 +19,9 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,14 +32,13 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from quarantune._version import __version__
 from quarantune.host.process import PROGRAMS, module_of, pickled_parts, without_caches
 from quarantune.values.codec import JsonObject
+from quarantune.values.nested import Around, bounded, digest, in_order
 from quarantune.values.texts import shown
 
 _EMPTY = inspect.Parameter.empty
 _encode = json.JSONEncoder().encode
 _MOST_BITS = 14_000
 """Python refuses to write an integer with more decimal digits than this one may have, which is 4,300."""
-_DEEPEST, _LARGEST = 97, 1 << 22
-"""The most levels of a description, as `decode_json` refuses files with more, and parts, as more take minutes."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _PLUGINS = {
     "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -71,38 +68,6 @@ def describe_static(value: Any) -> Any:
             f"{shown(value)} is nested more deeply than Python can follow, so results for it cannot be remembered. "
             f"Pass it with fewer levels, or raise the limit (sys.setrecursionlimit)."
         ) from None
-
-
-class Around(NamedTuple):
-    """What is known while a value inside others is described.
-
-    A value that has several places is described once. Else, a few lists that hold each other twice would take for ever.
-
-    Attributes:
-        outer: the identities of the values that hold it, outermost first.
-        known: values and their descriptions, by identity; None for a value inside itself, whose description depends on
-            what is around it.
-    """
-
-    outer: tuple[int, ...]
-    known: dict[int, Any]
-
-    def steps_to(self, value: Any) -> int:
-        """Returns how many levels up a value inside itself begins; 0 for any other value."""
-        if id(value) not in self.outer:
-            return 0
-        place = self.outer.index(id(value))
-        self.known.update(dict.fromkeys(self.outer[place:]))
-        return len(self.outer) - place
-
-    def inside(self, value: Any) -> Around:
-        """Returns the same for the parts of a value."""
-        return Around((*self.outer, id(value)), self.known)
-
-    def keep(self, value: Any, described: Any) -> Any:
-        """Keeps a description, unless it depends on what is around the value; returns it."""
-        self.known.setdefault(id(value), (value, described))
-        return described
 
 
 def _describe(value: Any, around: Around) -> Any:
@@ -135,50 +100,6 @@ def _describe_parts(value: Any, around: Around) -> Any:
     return _describe_object(value, around)
 
 
-def in_order(pairs: list[Any], text_of: Callable[[Any], str]) -> list[Any]:
-    """Returns described pairs in the order of their texts, of which those of the items may be very long."""
-    by_key = {text_of(pair[0]): pair for pair in pairs}
-    return [by_key[text] for text in sorted(by_key)] if len(by_key) == len(pairs) else sorted(pairs, key=text_of)
-
-
-def bounded(described: Any, deepest: int = _DEEPEST) -> Any:
-    """Returns a description, or a digest of it if it has too many levels, or too many parts for its text.
-
-    The text has a list as often as it has places, which may be far more often than it is looked at here.
-
-    Args:
-        described: the description.
-        deepest: the most levels.
-    """
-    layer: Mapping[int, Any] = {0: [described]}
-    places, parts = {0: 1}, 0
-    for _ in range(deepest + 1):
-        below: dict[int, Any] = {}
-        places_below: dict[int, int] = collections.defaultdict(int)
-        for number, container in layer.items():
-            parts += places[number] * len(container)
-            for item in container.values() if type(container) is dict else container:
-                if type(item) in (list, dict):
-                    below[key := id(item)] = item
-                    places_below[key] += places[number]
-        if parts > _LARGEST:
-            break
-        if not below:
-            return described
-        layer, places = below, places_below
-    return {"digest": _digest_of(described, {})}
-
-
-def _digest_of(described: Any, known: dict[int, Any]) -> Any:
-    """Returns a digest of a description of lists and dicts; any other as it is."""
-    if type(described) not in (list, dict):
-        return described
-    if id(described) not in known:
-        names, items = ([*described], described.values()) if type(described) is dict else (None, described)
-        known[id(described)] = [_digest(json.dumps([names, *[_digest_of(item, known) for item in items]]).encode())]
-    return known[id(described)]
-
-
 def describe_plain(value: Any) -> Any:
     """Describes a value without parts; returns `_EMPTY` for any other value."""
     kind = type(value)  # asked first, as there may be very many numbers
@@ -195,13 +116,13 @@ def describe_plain(value: Any) -> Any:
     if kind is complex:
         return {"complex": str(value)}
     if isinstance(value, (bytes, bytearray)):
-        return {"bytes": _digest(bytes(value))}
+        return {"bytes": digest(bytes(value))}
     if isinstance(value, np.dtype):
         return {"dtype": value.name}
     if isinstance(value, types.ModuleType):
         return {"module": value.__name__}
     if isinstance(value, (np.ndarray, jax.Array)) and not value.dtype.hasobject:
-        return describe_array(value, canonical_dtype(value.dtype)) | {"data": _digest(np.asarray(value).tobytes())}
+        return describe_array(value, canonical_dtype(value.dtype)) | {"data": digest(np.asarray(value).tobytes())}
     return _describe_type(value) if isinstance(value, type) else _EMPTY
 
 
@@ -231,13 +152,13 @@ def _describe_function(function: Any, around: Around) -> Any:
             parts |= _describe_made_of(function, around)
         else:
             parts |= {"fields": _describe_inside(_own_fields(function), around)}
-    return described | {"made_of": _digest(json.dumps(parts, sort_keys=True).encode())}
+    return described | {"made_of": digest(json.dumps(parts, sort_keys=True).encode())}
 
 
 def _describe_made_of(function: types.FunctionType, around: Around, *, strictly: bool = False) -> Any:
     parts = [[_cell(cell) for cell in function.__closure__ or ()], function.__defaults__, function.__kwdefaults__]
     described = [_describe_inside(part, around, strictly=strictly) for part in parts]
-    return {"code": _digest(_code(function.__code__).encode()), "bound": described}
+    return {"code": digest(_code(function.__code__).encode()), "bound": described}
 
 
 def _own_fields(wrapper: Any) -> Mapping[str, Any]:
@@ -340,10 +261,6 @@ def name_of(thing: Any) -> str:
     """Returns `module:qualname` of a class or function, or of an object's class."""
     qualname = getattr(thing, "__qualname__", None) or type(thing).__qualname__
     return f"{module_of(thing)}:{qualname}"
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 # --- arrays, meshes and shardings ---
