@@ -560,6 +560,7 @@ def test_output_that_cannot_be_written_is_one_line_and_code_1(redirections: str,
         assert words == "cache" or is_one_line_about(done.stderr, reason if code == 1 else ""), words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirections", ["2>/dev/full", "2>&-", "<&- 2>&-"])
 @pytest.mark.usefixtures("filled")
 def test_messages_that_cannot_be_written_leave_output_and_code_as_they_are(redirections: str) -> None:

@@ -332,6 +332,7 @@ KILLS_ITS_OWNER = NAMES.replace("import glob,", "import time,").replace(
 KILLS_ITS_OWNER = KILLS_ITS_OWNER.replace("    return x", "        time.sleep(60)\n    return x", 1)
 
 
+@pytest.mark.slow
 def test_semaphores_and_sockets_of_configs_go_with_a_program_that_is_killed(tmp_path: Path) -> None:
     (script := tmp_path / "killed.py").write_text(
         f"import os\nos.environ.setdefault('OWNER', str(os.getpid()))\n{KILLS_ITS_OWNER}"

@@ -638,6 +638,7 @@ def test_what_clears_a_function_empties_its_memory_of_calls(name: str, cache_dir
     assert not fn._last[-1]
 
 
+@pytest.mark.slow
 def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quarantune.api.autotune._MOST_REMEMBERED", 3, raising=False)
     monkeypatch.setattr("quarantune.resolve.resolver._MOST_REMEMBERED", 3, raising=False)
@@ -656,6 +657,7 @@ def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(shapes._memo) <= 3
 
 
+@pytest.mark.slow
 def test_results_found_in_files_are_bounded_in_memory(
     monkeypatch: pytest.MonkeyPatch, sweeps: list[str], cache_dir: Path
 ) -> None:

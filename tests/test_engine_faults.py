@@ -1018,6 +1018,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_idle_strangers_leave_room_for_shards_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

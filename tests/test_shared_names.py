@@ -73,7 +73,7 @@ MADE = {
     "mkdtemp": "tempfile.mkdtemp(prefix=name, dir='/dev/shm')",
 }
 BEGINNING = """
-import builtins, io, os, signal, sys, tempfile
+import builtins, io, os, re, signal, sys, tempfile
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 import _posixshmem
@@ -139,7 +139,7 @@ def test_names_are_made_as_if_they_were_not_noted(made: str, tmp_path: Path) -> 
         for path in Path("/dev/shm").glob(name + "*"):
             about = path.lstat()
             print(oct(about.st_mode), about.st_nlink, about.st_size)
-        print([path for path in set(os.listdir("/dev/shm")) - begun if "quarantune" in path])
+        print([path for path in set(os.listdir("/dev/shm")) - begun if re.fullmatch("quarantune-[0-9a-f]{{16}}", path)])
     """
     for before in ("", "open('/dev/shm/' + name, 'w')"):
         said = {}

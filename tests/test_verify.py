@@ -111,6 +111,7 @@ def test_a_winner_of_a_plain_callable_and_one_with_a_key_fn_are_measured(
     assert "another key" in report.of("unknown")[0].reason
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
 def test_functions_of_one_name_are_each_verified_against_their_own_entries(cache_dir: Path) -> None:
     @quarantune.autotune([{"n": 1}, {"n": 30_000}], name="chained", rep=3, ref_fn=None)

@@ -151,6 +151,7 @@ def test_a_first_call_with_other_shapes_decides_no_class_of_the_outputs() -> Non
     assert [type(winner(it)) for it in (jnp.arange(4), INTS, INTS)] == [Other, One, One]
 
 
+@pytest.mark.slow
 def test_a_program_that_cannot_be_loaded_leaves_the_call_to_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     read = compile_check.from_data
     for damage in (lambda program: program[:100], lambda _: b"", lambda program: b"\0" + program[1:]):
