@@ -184,7 +184,7 @@ def test_an_oom_trial_reports_its_peak_memory() -> None:
 def test_a_config_over_its_memory_share_is_tried_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes.machine, "available_memory_bytes", lambda: 10**9)  # a share is 225 MB
 
-    @quarantune.autotune({"n": [2, 3]}, rep=1, warmup=0, ref_fn=None)
+    @quarantune.autotune({"n": [1, 2, 3]}, rep=1, warmup=0, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def hold(x: jax.Array, n: int = 1) -> jax.Array:
         if n == 2 and in_sandbox():

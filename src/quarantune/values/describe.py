@@ -31,8 +31,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from quarantune._version import __version__
 from quarantune.host.process import PROGRAMS, module_of, pickled_parts, without_caches
-from quarantune.values.codec import JsonObject
-from quarantune.values.nested import Around, bounded, digest, in_order
+from quarantune.values.codec import Around, JsonObject, bounded, digest, in_order
 from quarantune.values.texts import shown
 
 _EMPTY = inspect.Parameter.empty
