@@ -19,7 +19,7 @@ import misdeeds
 import numpy as np
 import psutil
 import pytest
-from aftermath import MARK, carriers, eventually, nothing_is_left, quiet_place, running_templates  # noqa: F401
+from aftermath import MARK, carriers, eventually, left_of, nothing_is_left, quiet_place, running_templates  # noqa: F401
 from helpers import child_environ, python
 
 import quarantune
@@ -325,4 +325,5 @@ def test_a_template_that_was_killed_between_sweeps_is_replaced() -> None:
         _kill_the_template()
         result = misdeeds.kernel.tune(X, space=(GOOD,))
     assert all(trial.outcome in misdeeds.MEASURED for trial in result.trials)
-    assert eventually(lambda: len(psutil.Process().children()) == len(running_templates()) == 1)
+    (template,) = running_templates()
+    assert eventually(lambda: left_of(psutil.Process()) == [template.pid])
