@@ -24,9 +24,10 @@ import jax
 import numpy as np
 
 import quarantune
+from quarantune.answers.layers import open_store
+from quarantune.calls.call import space_of
+from quarantune.calls.key import keyed
 from quarantune.devices import discovery
-from quarantune.resolve.call_key import keyed, space_of
-from quarantune.resolve.resolver import open_store
 from quarantune.values import settings as environment
 from quarantune.values.describe import versions
 
@@ -61,7 +62,7 @@ def kernel(name: str, **options: Any) -> Any:
 
 def warm(function: Any, config: dict[str, Any], *args: Any) -> None:
     """Puts a config into this rank's cache, as an earlier program of its own would have."""
-    described = keyed(function._resolver.bind(args, {}))
+    described = keyed(function._tuner.bind(args, {}))
     entry = {
         "config": config,
         "time_ms": 1.0,
@@ -69,7 +70,7 @@ def warm(function: Any, config: dict[str, Any], *args: Any) -> None:
         "space": space_of(described.call.configs),
         "versions": versions(),
     }
-    open_store(environment.current()).put(described.call.name, described.key.device, described.key.text, entry)
+    open_store(environment.current()).put(described.call.name, described.id.device, described.id.key, entry)
 
 
 def used(function: Any) -> int:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from quarantune.answers import ranks
+from quarantune.answers.ranks import Member, Offer, Source
 from quarantune.cache import canonical_json
-from quarantune.resolve import ranks
-from quarantune.resolve.ranks import Answer, Member, Source
 
 TOPIC = "topic"
 DEADLINE_S = 20.0
@@ -47,7 +47,7 @@ class Rerun(NamedTuple):
 
     step: str
     args: tuple[Any, ...]
-    end: Answer | BaseException | None
+    end: Offer | BaseException | None
     state: tuple[Any, ...] = ()
 
 
@@ -97,12 +97,12 @@ class Store:
         return sum(key.startswith(f"{directory}/") for key in self._texts)
 
 
-def own_answer(rank: int, source: Source) -> Answer:
-    return Answer(config={"n": rank}, rank=rank, source=source, time_ms=1.0 + rank)
+def own_answer(rank: int, source: Source) -> Offer:
+    return Offer(config={"n": rank}, rank=rank, source=source, time_ms=1.0 + rank)
 
 
-def nobody(rank: int) -> Answer:
-    return Answer(config=None, rank=rank, source=Source.NOBODY)
+def nobody(rank: int) -> Offer:
+    return Offer(config=None, rank=rank, source=Source.NOBODY)
 
 
 def rerun(kinds: tuple[Rank, ...], rank: int, state: State) -> Rerun:
@@ -203,7 +203,7 @@ def check(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> li
     if any(run.end is None for run in reruns.values()):
         return moves(kinds, state, reruns)
     raised = sum(isinstance(run.end, LookupError) for run in reruns.values())
-    answers = {repr(run.end): run.end for run in reruns.values() if isinstance(run.end, Answer)}
+    answers = {repr(run.end): run.end for run in reruns.values() if isinstance(run.end, Offer)}
     assert raised <= kinds.count(Rank.RAISES), (kinds, state)
     assert len(answers) == (raised < len(reruns)), (kinds, state)
     for answer in answers.values():
@@ -235,7 +235,7 @@ def test_four_ranks_agree_in_many_orders_of_their_steps() -> None:
             check_an_order(kinds, random.Random(2 * number + trial))
 
 
-def settle_alone(rank: int, tune: Callable[[], Answer | None], texts: dict[str, str]) -> Answer:
+def settle_alone(rank: int, tune: Callable[[], Offer | None], texts: dict[str, str]) -> Offer:
     store: Any = Store(rank, texts)
     member = Member(TOPIC, store, clock=lambda: 0.0)
     return member.settle(None, last=nobody(0), tune=tune, wait=lambda *_: None, deadline_s=DEADLINE_S)
@@ -244,7 +244,7 @@ def settle_alone(rank: int, tune: Callable[[], Answer | None], texts: dict[str, 
 def test_control_c_while_tuning_gives_up_the_claim() -> None:
     store: dict[str, str] = {}
 
-    def interrupted() -> Answer:
+    def interrupted() -> Offer:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -255,9 +255,9 @@ def test_control_c_while_tuning_gives_up_the_claim() -> None:
 
 def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
     store: dict[str, str] = {}
-    defaults = Answer(config=None, rank=0, source=Source.LATE)
+    defaults = Offer(config=None, rank=0, source=Source.LATE)
 
-    def tune() -> Answer:
+    def tune() -> Offer:
         store[f"{TOPIC}/answer"] = canonical_json(defaults.to_json())
         return own_answer(0, Source.TUNED)
 
@@ -265,7 +265,7 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
 
 
 def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:
-    answer = Answer(config={"n": [1, {"x": True}]}, rank=3, source=Source.TUNED, time_ms=0.5, default_time_ms=None)
+    answer = Offer(config={"n": [1, {"x": True}]}, rank=3, source=Source.TUNED, time_ms=0.5, default_time_ms=None)
     store: Any = Store(0, {})
     member = Member(TOPIC, store)
     assert member.offer(answer) == member.read() == answer

@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import quarantune
 from quarantune.sweep import sweep
+from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepEvents, SweepRequest
+from quarantune.sweep.request import SweepRequest
 from quarantune.values.settings import Options, current
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -194,10 +195,10 @@ def test_on_an_accelerator_a_collective_needs_as_many_devices_per_trial() -> Non
         raise AssertionError("no trial was to be run")
 
     words = r"summed: in shard_map it communicates over 2 devices, and devices_per_trial=1: set devices_per_trial=2"
-    limits, events = SweepLimits.of(Options(), current()), SweepEvents(on_trial=never, on_tick=never)
+    limits, ledger = SweepLimits.of(Options(), current()), Ledger(Listener(on_trial=never, on_tick=never))
     with pytest.raises(ValueError, match=words):
         sweep.run(
-            SweepRequest(problem=problem, options=Options(), settings=current(), limits=limits, events=events), {0: {}}
+            SweepRequest(problem=problem, options=Options(), settings=current(), limits=limits, ledger=ledger), {0: {}}
         )
 
 

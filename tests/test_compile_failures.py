@@ -17,11 +17,11 @@ from helpers import change_version, python
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import CacheWarning
+from quarantune.calls.key import ProblemId
 from quarantune.host.process import in_sandbox
-from quarantune.resolve.call_key import CallKey
-from quarantune.resolve.sweep_records import CompileFailures
 from quarantune.results.report import CompileReport
 from quarantune.sweep.limits import SweepLimits
+from quarantune.tuning.compile_verdicts import CompileVerdicts
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
 LIMITS = SweepLimits(
@@ -31,9 +31,9 @@ KIND = "NVIDIA H200"
 X = np.arange(4, dtype=np.float32)
 
 
-def failures(directory: Path, *, kind: str = KIND, text: str = "key", **limits: Any) -> CompileFailures:
-    keyed: Any = SimpleNamespace(call=SimpleNamespace(name="f"), key=CallKey(kind, text), platform="cuda")
-    return CompileFailures(keyed, directory, dataclasses.replace(LIMITS, **limits))
+def failures(directory: Path, *, kind: str = KIND, text: str = "key", **limits: Any) -> CompileVerdicts:
+    keyed: Any = SimpleNamespace(call=SimpleNamespace(name="f"), id=ProblemId("f", kind, text), platform="cuda")
+    return CompileVerdicts(keyed, dataclasses.replace(LIMITS, **limits), directory)
 
 
 def failed(outcome: Outcome = Outcome.ERROR, message: str = "ValueError: no", **fields: Any) -> Trial:
@@ -279,13 +279,14 @@ def test_a_check_compiles_only_configs_without_a_verdict(notes: Path) -> None:
 
 
 PROGRAM = """
-import functools
+import dataclasses, functools
 import jax, jax.numpy as jnp, numpy as np, quarantune
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from quarantune.devices import targets
-from quarantune.resolve.call_key import keyed_to_tune
-from quarantune.resolve.tuning_job import TuningJob
+from quarantune.answers.answer import Situation
+from quarantune.calls.key import keyed_to_tune
+from quarantune.tuning.job import TuningJob
 from quarantune.values.settings import current
 
 @quarantune.autotune({"BM": [64, 256]}, name="product")
@@ -310,10 +311,11 @@ if __name__ == "__main__":
     report = quarantune.compile_check(product, [{"BM": 64}, {"BM": 256}], x, x, target="H200")
     print(report.table())
     assert [trial.outcome.value for trial in report.trials] == ["ok", "error"], report.table()
-    resolver, arrays = product._resolver, (np.ones((512, 512), np.float16),) * 2
+    resolver, arrays = product._tuner, (np.ones((512, 512), np.float16),) * 2
     for target, known in (("H200", [1]), ("H100", [])):
         keyed = keyed_to_tune(resolver.bind(arrays, {}), targets.find(target))
-        job = TuningJob(keyed, current(), resolver._known, resolver._seeds, print, start_over=True)
+        now = dataclasses.replace(Situation.of(keyed.call, current()), start_over=True)
+        job = TuningJob(keyed, now, resolver.rungs.tuning)
         assert list(job._known_not_to_compile()) == known, target
 """
 

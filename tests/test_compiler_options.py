@@ -13,8 +13,8 @@ import pytest
 
 import quarantune
 from quarantune import jax_internals
+from quarantune.functions.binding import bind_config, check_compiler_options, jitted_with, split_config
 from quarantune.transport import differentiation
-from quarantune.transport.problem import bind_config, check_compiler_options, jitted_with, split_config
 from quarantune.values.codec import text_of
 
 X = np.ones((8, 8), np.float32)

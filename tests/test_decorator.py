@@ -641,7 +641,7 @@ def test_what_clears_a_function_empties_its_memory_of_calls(name: str, cache_dir
 @pytest.mark.slow
 def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quarantune.api.autotune._MOST_REMEMBERED", 3, raising=False)
-    monkeypatch.setattr("quarantune.resolve.resolver._MOST_REMEMBERED", 3, raising=False)
+    monkeypatch.setattr("quarantune.answers.ladder._MOST_LOCKS", 3)
     shapes, statics, outer = choosy(name="shapes"), shaped(name="statics"), around_shaped()
     for fn in (shapes, statics, outer):
         for size in range(1, 6):
@@ -649,7 +649,7 @@ def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
             for _ in range(2):
                 np.testing.assert_array_equal(fn(*args), 2 * args[0])
             assert len(fn._memo) <= 3
-            assert len(fn._resolver._locks) <= 3
+            assert len(fn._tuner.ladder._locks) <= 3
     assert len(shapes._last[-1]) <= 3
     for size in range(1, 6):
         with jax.make_user_context(None)(size):
@@ -661,7 +661,7 @@ def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 def test_results_found_in_files_are_bounded_in_memory(
     monkeypatch: pytest.MonkeyPatch, sweeps: list[str], cache_dir: Path
 ) -> None:
-    monkeypatch.setattr("quarantune.resolve.resolver._MOST_REMEMBERED", 3, raising=False)
+    monkeypatch.setattr("quarantune.answers.memory._MOST_REMEMBERED", 3)
     first, second = choosy(), choosy()
     for size in range(1, 6):
         first(np.ones(size, np.float32))
@@ -669,7 +669,7 @@ def test_results_found_in_files_are_bounded_in_memory(
     for _ in range(2):
         for size in range(1, 6):
             assert second.lookup(np.ones(size, np.float32)) == {"n": 2}
-            assert len(second._resolver._known._winners) <= 3
+            assert len(second._tuner.rungs.memory.answers) <= 3
     second.tune(np.ones(9, np.float32))
     quarantune.TuningCache(cache_dir)._store.clear(second.name)  # type: ignore[union-attr]
     for size in range(1, 6):
@@ -759,7 +759,7 @@ def test_a_first_call_searches_for_no_garbage_while_it_imports(tmp_path: Path) -
         assert fn.lookup(x) is None
         gc.callbacks.remove(note)
         assert "wave" in importing
-        assert "quarantune.resolve.resolver" in sys.modules
+        assert "quarantune.answers.ladder" in sys.modules
         assert not [name for name in importing if name.startswith("quarantune.")], importing
         assert gc.isenabled()
     """

@@ -17,8 +17,8 @@ from helpers import isolated
 
 import quarantune
 from quarantune import AutoTuner, Outcome, Phase, Trial, TuningResult
-from quarantune.resolve.call_key import TunedFunction
-from quarantune.resolve.sweep_records import _FailedCompile
+from quarantune.calls.call import TunedFunction
+from quarantune.tuning.compile_verdicts import _FailedCompile
 from quarantune.values.settings import Options
 from quarantune.values.trial import CompilerFigures, CycleEstimate
 

@@ -41,9 +41,9 @@ import quarantune
 from quarantune.cache.journal import Journal
 from quarantune.engine import contact, distributed, remote, shards
 from quarantune.sandbox.pool import Said
-from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.scheduler.plan import NOTHING_MORE, Proof
+from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepEvents
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import EngineError, Outcome, Trial
 
@@ -428,14 +428,18 @@ def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkey
     assert result.default_time_ms is not None
 
 
-def request_of(events: SweepEvents) -> Any:
+def request_of(ledger: Ledger) -> Any:
     """Returns as much of a sweep as shards need to be followed."""
     limits = SweepLimits(
         compile_timeout_s=100.0, timeout_s=20.0, memory_limit_bytes=None, compile_slots=1, configs_per_worker=None
     )
     return SimpleNamespace(
-        problem=SimpleNamespace(name="slow"), limits=limits, target=None, troubled=(), events=events
+        problem=SimpleNamespace(name="slow"), limits=limits, target=None, troubled=(), ledger=ledger
     )  # fmt: skip
+
+
+def shards_of(pool: Executor, configs: dict[int, Any], request: Any) -> shards.Shards:
+    return shards.Shards(pool, b"", configs, request, Proof(), check=lambda: None)
 
 
 def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,8 +478,8 @@ def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: p
     monkeypatch.setattr(remote, "run", machine_of)
     configs: dict[int, Any] = {index: {"n": index} for index in range(16)}
     trials: dict[int, Trial] = {}
-    request = request_of(SweepEvents(on_trial=on_trial, on_tick=on_tick))
-    with ThreadPoolExecutor(1) as pool, contextlib.closing(shards.Shards(pool, b"", configs, request)) as given:
+    request = request_of(Ledger(Listener(on_trial=on_trial, on_tick=on_tick)))
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(shards_of(pool, configs, request)) as given:
         ends = given.run([shards.Shard(indices=[*configs])], on_trial, NOTHING_MORE)
     assert [(shard.given, shard.deaths) for shard, _ in ends] == [(tuple(configs), ())]
 
@@ -506,11 +510,11 @@ def test_a_shard_goes_on_though_the_engine_has_repeated_it_and_the_repetition_wa
     monkeypatch.setattr(remote, "run", machine_of)
     configs: dict[int, Any] = {index: {"n": index} for index in range(4)}
     trials: dict[int, Trial] = {}
-    request = request_of(SweepEvents(on_trial=trials.__setitem__, on_tick=on_tick))
+    request = request_of(Ledger(Listener(on_trial=trials.__setitem__, on_tick=on_tick)))
     with (
         ThreadPoolExecutor(1) as works,
         ThreadPoolExecutor(1) as pool,
-        contextlib.closing(shards.Shards(pool, b"", configs, request)) as given,
+        contextlib.closing(shards_of(pool, configs, request)) as given,
     ):
         ends = given.run([shards.Shard(indices=[*configs])], trials.__setitem__, NOTHING_MORE)
     assert [(shard.host, shard.deaths) for shard, _ in ends] == [("there", ())]

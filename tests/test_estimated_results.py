@@ -16,17 +16,20 @@ import pytest
 from helpers import isolated
 
 import quarantune
+from quarantune.answers import nearest
+from quarantune.answers.answer import Situation
 from quarantune.api import compile_check
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Store
+from quarantune.calls.key import keyed, keyed_to_tune
 from quarantune.cli import main
 from quarantune.devices import targets
-from quarantune.resolve import similar, tuning_job
-from quarantune.resolve.call_key import keyed, keyed_to_tune
-from quarantune.resolve.call_results import more_thorough
-from quarantune.resolve.sweep_records import CompileFailures, SweepRecords, note_check
 from quarantune.results.report import CompileReport
 from quarantune.sweep.limits import SweepLimits
+from quarantune.tuning import job as tuning_job
+from quarantune.tuning.claim_and_journal import ClaimAndJournal
+from quarantune.tuning.compile_verdicts import CompileVerdicts, note_check
+from quarantune.tuning.outcome import more_thorough
 from quarantune.values import settings as environment
 from quarantune.values.trial import CompilerFigures, CycleEstimate, Findings, Outcome, Trial
 
@@ -57,9 +60,9 @@ def kernel(values: Iterable[int] = N, traced: list[int] | None = None, **options
 
 def checked(fn: Any, target: Any = None, cycles: Mapping[int, float] = CYCLES) -> CompileReport:
     """Returns what a compile check with estimates finds, and notes it as one does."""
-    call = fn._resolver.bind((X,), {})
+    call = fn._tuner.bind((X,), {})
     described, settings = keyed_to_tune(call, target), environment.current()
-    limits = SweepLimits.of(fn._resolver.function.options, settings)
+    limits = SweepLimits.of(fn.function.options, settings)
     trials = [
         Trial(
             config={"n": n},
@@ -69,19 +72,19 @@ def checked(fn: Any, target: Any = None, cycles: Mapping[int, float] = CYCLES) -
         for n in cycles
     ]
     for trial in trials:
-        note_check(CompileFailures(described, settings.cache_dir, limits), trial)
+        note_check(CompileVerdicts(described, limits, settings.cache_dir), trial)
     target = target or targets.find("TPU v6e")
-    return CompileReport(name=fn.name, target=target, trials=tuple(trials), key=described.key.text, known=0)
+    return CompileReport(name=fn.name, target=target, trials=tuple(trials), key=described.id.key, known=0)
 
 
 def save(directory: Path, fn: Any, entry: dict[str, Any], key: str | None = None) -> None:
-    call = keyed(fn._resolver.bind((X,), {}))
-    Store(directory).put(fn.name, call.key.device, key or call.key.text, {"space": None, **entry})
+    call = keyed(fn._tuner.bind((X,), {}))
+    Store(directory).put(fn.name, call.id.device, key or call.id.key, {"space": None, **entry})
 
 
 def trials_of(fn: Any) -> dict[str, int]:
     """Returns how many trials of the saved result ended in each outcome."""
-    device = keyed(fn._resolver.bind((X,), {})).key.device
+    device = keyed(fn._tuner.bind((X,), {})).id.device
     (entry,) = Store(environment.current().cache_dir).read("scale")[device].values()
     return dict(entry["trials"])
 
@@ -124,9 +127,9 @@ def test_a_search_starts_with_the_best_estimates_and_never_asks_those_far_behind
 
 def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
     fn = kernel()
-    call = keyed_to_tune(fn._resolver.bind((X,), {}))
-    limits = SweepLimits.of(fn._resolver.function.options, environment.current())
-    failures = CompileFailures(call, environment.current().cache_dir, limits)
+    call = keyed_to_tune(fn._tuner.bind((X,), {}))
+    limits = SweepLimits.of(fn.function.options, environment.current())
+    failures = CompileVerdicts(call, limits, environment.current().cache_dir)
     bare = Trial(config={"n": 2}, outcome=Outcome.OK, figures=CompilerFigures(argument_bytes=32))
     note_check(failures, bare)
     checked(fn)
@@ -135,18 +138,17 @@ def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
 
 
 def job_of(fn: Any) -> Any:
-    resolver = fn._resolver
+    resolver = fn._tuner
     described = keyed_to_tune(resolver.bind((X,), {}))
-    return tuning_job.TuningJob(
-        described, environment.current(), resolver._known, resolver._seeds, print, start_over=False
-    )
+    return tuning_job.TuningJob(described, Situation.of(described.call, environment.current()), resolver.rungs.tuning)
 
 
 def test_nothing_is_read_where_the_cache_is_off() -> None:
     fn = kernel()
     with quarantune.settings(disable_cache=True):
-        call, settings = keyed_to_tune(fn._resolver.bind((X,), {})), environment.current()
-        records = SweepRecords(call, settings, SweepLimits.of(fn._resolver.function.options, settings))
+        call, settings = keyed_to_tune(fn._tuner.bind((X,), {})), environment.current()
+        now = Situation.of(call.call, settings)
+        records = ClaimAndJournal(call, now, SweepLimits.of(fn.function.options, settings))
         assert records.estimates(call.call.configs) == {}
 
 
@@ -187,12 +189,14 @@ def test_an_estimate_serves_until_something_is_measured(
 
 def test_the_nearest_result_is_rather_a_measured_one(cache_dir: Path) -> None:
     fn = kernel()
-    key = keyed(fn._resolver.bind((X,), {})).key.text
+    key = keyed(fn._tuner.bind((X,), {})).id.key
     save(cache_dir, fn, ESTIMATED, key.replace('"shape":[8]', '"shape":[9]'))
     save(cache_dir, fn, MEASURED, key.replace('"shape":[8]', '"shape":[16]'))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said once in a process
-        known = similar.nearest(fn._resolver._known, keyed(fn._resolver.bind((X,), {})), environment.current())
+        call = keyed(fn._tuner.bind((X,), {}))
+        rung = nearest.Nearest(fn._tuner.rungs.layers)
+        known = rung.answer(call, Situation.of(call.call, environment.current()))
     assert known.config == {"n": 3}
 
 
@@ -245,7 +249,7 @@ def test_verify_measures_what_was_estimated_for_this_device_and_a_measured_resul
         "    return jax.lax.fori_loop(0, 50_000 // n**8, lambda i, y: jax.numpy.tanh(y), x)\n"
     )
     monkeypatch.chdir(tmp_path)
-    here = keyed(kernel()._resolver.bind((X,), {})).key.device
+    here = keyed(kernel()._tuner.bind((X,), {})).id.device
     target = dataclasses.replace(targets.find("TPU v6e"), device_kind=here)
     monkeypatch.setattr(targets, "usable", lambda name: target)
     monkeypatch.setattr(compile_check, "_compile_all", lambda *_, **__: checked(kernel(), target))

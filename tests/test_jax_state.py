@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 import quarantune
 from quarantune import jax_internals
+from quarantune.calls.key import keyed
 from quarantune.jax_internals.other_processes import answer_for_device
-from quarantune.resolve.call_key import keyed
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -29,7 +29,7 @@ X = np.arange(4, dtype=np.float32)
 
 
 def key_of(fn: quarantune.Autotuned, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    return dict(json.loads(keyed(fn._resolver.bind(args, kwargs)).key.text))
+    return dict(json.loads(keyed(fn._tuner.bind(args, kwargs)).id.key))
 
 
 @quarantune.autotune({"n": [1, 2]})

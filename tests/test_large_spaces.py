@@ -194,8 +194,8 @@ PROGRAM = """
 import functools, resource, sys, time
 import jax, jax.numpy as jnp
 import quarantune
-from quarantune.resolve.resolver import Resolver
-from quarantune.resolve.call_key import TunedFunction
+from quarantune.api.tuner import Tuner
+from quarantune.calls.call import TunedFunction
 
 def million(x):
     for i in range(1_000_000):

@@ -17,10 +17,11 @@ from helpers import python
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
+from quarantune.answers import nearest
+from quarantune.answers.answer import Situation
 from quarantune.cache import SCHEMA, Store, canonical_json
-from quarantune.resolve import similar
-from quarantune.resolve.call_key import keyed
-from quarantune.resolve.resolver import KnownResults
+from quarantune.calls.key import keyed
+from quarantune.tuning.starts import earlier_winners
 from quarantune.values import settings as environment
 from quarantune.values.describe import versions
 from quarantune.values.settings import Options, table_directory
@@ -38,23 +39,23 @@ def kernel(name: str = "scale", *, factor: int = 1, configs: Any = ({"n": 1}, {"
 
 
 def described(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    return keyed(fn._resolver.bind(args, kwargs))
+    return keyed(fn._tuner.bind(args, kwargs))
 
 
 def store_winner(directory: Path, fn: Any, n: int, *args: Any, key: str | None = None, **fields: Any) -> None:
     """Puts an entry into a directory, as tuning for this call would."""
-    from quarantune.resolve.call_key import space_of
+    from quarantune.calls.call import space_of
 
     call = described(fn, *args)
     entry = {
         "config": {"n": n},
         "time_ms": 1.0,
         "key_values": call.readable,
-        "fingerprint": fn._resolver.function.fingerprint.parts,
+        "fingerprint": fn.function.fingerprint.parts,
         "space": space_of(call.call.configs),
         "versions": versions(),
     }
-    Store(directory).put(fn.name, call.key.device, key or call.key.text, entry | fields)
+    Store(directory).put(fn.name, call.id.device, key or call.id.key, entry | fields)
 
 
 def on_path(*directories: Path, **others: Any) -> Any:
@@ -121,13 +122,12 @@ def test_an_entry_of_changed_code_is_a_seed_and_not_an_answer(tmp_path: Path) ->
     store_winner(tmp_path, kernel(factor=4), 7, X)
     store_winner(tmp_path, kernel(factor=5), 1, X[:4])
     fn = kernel()
-    known = KnownResults(fn._resolver.function)
+    layers = fn._tuner.rungs.layers
     with on_path(tmp_path):
         call = described(fn, X)
-        assert known.find(call, environment.current()) is None
-        assert similar.earlier_winners(call, known.entries(environment.current())) == [{"n": 2}], (
-            "once, in the space, of this call"
-        )
+        now = Situation.of(call.call, environment.current())
+        assert layers.measured(call, now) is None
+        assert earlier_winners(call, layers.entries(now)) == [{"n": 2}], "once, in the space, of this call"
 
 
 # --- the nearest entry --------------------------------------------------------------------------------------
@@ -155,16 +155,16 @@ def a_key(*shape: int, dtype: str = "float32", mode: str = "a") -> str:
     ],
 )
 def test_the_distance_of_two_calls_is_that_of_their_sizes(found: str, doublings: float | None) -> None:
-    away = similar.distance(found, a_key(64, 64))
+    away = nearest.distance(found, a_key(64, 64))
     assert (None if away is None else away[0]) == doublings
 
 
 def test_of_two_sizes_as_near_the_smaller_is_preferred() -> None:
-    smaller, larger = (similar.distance(a_key(size), a_key(64)) for size in (32, 128))
+    smaller, larger = (nearest.distance(a_key(size), a_key(64)) for size in (32, 128))
     assert smaller is not None
     assert larger is not None
     assert smaller < larger
-    above, below = (similar.distance(a_key(size), a_key(64)) for size in (65, 32))
+    above, below = (nearest.distance(a_key(size), a_key(64)) for size in (65, 32))
     assert above is not None
     assert below is not None
     assert above < below, "but the nearer one wins"
@@ -175,11 +175,11 @@ def test_whole_numbers_from_a_key_fn_are_sizes() -> None:
         canonical_json({"call": {"key_fn": {"m": m, "dtype": dtype}, "static": 4}, "code": "c"})
         for m, dtype in ((64, "f32"), (128, "f32"), (64, "f16"))
     )
-    away = similar.distance(near, wanted)
+    away = nearest.distance(near, wanted)
     assert away is not None
     assert away[0] == 1
-    assert similar.distance(other, wanted) is None
-    assert similar.distance(wanted.replace('"static":4', '"static":8'), wanted) is None
+    assert nearest.distance(other, wanted) is None
+    assert nearest.distance(wanted.replace('"static":4', '"static":8'), wanted) is None
 
 
 def test_the_nearest_entry_stands_in_with_one_warning_and_is_not_saved(
@@ -360,15 +360,17 @@ def test_a_package_answers_from_its_tables_without_writing_anything(tmp_path: Pa
     missed, seeds = run(
         place,
         """
-        from quarantune.resolve.call_key import keyed
-        from quarantune.resolve.similar import earlier_winners
+        from quarantune.answers.answer import Situation
+        from quarantune.calls.key import keyed
+        from quarantune.tuning.starts import earlier_winners
         from quarantune.values.settings import current
         try:
             double(x)
         except quarantune.CacheMissError as error:
             print(error)
-        resolver = double._resolver
-        seeds = earlier_winners(keyed(resolver.bind((x,), {})), resolver._known.entries(current()))
+        resolver = double._tuner
+        call = keyed(resolver.bind((x,), {}))
+        seeds = earlier_winners(call, resolver.rungs.layers.entries(Situation.of(call.call, current())))
         print(*seeds, negate.lookup(x))
         """,
         user,

@@ -32,14 +32,14 @@ from quarantune.cache import journal
 from quarantune.devices import discovery
 from quarantune.devices.discovery import Device
 from quarantune.measure import finals
-from quarantune.resolve import sweep_records
-from quarantune.resolve.sweep_records import ended_processes
 from quarantune.sweep import sweep
+from quarantune.sweep.ledger import Ledger
 from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
-from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
+from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.sweep.this_process import Watched
 from quarantune.transport import executable
-from quarantune.transport.problem import Problem
+from quarantune.tuning import claim_and_journal
+from quarantune.tuning.claim_and_journal import ended_processes
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options, current
 from quarantune.values.trial import Outcome, Route, Trial
@@ -349,7 +349,7 @@ def test_a_config_is_to_blame_once_two_processes_have_ended_while_it_ran() -> No
         ([lost, record(Outcome.OK), lost], 1),
     ):
         assert functools.reduce(ended_processes, records, 0) == ended, records
-    assert sweep_records._FATAL == 2
+    assert claim_and_journal._FATAL == 2
 
 
 @pytest.mark.slow
@@ -379,16 +379,16 @@ def holding_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[i
     monkeypatch.setattr(discovery, "devices_and_target", lambda *_: ([device], None))
 
     def run(configs: dict[int, Config], **more: Any) -> tuple[dict[int, Trial], Swept]:
-        trials: dict[int, Trial] = {}
         problem = Problem(
             fn=kernel.__wrapped__, name="zoo", args=(X,), kwargs={}, platform="tpu", device_kind="TPU v5 lite"
         )
         options = Options(ref_fn=None, compile_timeout=60)
-        limits, events = SweepLimits.of(options, current()), SweepEvents(on_trial=trials.__setitem__)
+        limits, ledger = SweepLimits.of(options, current()), Ledger()
         request = SweepRequest(
-            problem=problem, options=options, settings=current(), limits=limits, events=events, **more
+            problem=problem, options=options, settings=current(), limits=limits, ledger=ledger, **more
         )
-        return trials, sweep.run(request, configs)
+        swept = sweep.run(request, configs)
+        return dict(ledger.trials), swept
 
     return run
 

@@ -18,8 +18,8 @@ from helpers import isolated
 
 import quarantune
 from quarantune import AutoTuner, Outcome, Trial, TuningFailedError, TuningResult
+from quarantune.calls.call import TunedFunction
 from quarantune.measure import clocks, finals
-from quarantune.resolve.call_key import TunedFunction
 from quarantune.search import log_time
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,28 @@ import numpy as np
 import pytest
 from helpers import python
 
-from quarantune.transport import problem
+from quarantune.calls.call import BoundCall, TunedFunction
+from quarantune.calls.key import keyed
+from quarantune.devices import discovery
+from quarantune.functions.binding import arguments_of, check_complete
+from quarantune.functions.description import as_structs, describe_arguments
 from quarantune.values import describe
+from quarantune.values.settings import Options
+
+
+def describe_call(
+    signature: inspect.Signature,
+    static: Collection[str],
+    tunables: Collection[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_jitted: bool = True,
+) -> dict[str, Any]:
+    bound = signature.bind_partial(*args, **kwargs)
+    check_complete(bound, tunables)
+    values = {name: value for name, value in arguments_of(bound).items() if name not in tunables}
+    return describe_arguments(values, static, is_jitted=is_jitted)
 
 
 def _kernel(a: Any, b: Any = None, transpose: bool = False, BM: int = 32, BN: int = 32) -> None:
@@ -33,12 +53,12 @@ def _kernel(a: Any, b: Any = None, transpose: bool = False, BM: int = 32, BN: in
 SIGNATURE = inspect.signature(_kernel)
 
 
-def _describe(*args: Any, static: tuple[str, ...] = ("transpose",), **kwargs: Any) -> problem.CallDescription:
-    return problem.describe_call(SIGNATURE, static, ("BM", "BN"), args, kwargs)
+def _describe(*args: Any, static: tuple[str, ...] = ("transpose",), **kwargs: Any) -> dict[str, Any]:
+    return describe_call(SIGNATURE, static, ("BM", "BN"), args, kwargs)
 
 
 def _values(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    values = _describe(*args, **kwargs).key_values
+    values = _describe(*args, **kwargs)
     json.dumps(values, allow_nan=False)
     return values
 
@@ -76,7 +96,7 @@ def test_a_numpy_array_counts_as_the_jax_array_it_becomes() -> None:
 def _plainly(*args: Any) -> str:
     """Returns the description of a call of a function that is not jitted."""
     signature = inspect.signature(lambda *args: None)
-    return json.dumps(problem.describe_call(signature, (), (), args, {}, is_jitted=False).key_values, allow_nan=False)
+    return json.dumps(describe_call(signature, (), (), args, {}, is_jitted=False), allow_nan=False)
 
 
 @pytest.mark.parametrize("dtypes", [("float64", "float32"), ("int64", "int32"), ("complex128", "complex64")])
@@ -183,7 +203,7 @@ def test_var_arguments_are_described() -> None:
     def kernel(*arrays: Any, BM: int = 2, **options: Any) -> None: ...
 
     def values(*args: Any, **kwargs: Any) -> Any:
-        return problem.describe_call(inspect.signature(kernel), (), ("BM",), args, kwargs).key_values
+        return describe_call(inspect.signature(kernel), (), ("BM",), args, kwargs)
 
     a, b = jnp.ones(2), jnp.ones(3)
     assert values(a, b) != values(b, a)
@@ -195,7 +215,7 @@ def test_a_keyword_with_the_name_of_a_positional_parameter_does_not_hide_it() ->
     def kernel(x: Any, /, *rest: Any, **options: Any) -> None: ...
 
     def values(*args: Any, **kwargs: Any) -> Any:
-        return problem.describe_call(inspect.signature(kernel), (), (), args, kwargs).key_values
+        return describe_call(inspect.signature(kernel), (), (), args, kwargs)
 
     a, b = jnp.ones(2), jnp.ones(3)
     calls = [values(a, x=b), values(b, x=a), values(a, x=a), values(a), values(a, b, rest=a), values(a, rest=a)]
@@ -207,7 +227,7 @@ def test_static_arguments_in_var_keywords_count_by_value() -> None:
 
     def values(**kwargs: Any) -> Any:
         signature = inspect.signature(kernel)
-        return problem.describe_call(signature, ("mode",), (), (jnp.ones(2),), kwargs).key_values
+        return describe_call(signature, ("mode",), (), (jnp.ones(2),), kwargs)
 
     assert values(mode=1) != values(mode=2)
     assert values(scale=1) == values(scale=2)
@@ -215,9 +235,11 @@ def test_static_arguments_in_var_keywords_count_by_value() -> None:
 
 def test_tunables_passed_by_hand_are_reported_and_left_out() -> None:
     a = jnp.ones(3)
-    assert _describe(a).tunables_given == frozenset()
-    assert _describe(a, BM=16).tunables_given == {"BM"}
-    assert _describe(a, None, False, 16, BN=8).tunables_given == {"BM", "BN"}
+    fn = jax.jit(_kernel, static_argnames=["transpose", "BM", "BN"])
+    function = TunedFunction.of(fn, [{"BM": 1, "BN": 2}], Options())
+    assert BoundCall(function, (a,), {}).given == frozenset()
+    assert BoundCall(function, (a,), {"BM": 16}).given == {"BM"}
+    assert BoundCall(function, (a, None, False, 16), {"BN": 8}).given == {"BM", "BN"}
     assert _values(a, BM=16) == _values(a)
 
 
@@ -226,7 +248,7 @@ def test_a_call_that_does_not_fit_the_signature_is_a_type_error() -> None:
         _describe(jnp.ones(3), c=1)
 
 
-def test_tracers_are_detected_and_described_as_arrays() -> None:
+def test_tracers_are_described_as_arrays() -> None:
     seen = []
 
     @jax.jit
@@ -236,17 +258,17 @@ def test_tracers_are_detected_and_described_as_arrays() -> None:
         return a
 
     outer(jnp.ones((5, 3)))
-    whole, row = seen
-    assert whole.has_tracers
-    assert row.has_tracers
-    assert row.key_values["a"] == {"shape": [3], "dtype": "float32"}
-    assert whole.platform is None
-    assert not _describe(jnp.ones(3)).has_tracers
+    assert seen == [_describe({"x": jnp.ones((5, 3))}), _describe(jnp.ones(3))]
 
 
-def test_the_platform_is_that_of_the_concrete_jax_arrays() -> None:
-    assert _describe({"x": jnp.ones(3)}, np.ones(3)).platform == "cpu"
-    assert _describe(np.ones(3), 1.0).platform is None
+def test_the_platform_is_that_of_the_concrete_jax_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    here = discovery.platform_and_kind
+    monkeypatch.setattr(discovery, "platform_and_kind", lambda platform: asked.append(platform) or here(platform))
+    function = TunedFunction.of(jax.jit(_kernel, static_argnames=["BM"]), [{"BM": 1}], Options())
+    keyed(BoundCall(function, ({"x": jnp.ones(3)}, np.ones(3)), {}))
+    keyed(BoundCall(function, (np.ones(3), 1.0), {}))
+    assert asked == ["cpu", None]
 
 
 class _Mode(enum.Enum):
@@ -441,7 +463,8 @@ def test_an_object_that_holds_itself_can_be_described() -> None:
 def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
     path = tmp_path / "describe.py"
     path.write_text(
-        "import dataclasses, enum, inspect, json, jax\nfrom quarantune.transport import problem\n"
+        "import dataclasses, enum, inspect, json, jax\n"
+        "from quarantune.functions.description import describe_arguments\n"
         "from quarantune.values import describe\n"
         "class Mode(enum.Enum):\n    UP = 1\n"
         "@dataclasses.dataclass(frozen=True)\nclass Options:\n    mode: Mode\n    names: frozenset\n"
@@ -454,8 +477,7 @@ def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
         "values = [Options(Mode.UP, frozenset('abcdef')), lambda a: a + 1, slots, {'b': 1, 'a': (2, 3)}]\n"
         "values += [lambda a: a in {'x', 'y', 'z', ('u', 1)}, jax.grad(lambda a: a in {'x', 'y', 'z'})]\n"
         "print(json.dumps([describe.describe_static(value) for value in values]))\n"
-        "signature = inspect.signature(lambda a: a)\n"
-        "print(problem.describe_call(signature, (), (), ([Node()],), {}).key_values)\n"
+        "print(describe_arguments({'a': [Node()]}, ()))\n"
     )
     one, other = (python(path, PYTHONHASHSEED=seed, JAX_PLATFORMS="cpu") for seed in ("1", "2"))
     assert one == other
@@ -463,7 +485,7 @@ def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
 
 def test_as_structs_replaces_arrays_alone() -> None:
     options = _Options(3)
-    args, kwargs = problem.as_structs((np.ones((2, 3)), 2.5, options), {"b": {"x": jnp.full((3,), 1.0), "n": 1}})
+    args, kwargs = as_structs((np.ones((2, 3)), 2.5, options), {"b": {"x": jnp.full((3,), 1.0), "n": 1}})
     assert args[0] == jax.ShapeDtypeStruct((2, 3), jnp.float32)
     assert args[1:] == (2.5, options)
     assert kwargs == {"b": {"x": jax.ShapeDtypeStruct((3,), jnp.float32, weak_type=True), "n": 1}}
@@ -473,11 +495,11 @@ def test_as_structs_replaces_arrays_alone() -> None:
 SHARDED = """
 import inspect, json
 import jax, jax.numpy as jnp
-from quarantune.transport import problem
+from quarantune.functions.description import describe_arguments
 from quarantune.values import describe
 
 def values(a):
-    return problem.describe_call(inspect.signature(lambda a: a), (), (), (a,), {}).key_values["a"]
+    return describe_arguments({"a": a}, ())["a"]
 
 found = {}
 auto = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -26,9 +26,9 @@ from terminals import Recording, record
 from terminals import python as program_of
 
 import quarantune
-from quarantune.resolve import tuning_job
 from quarantune.results import progress as display
 from quarantune.results.progress import Progress
+from quarantune.tuning import job as tuning_job
 from quarantune.values.texts import array_text
 from quarantune.values.trial import READY, Findings, Outcome, Trial
 

@@ -19,12 +19,14 @@ from helpers import child_environ
 
 import quarantune
 from quarantune import jax_internals
+from quarantune.answers import ranks
+from quarantune.answers.answer import Answer, Origin, Situation
+from quarantune.answers.layers import open_store
 from quarantune.cache.journal import read
-from quarantune.resolve import ranks
-from quarantune.resolve.call_key import keyed, space_of
-from quarantune.resolve.call_results import call_result
-from quarantune.resolve.resolver import Known, open_store
+from quarantune.calls.call import space_of
+from quarantune.calls.key import keyed
 from quarantune.results import progress
+from quarantune.tuning.outcome import call_result
 from quarantune.values import settings as environment
 from quarantune.values.trial import Findings
 
@@ -216,10 +218,10 @@ def test_without_a_config_or_a_tuner_the_ranks_share_a_near_config(
 ) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", 0.0)
     autotuner = tuner()
-    described = keyed(autotuner._resolver.bind((np.zeros(8),), {}))
+    described = keyed(autotuner._tuner.bind((np.zeros(8),), {}))
     space = space_of(described.call.configs)
     entry = {"config": {"n": 2}, "time_ms": 1.0, "key_values": described.readable, "space": space}
-    open_store(environment.current()).put("one of two", described.key.device, described.key.text, entry)
+    open_store(environment.current()).put("one of two", described.id.device, described.id.key, entry)
     with quarantune.settings(on_miss="nearest"), pytest.warns(quarantune.CacheWarning):
         result = autotuner.run(np.zeros(16))
     assert (result.best_config, result.from_cache) == ({"n": 2}, "nearest")
@@ -229,13 +231,13 @@ def test_without_a_config_or_a_tuner_the_ranks_share_a_near_config(
 def test_a_later_result_of_a_rank_does_not_change_the_answer(
     one_of_two: Client, caplog: pytest.LogCaptureFixture, no_process: None
 ) -> None:
-    resolver = tuner()._resolver
+    resolver = tuner()._tuner
     described, settings = keyed(resolver.bind((1,), {})), environment.current()
     with caplog.at_level("INFO", logger="quarantune"):
         for n in (1, 2):
             found = call_result(described, {"n": n}, Findings(1.0, None))
-            agreed = resolver._compare(described, settings, found=found)
-            assert isinstance(agreed, Known)
+            answer = Answer(Origin.MEASURED, {"n": n}, found.findings.to_json(), result=found)
+            agreed = resolver.rungs.ranks.compare(described, Situation.of(described.call, settings), answer)
             assert agreed.config == {"n": 1}
     assert resolver.lookup(resolver.bind((1,), {})) == {"n": 1}
     assert caplog.messages == [
@@ -248,7 +250,7 @@ def test_a_look_up_leaves_no_progress_on_the_screen(one_of_two: Client, no_proce
     def shown() -> list[Any]:
         return [sweep for screen in progress._shared.values() for sweep in screen.sweeps]
 
-    resolver, before = tuner()._resolver, shown()
+    resolver, before = tuner()._tuner, shown()
     with quarantune.settings(progress=True):
         assert resolver.lookup(resolver.bind((1,), {})) is None
     assert shown() == before
@@ -293,7 +295,7 @@ def test_ranks_wait_for_the_longest_sweep_that_limits_and_budgets_allow() -> Non
     def deadline_s(count: int, **options: Any) -> float:
         configs = [{"n": n} for n in range(count)]
         autotuner = quarantune.AutoTuner(lambda x, n: x, configs, name="n", compile_timeout=100, timeout=10, **options)
-        resolver = autotuner._resolver
+        resolver = autotuner._tuner
         with quarantune.settings(cpu_count=1):
             return ranks._deadline_s(keyed(resolver.bind((1,), {})), environment.current())
 

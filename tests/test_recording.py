@@ -25,10 +25,11 @@ from helpers import python, run_python
 
 import quarantune
 from quarantune import cli
+from quarantune.answers import recording as recorded
 from quarantune.cache import CacheWarning
 from quarantune.cache.journal import Journal
-from quarantune.resolve import recorded
-from quarantune.resolve.call_key import BoundCall, keyed
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import keyed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*recorded, to be tuned later", "ignore:.*ON_MISS=nearest")
 
@@ -48,10 +49,10 @@ def plus(name: str, **options: Any) -> Any:
 
 def save(function: Any, x: Any, n: int) -> None:
     """Saves a config for a call."""
-    now = keyed(BoundCall(function._resolver.function, (x,), {}))
+    now = keyed(BoundCall(function.function, (x,), {}))
     values = {"key_values": now.readable, "space": now.call.space}
     quarantune.cache.Store(quarantune.TuningCache().directory).put(
-        function.name, now.key.device, now.key.text, {"config": {"n": n}, **values}
+        function.name, now.id.device, now.id.key, {"config": {"n": n}, **values}
     )
 
 
@@ -88,7 +89,7 @@ def test_a_call_without_a_result_is_recorded_once_and_not_tuned(
     assert eager.function == f"{__name__}:plus.<locals>.add"
     assert eager.arguments == {"x": {"shape": [8], "dtype": "float32"}, "mode": "up"}
     assert (inside.arguments["mode"], inside.count) == ("down", 5 if on_miss == "error" else 1)
-    assert inside.device == eager.device == keyed(BoundCall(known._resolver.function, (X,), {})).key.device
+    assert inside.device == eager.device == keyed(BoundCall(known.function, (X,), {})).id.device
 
 
 def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_path: Path) -> None:
@@ -116,9 +117,9 @@ def test_what_a_fork_meets_is_recorded_beside_its_parents(calls: Any) -> None:
     recorded._flush()
     context = multiprocessing.get_context("fork")
     # A fork of a process with a backend may hang in JAX: this one only writes down what is met.
-    described = keyed(BoundCall(add._resolver.function, (np.ones(3, np.float32),), {}))
+    described = keyed(BoundCall(add.function, (np.ones(3, np.float32),), {}))
     directory = Path(os.environ["QUARANTUNE_RECORD"])
-    child = context.Process(target=recorded.note, args=(described, add._resolver, directory))
+    child = context.Process(target=recorded.note, args=(described, add._tuner.result, directory))
     child.start()
     child.join(200)
     assert child.exitcode == 0

@@ -36,13 +36,13 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
 from quarantune import Outcome, Trial
+from quarantune.calls import given_inputs
 from quarantune.jax_internals.other_processes import compilation_cache_in_memory, executable_parts
 from quarantune.measure import finals
-from quarantune.resolve.tuning_job import CompilationSeeds
 from quarantune.sandbox import spool, template
-from quarantune.sweep import sweep_inputs
 from quarantune.sweep.request import Swept
 from quarantune.transport import payload, programs
+from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.values.configs import format_config
 from quarantune.values.settings import SUPPLIES, Tolerance
 from quarantune.worker.arguments import BenchOptions
@@ -643,7 +643,7 @@ EIGHTS = np.full(3, 8, np.float32)
 
 
 def given(*args: Any) -> Any:
-    return sweep_inputs.arguments(lambda *args: args, args, {}, "auto")[0][0]
+    return given_inputs.arguments(lambda *args: args, args, {}, "auto")[0][0]
 
 
 def test_blocks_of_inputs_nest_and_end_also_by_an_exception() -> None:
@@ -709,7 +709,7 @@ def test_inputs_of_another_mode_are_refused() -> None:
 
 
 def spelt(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    return sweep_inputs.arguments(fn, args, kwargs, "auto")
+    return given_inputs.arguments(fn, args, kwargs, "auto")
 
 
 @functools.partial(jax.jit, static_argnames=["n", "dtype", "do"])

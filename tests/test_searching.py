@@ -17,13 +17,13 @@ import pytest
 from scripted import GB, SLOTS, TARGET, Clock, FakeSandbox, compiles, for_config, measures, plan_for
 
 from quarantune import settings
-from quarantune.resolve.call_key import space_of
-from quarantune.resolve.call_results import more_thorough
-from quarantune.resolve.similar import difference
+from quarantune.calls.call import space_of
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
+from quarantune.tuning.outcome import more_thorough
+from quarantune.tuning.starts import difference
 from quarantune.values import settings as environment
 from quarantune.values.codec import text_of
 from quarantune.values.configs import Config

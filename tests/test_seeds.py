@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 
 import quarantune
 from quarantune import Outcome, metrics, spaces
-from quarantune.sweep import sweep_inputs
+from quarantune.calls import given_inputs
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -176,10 +176,10 @@ def test_tilelangs_inputs_may_be_set_as_one_list(form: Any) -> None:
     ones, twos = jnp.ones(4), jnp.full(4, 2.0)
     given = form([twos, twos])
     with quarantune.set_autotune_inputs(given):
-        spread, _ = sweep_inputs.arguments(jax.jit(lambda A, B: A + B), (ones, ones), {}, "auto")
-        whole, _ = sweep_inputs.arguments(jax.jit(lambda pair: pair[0] + pair[1]), (form([ones, ones]),), {}, "auto")
+        spread, _ = given_inputs.arguments(jax.jit(lambda A, B: A + B), (ones, ones), {}, "auto")
+        whole, _ = given_inputs.arguments(jax.jit(lambda pair: pair[0] + pair[1]), (form([ones, ones]),), {}, "auto")
         with pytest.raises(ValueError, match=r"gives for 'A' an array of float32\[4\] where the call has"):
-            sweep_inputs.arguments(jax.jit(lambda A, B: A + B), (jnp.ones(8), ones), {}, "auto")
+            given_inputs.arguments(jax.jit(lambda A, B: A + B), (jnp.ones(8), ones), {}, "auto")
     assert [float(array[0]) for array in spread] == [2, 2]
     assert [float(array[0]) for array in whole[0]] == [2, 2]
 

@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, AxisType
 from quarantune.devices.discovery import Device, cpu_device, grouped
 from quarantune.devices.leases import Lease
 from quarantune.sweep import sweep
+from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepEvents, SweepRequest
+from quarantune.sweep.request import SweepRequest
 from quarantune.transport import arrays
 from quarantune.values.settings import Options, current
 
@@ -245,10 +246,10 @@ def test_two_shardings_have_two_keys(run_script: Callable[..., None]) -> None:
     run_script(
         """
         import inspect
-        from quarantune.transport.problem import describe_call
+        from quarantune.functions.description import describe_arguments
 
         def key(a):
-            return str(describe_call(inspect.signature(lambda a: a), (), (), (a,), {}).key_values)
+            return str(describe_arguments({"a": a}, ()))
 
         auto = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
         explicit = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
@@ -406,10 +407,10 @@ def test_arguments_on_more_devices_than_a_trial_has_stop_the_sweep_early() -> No
     def never(*_: object) -> None:
         raise AssertionError("no trial was to be run")
 
-    limits, events = SweepLimits.of(Options(), current()), SweepEvents(on_trial=never, on_tick=never)
+    limits, ledger = SweepLimits.of(Options(), current()), Ledger(Listener(on_trial=never, on_tick=never))
     with pytest.raises(ValueError, match=r"wide: .* over 2 devices, and devices_per_trial=1: set devices_per_trial=2"):
         sweep.run(
-            SweepRequest(problem=problem, options=Options(), settings=current(), limits=limits, events=events), {0: {}}
+            SweepRequest(problem=problem, options=Options(), settings=current(), limits=limits, ledger=ledger), {0: {}}
         )
 
 

@@ -59,7 +59,7 @@ def kernel(x, place, good, n: int = 0):
 MEMBER = """
 import json, logging, os, signal, sys, threading, time
 import numpy as np
-from quarantune.resolve import sweep_records
+from quarantune.tuning import claim_and_journal
 from quarantune.cache import claims
 from quarantune.cache.journal import Journal
 from shared_kernel import kernel
@@ -87,7 +87,7 @@ def die(recorded, moment, delay_s, most):
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 logger = logging.getLogger("quarantune")
 logger.setLevel(logging.INFO)
-kernel._resolver  # what the first call imports
+kernel._tuner  # what the first call imports
 print("ready", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
@@ -95,8 +95,8 @@ for line in sys.stdin:
     handler = logging.FileHandler(order["log"])
     logger.addHandler(handler)
     if order["worst_case_s"] is not None:
-        sweep_records._HEARTBEAT_S = 0.1
-        sweep_records.SweepRecords._worst_case_s = lambda self: order["worst_case_s"]
+        claim_and_journal._HEARTBEAT_S = 0.1
+        claim_and_journal.ClaimAndJournal._worst_case_s = lambda self: order["worst_case_s"]
         claims._GRACE_S = 0.5
     if order["dies"] is not None:
         die(*order["dies"], len(order["good"]))

@@ -22,9 +22,10 @@ import pytest
 from helpers import python
 
 import quarantune
+from quarantune.answers import recording as recorded
 from quarantune.cache import Store
-from quarantune.resolve import recorded
-from quarantune.resolve.call_key import BoundCall, keyed
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import keyed
 
 ATTEMPTS = 3
 
@@ -120,7 +121,7 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
         import sys, time
         sys.path.insert(0, sys.argv[1])
         from warm_kernel import kernel
-        kernel._resolver  # what the first call imports
+        kernel._tuner  # what the first call imports
         from quarantune.values import settings as environment
         from quarantune.cache import Store
         started = time.process_time()  # as others may want the CPU, too
@@ -212,11 +213,12 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(
     ours = hit.imported
     optional = {"cli", "doctor", "engine", "measure", "scheduler", "search", "worker"}
     assert {name for name in ours if name.partition(".")[0] in optional} == set()
-    assert not ours & {f"resolve.{name}" for name in ("contextual_job", "engines", "ranks", "similar", "tuning_job")}
+    assert not {name for name in ours if name.startswith("tuning.")}
+    assert not ours & {f"answers.{name}" for name in ("assigned", "nearest", "ranks", "recording", "why_missed")}
     assert not ours & {f"api.{name}" for name in ("compile_check", "contextual", "tune_many", "tuning_cache")}
     assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep", "transport.pickling"))]
     assert len(ours) <= 28
-    recording = {"resolve.recorded", "cache.journal"}
+    recording = {"answers.recording", "cache.journal"}
     assert not recording & ours
     cached = {"QUARANTUNE_CACHE_DIR": str(program.with_name("cache"))}
     record = {"QUARANTUNE_RECORD": str(tmp_path / "recorded")}
@@ -238,7 +240,7 @@ def test_a_call_with_made_configs_whose_result_is_saved_imports_no_more(tmp_path
 
 @pytest.mark.slow
 def test_recording_a_new_call_costs_at_most_a_millisecond(tmp_path: Path) -> None:
-    described = [keyed(BoundCall(trivial(1)._resolver.function, (np.zeros(n, np.float32),), {})) for n in range(500)]
+    described = [keyed(BoundCall(trivial(1).function, (np.zeros(n, np.float32),), {})) for n in range(500)]
 
     def cpu_ms(calls: list[Any]) -> float:
         started = time.thread_time()

@@ -237,7 +237,7 @@ def test_tuning_works_with_an_unwritable_compilation_cache(kind: str, tmp_path: 
     script = f"""{KERNEL}
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from quarantune.resolve.tuning_job import CompilationSeeds
+from quarantune.tuning.reuse import CompilationSeeds
 add = CompilationSeeds.add
 def add_on_full_disk(self, compiled):
     assert compiled

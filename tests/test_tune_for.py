@@ -16,8 +16,8 @@ from helpers import isolated
 
 import quarantune
 from quarantune import Outcome, Trial, TuningFailedError, TuningResult
+from quarantune.api.tuner import Tuner
 from quarantune.cli import main
-from quarantune.resolve.resolver import Resolver
 
 SMALL, LARGE = jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
 TIMES: Mapping[int, Mapping[int, float | None]] = {
@@ -66,7 +66,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
             space_size=4,
         )
 
-    monkeypatch.setattr(Resolver, "tune", tune)
+    monkeypatch.setattr(Tuner, "tune", tune)
 
 
 @pytest.mark.usefixtures("scripted", "no_process")
@@ -107,7 +107,7 @@ def test_people_and_files_see_for_which_calls_a_config_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist sets 80
-    monkeypatch.setattr("quarantune.resolve.call_results.commit_of", lambda function: f"that of {function.__name__}")
+    monkeypatch.setattr("quarantune.tuning.outcome.commit_of", lambda function: f"that of {function.__name__}")
     result = scale().tune_for([(SMALL,), (LARGE,)])
     assert result.commit == "that of scale"
     assert main(["cache", "show", "scale"]) == 0
@@ -189,7 +189,7 @@ def test_a_searched_space_need_not_hold_the_defaults() -> None:
 
 
 def test_the_defaults_time_is_not_that_of_a_config_equal_to_them_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    def tune(self: Resolver, call: Any, **_: Any) -> TuningResult:
+    def tune(self: Tuner, call: Any, **_: Any) -> TuningResult:
         times = ((True, 5.0), (1, 3.0))
         trials = tuple(Trial(config={"n": n}, outcome=Outcome.OK, time_ms=ms) for n, ms in times)
         return TuningResult(
@@ -203,5 +203,5 @@ def test_the_defaults_time_is_not_that_of_a_config_equal_to_them_in_python(monke
             space_size=2,
         )
 
-    monkeypatch.setattr(Resolver, "tune", tune)
+    monkeypatch.setattr(Tuner, "tune", tune)
     assert scale().tune_for([(SMALL,), (LARGE,)]).default_time_ms == 3.0

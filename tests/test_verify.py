@@ -15,10 +15,12 @@ import pytest
 
 import quarantune
 from quarantune import Outcome, Trial, TuningFailedError, TuningResult
+from quarantune.api.tuner import Tuner
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import keyed
+from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
 from quarantune.cli import main
-from quarantune.resolve import verification
-from quarantune.resolve.call_key import BoundCall, keyed
-from quarantune.resolve.recorded import CannotRebuildError, rebuilt
+from quarantune.tuning import verification
 from quarantune.values import settings as environment
 
 X = np.arange(12, dtype=np.float32)
@@ -135,8 +137,8 @@ def test_entries_that_no_call_finds_are_not_measured(cache_dir: Path) -> None:
     code, listed, dropped, elsewhere = (chained(name) for name in ("code", "listed", "dropped", "elsewhere"))
     cache = quarantune.TuningCache(cache_dir)
     for function in (code, listed, dropped, elsewhere):
-        now = keyed(BoundCall(function._resolver.function, (X,), {}))
-        cache.put(function.name, now.key.text, now.key.device, {"n": 1})
+        now = keyed(BoundCall(function.function, (X,), {}))
+        cache.put(function.name, now.id.key, now.id.device, {"n": 1})
     edit(cache_dir, "code", lambda key, entry: ("", key.replace('"code":"', '"code":"0'), entry))
     edit(cache_dir, "dropped", lambda key, entry: ("", key, entry | {"config": {"n": 7}}))
     edit(cache_dir, "elsewhere", lambda key, entry: ("NVIDIA H200", key, entry))
@@ -157,9 +159,9 @@ def test_entries_that_no_call_finds_are_not_measured(cache_dir: Path) -> None:
 
 def saved_as(function: Any, cache_dir: Path, time_ms: float) -> quarantune.TuningCache:
     """Saves n=1 as the winner of a function, with a time."""
-    call = BoundCall(function._resolver.function, (X,), {})
-    cache, key = quarantune.TuningCache(cache_dir), keyed(call).key
-    cache.put(function.name, key.text, key.device, {"n": 1}, time_ms=time_ms)
+    call = BoundCall(function.function, (X,), {})
+    cache, key = quarantune.TuningCache(cache_dir), keyed(call).id
+    cache.put(function.name, key.key, key.device, {"n": 1}, time_ms=time_ms)
     edit(cache_dir, function.name, lambda key, entry: ("", key, entry | {"space": call.space}))
     return cache
 
@@ -246,7 +248,7 @@ def test_the_command_names_losses_by_table_and_exit_code_and_tunes_again(
             raise TuningFailedError("All 3 configs failed", trials=(), key="")
         return TuningResult(best_config={"n": 20_000}, time_ms=0.4, trials=(), key="", device="")
 
-    monkeypatch.setattr(verification.Resolver, "tune", tune)
+    monkeypatch.setattr(Tuner, "tune", tune)
     with quarantune.settings(cache_dir=cache_dir):
         assert main([*command, "--retune"]) == 1
         assert "tuning again failed: All 3 configs failed" in capsys.readouterr().out
@@ -281,7 +283,7 @@ def taking(*arrays: Any, tree: Any = None, scale: float = 1.0, mode: Any = None,
 
 def tuned(**options: Any) -> Any:
     jitted = jax.jit(taking, static_argnames=["mode", "n"])
-    return quarantune.autotune([{"n": 1}], name="taking", **options)(jitted)._resolver.function
+    return quarantune.autotune([{"n": 1}], name="taking", **options)(jitted).function
 
 
 @pytest.mark.parametrize(
@@ -297,9 +299,9 @@ def tuned(**options: Any) -> Any:
 )
 def test_arguments_made_from_a_key_have_that_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     function = tuned()
-    key = keyed(BoundCall(function, args, kwargs)).key
-    again = rebuilt(key.text, function)
-    assert keyed(BoundCall(function, *again)).key == key
+    key = keyed(BoundCall(function, args, kwargs)).id
+    again = rebuilt(key.key, function)
+    assert keyed(BoundCall(function, *again)).id == key
 
 
 @pytest.mark.parametrize(
@@ -315,9 +317,9 @@ def test_arguments_that_a_key_does_not_hold_are_named(
     kwargs: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     function = tuned(**options)
-    key = keyed(BoundCall(function, (X,), kwargs)).key
+    key = keyed(BoundCall(function, (X,), kwargs)).id
     with pytest.raises(CannotRebuildError, match=words):
-        rebuilt(key.text, function)
+        rebuilt(key.key, function)
 
 
 @pytest.mark.parametrize(

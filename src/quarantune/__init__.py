@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 from quarantune._version import __version__
 
 if TYPE_CHECKING:
+    from quarantune.answers.recording import RecordedCall as RecordedCall
+    from quarantune.answers.recording import calls_in as calls_in
+    from quarantune.answers.recording import recording as recording
     from quarantune.api.autotune import Autotuned as Autotuned
     from quarantune.api.autotune import AutoTuner as AutoTuner
     from quarantune.api.autotune import autotune as autotune
@@ -18,14 +21,12 @@ if TYPE_CHECKING:
     from quarantune.api.tuning_cache import TuningCache as TuningCache
     from quarantune.cache import CacheWarning as CacheWarning
     from quarantune.cache import CacheWriteError as CacheWriteError
+    from quarantune.calls.given_inputs import set_autotune_inputs as set_autotune_inputs
     from quarantune.devices.targets import Target as Target
     from quarantune.devices.targets import targets as targets
     from quarantune.metrics import KernelMetrics as KernelMetrics
     from quarantune.metrics import compute_elementwise_metrics as compute_elementwise_metrics
     from quarantune.metrics import compute_gemm_metrics as compute_gemm_metrics
-    from quarantune.resolve.recorded import RecordedCall as RecordedCall
-    from quarantune.resolve.recorded import calls_in as calls_in
-    from quarantune.resolve.recorded import recording as recording
     from quarantune.results.replay import ReplayResult as ReplayResult
     from quarantune.results.replay import replay as replay
     from quarantune.results.report import CompileReport as CompileReport
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from quarantune.spaces import filter_valid_configs as filter_valid_configs
     from quarantune.spaces import generate_configs as generate_configs
     from quarantune.spaces import get_default_config as get_default_config
-    from quarantune.sweep.sweep_inputs import set_autotune_inputs as set_autotune_inputs
     from quarantune.values.settings import Search as Search
     from quarantune.values.settings import settings as settings
     from quarantune.values.space import grid as grid
@@ -59,13 +59,13 @@ _NAMES = {
     "cache": ("CacheWarning", "CacheWriteError"),
     "devices.targets": ("Target", "targets"),
     "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
-    "resolve.recorded": ("RecordedCall", "calls_in", "recording"),
+    "answers.recording": ("RecordedCall", "calls_in", "recording"),
     "results.replay": ("ReplayResult", "replay"),
     "results.report": ("CompileReport",),
     "results.result": ("ContextualResult", "KernelChoice", "TuningResult"),
     "results.saved_files": ("SavedResultError",),
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
-    "sweep.sweep_inputs": ("set_autotune_inputs",),
+    "calls.given_inputs": ("set_autotune_inputs",),
     "values.settings": ("Search", "settings"),
     "values.space": ("grid",),
     "values.trial": (

@@ -10,33 +10,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quarantune.api.autotune import Autotuned, AutoTuner, Tuned
-from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
-from quarantune.resolve.recorded import RecordedCall
-from quarantune.resolve.resolver import keyed_for_engine
+from quarantune.answers.recording import RecordedCall
+from quarantune.api.autotune import Autotuned, AutoTuner
+from quarantune.api.tuned import Tuned
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import keyed_to_tune
+from quarantune.engine.place import place_of
 from quarantune.sweep import sweep
+from quarantune.sweep.ledger import Ledger
 from quarantune.sweep.limits import Isolation, SweepLimits
-from quarantune.sweep.request import SweepEvents, SweepRequest
+from quarantune.sweep.request import Problem, SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Trial
 
 
-def function_of(tuned: Tuned) -> TunedFunction:
-    """Returns a function with its configs and options."""
-    return tuned._resolver.function
-
-
 def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a result is remembered for a call on the devices that would tune it, and is thorough enough."""
-    return tuned._resolver.is_known(tuned._resolver.bind(args, kwargs))
+    return tuned._tuner.is_known(tuned._tuner.bind(args, kwargs))
 
 
 def is_same(recorded: RecordedCall, tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a call that was made again from its record has the key of that call."""
-    described = keyed_for_engine(tuned._resolver.bind(args, kwargs), environment.current())
-    return RecordedCall.of(described).identity == recorded.identity
+    device = place_of(environment.current()).device()
+    return RecordedCall.of(keyed_to_tune(tuned._tuner.bind(args, kwargs), device)).identity == recorded.identity
 
 
 def run_alone(
@@ -55,8 +53,8 @@ def run_alone(
     Raises:
         TypeError, ValueError: the function cannot take the call or the config.
     """
-    call = _with_config(BoundCall(tuned._resolver.function, args, kwargs), raw)
-    trials: dict[int, Trial] = {}
+    call = _with_config(BoundCall(tuned.function, args, kwargs), raw)
+    ledger = Ledger()
     with (
         tempfile.TemporaryDirectory(prefix="quarantune-run-") as logs,
         environment.settings(log_dir=logs, disable_cache=True),
@@ -67,20 +65,20 @@ def run_alone(
         aside: Any = contextlib.nullcontext() if is_here else contextlib.redirect_stdout(io.StringIO())
         with aside:
             request = SweepRequest(
-                problem=keyed_to_tune(call).problem(),
+                problem=Problem.of(keyed_to_tune(call)),
                 options=options,
                 settings=settings,
                 limits=SweepLimits.of(options, settings),
-                events=SweepEvents(on_trial=trials.__setitem__),
+                ledger=ledger,
                 has_final=False,
             )
             swept = sweep.run(request, {0: call.configs[0]})
-        trial = trials[0]
+        trial = ledger.trials[0]
         # The file begins with the config and the message.
         files = Path(logs).glob("*/*-0000.log")
         kept = [file.read_text("utf-8").split("\n", 2 + trial.message.count("\n"))[-1] for file in files]
     return dataclasses.replace(
-        trial, log_tail="".join(kept) or trial.log_tail, message=trial.message or swept.complaint
+        trial, ended_s=None, log_tail="".join(kept) or trial.log_tail, message=trial.message or swept.complaint
     )
 
 
@@ -92,4 +90,4 @@ def _with_config(call: BoundCall, raw: JsonObject) -> BoundCall:
         raise ValueError(f"{function.name} has no tunable {unknown!r}.{near}")
     options: Any = vars(function.options) | {"name": function.name}
     alone = AutoTuner(function.fn, [call.find(raw) or raw], **options)
-    return BoundCall(alone._resolver.function, call.args, call.kwargs)
+    return BoundCall(alone.function, call.args, call.kwargs)

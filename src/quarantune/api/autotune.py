@@ -27,16 +27,11 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.api.tuned import Tuned
+from quarantune.api.tuner import Tuner
+from quarantune.calls.call import TunedFunction
+from quarantune.functions.binding import assignment_in_force, bind_config, jitted_with, register_kernel, split_config
 from quarantune.host.process import hide_own_frames, module_name, own_frames_hidden
-from quarantune.resolve.call_key import TunedFunction
-from quarantune.resolve.resolver import Resolver
-from quarantune.transport.problem import (
-    assignment_in_force,
-    bind_config,
-    jitted_with,
-    register_kernel,
-    split_config,
-)
 from quarantune.values.configs import Config, MadeConfigs, as_given
 from quarantune.values.settings import OptionKeywords, Options, checked_options, forget_choices, on_forgetting, settings
 from quarantune.values.space import Space
@@ -124,32 +119,6 @@ jit = cast("_Jit", jax.jit)
 """`jax.jit` itself. Under this name, type checkers and editors see the function's own signature."""
 
 
-class Tuned:
-    """A function with a tuner."""
-
-    _resolver: Resolver
-
-    def forget(self, of: Which | None = None) -> None:
-        """Clears the choices remembered for earlier calls, if there are any; as `forget_choices`."""
-
-    def result(self, call: tuple[tuple[Any, ...], Mapping[str, Any]], *, anew: bool = False) -> TuningResult:
-        """Returns the result for a call; for `tune_many` and the command line.
-
-        Args:
-            call: its positional and its keyword arguments.
-            anew: whether to tune even if a result is cached.
-
-        Raises:
-            TuningFailedError: every config failed.
-            TypeError: the function does not take these arguments.
-        """
-        try:
-            bound = self._resolver.bind(*call)
-            return self._resolver.tune(bound) if anew else self._resolver.result(bound)
-        finally:
-            self.forget()
-
-
 class TunedCallable(Tuned, Generic[_P, _R]):
     """A tuned function that is called like the function itself; in the body of a class, it becomes a method."""
 
@@ -188,7 +157,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             with own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
-                return self._resolver.tune(self._resolver.bind(args, kwargs), resume=resume)
+                return self._tuner.tune(self._tuner.bind(args, kwargs), resume=resume)
         finally:
             self.forget()
 
@@ -230,7 +199,7 @@ class Autotuned(TunedCallable[_P, _R]):
         self._configs = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
         super().__init__(fn, signature, options.name or f"{module_name(fn)}.{label}", options)
         options = dataclasses.replace(options, name=self.name)
-        self._resolver = Resolver(TunedFunction.of(fn, self._configs, options, need_defaults=True))
+        self._tuner = Tuner(TunedFunction.of(fn, self._configs, options, need_defaults=True))
         register_kernel(self)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -310,17 +279,17 @@ class Autotuned(TunedCallable[_P, _R]):
             TypeError: a call is none, or sets a tunable by hand.
             ValueError: the calls do not share a key, or an argument is not valid.
         """
-        from quarantune.api.tune_many import tune_for  # cached calls do not need it
+        from quarantune.api.tune_for import tune_for  # cached calls do not need it
 
         try:
             with own_frames_hidden():
-                return tune_for(self._resolver, calls, weights, by)
+                return tune_for(self._tuner, calls, weights, by)
         finally:
             self.forget()
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
-        config = self._resolver.lookup(self._resolver.bind(args, kwargs))
+        config = self._tuner.lookup(self._tuner.bind(args, kwargs))
         return None if config is None else as_given(config)
 
     def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -343,8 +312,8 @@ class Autotuned(TunedCallable[_P, _R]):
         The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does, because JAX
         keeps its trace for the calls that follow.
         """
-        call = self._resolver.bind(args, kwargs)
-        config = {} if call.given else self._resolver.lookup(call)
+        call = self._tuner.bind(args, kwargs)
+        config = {} if call.given else self._tuner.lookup(call)
         keywords, _ = split_config(self.__wrapped__, config or {})
         jitted: Any = self.__wrapped__
         return jitted.eval_shape(*args, **kwargs, **keywords)
@@ -366,8 +335,8 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""
-        call = self._resolver.bind(args, kwargs)
-        return {} if call.given else self._resolver.config(call) or {}
+        call = self._tuner.bind(args, kwargs)
+        return {} if call.given else self._tuner.choice(call).config or {}
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         memo: Memo[Callable[..., _R]] = self._memo
@@ -376,17 +345,17 @@ class Autotuned(TunedCallable[_P, _R]):
         if key is not None and (bound := memo.get(place)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
-        call = self._resolver.bind(args, kwargs)
+        call = self._tuner.bind(args, kwargs)
         config: Config = {}
         if call.given:
             bound = self.__wrapped__
         else:
-            chosen, is_settled = self._resolver.choice(call)
-            if chosen is None:
+            answer = self._tuner.choice(call)
+            if answer.config is None:
                 return self.__wrapped__(*args, **kwargs)
-            config = chosen
+            config = answer.config
             bound = bind_config(self.__wrapped__, config)
-            if not is_settled:
+            if not answer.lasts:
                 return bound(*args, **kwargs)
             if key is None and not self._options.time_grad:
                 from quarantune.transport import differentiation  # calls outside a trace do not need it
@@ -395,7 +364,7 @@ class Autotuned(TunedCallable[_P, _R]):
         if key is not None:
             remember(memo, place, bound)
             self._keep_ready(context, args, kwargs, bound)
-        with self._resolver.seeding_compilation(config, args, kwargs):
+        with self._tuner.seeding_compilation(config, args, kwargs):
             return bound(*args, **kwargs)
 
     def _keep_ready(
@@ -468,7 +437,7 @@ class AutoTuner(Tuned):
         **options: Unpack[OptionKeywords],
     ) -> None:
         function = TunedFunction.of(fn, configs, checked_options("AutoTuner", options))
-        self._resolver = Resolver(function, on_phase=on_progress)
+        self._tuner = Tuner(function, on_phase=on_progress)
 
     def run(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Returns the result for these arguments, from the cache or by tuning now.
@@ -483,9 +452,9 @@ class AutoTuner(Tuned):
             EngineError: the executor could not run the sweep.
             CacheMissError: nothing is cached and `ON_MISS` is `error`.
         """
-        with own_frames_hidden(), on_engine(self._resolver.function.signature, kwargs) as (kwargs, resume):
-            call = self._resolver.bind(args, kwargs)
-            return self._resolver.tune(call, resume=True) if resume else self._resolver.result(call)
+        with own_frames_hidden(), on_engine(self._tuner.function.signature, kwargs) as (kwargs, resume):
+            call = self._tuner.bind(args, kwargs)
+            return self._tuner.tune(call, resume=True) if resume else self._tuner.result(call)
 
 
 def remember(memo: dict[Any, _T], key: Hashable, choice: _T) -> None:

@@ -10,23 +10,26 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from quarantune.answers.layers import open_store
 from quarantune.api.autotune import Autotuned
+from quarantune.calls.call import BoundCall, TunedFunction
+from quarantune.calls.key import keyed_to_tune
 from quarantune.devices import targets
 from quarantune.devices.targets import Target
+from quarantune.engine.place import Here, place_of
+from quarantune.functions.binding import Arguments, bind_config, describe_function, fitted
+from quarantune.functions.description import as_structs
 from quarantune.host.process import cache_name
-from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed_to_tune
-from quarantune.resolve.call_results import entry_for, findings_now, more_thorough
-from quarantune.resolve.resolver import open_store
-from quarantune.resolve.sweep_records import CompileFailures, note_check
-from quarantune.resolve.tuning_job import check_outside
 from quarantune.results.compiled_winner import Winner
 from quarantune.results.progress import Progress
 from quarantune.results.report import CompileReport
-from quarantune.sweep import sweep
+from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
+from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.transport.executable import from_data
-from quarantune.transport.problem import Arguments, as_structs, bind_config, describe_function, fitted
+from quarantune.tuning.compile_verdicts import CompileVerdicts, note_check
+from quarantune.tuning.job import check_outside
+from quarantune.tuning.outcome import entry_for, findings_now, more_thorough
 from quarantune.values import settings as environment
 from quarantune.values.codec import text_of
 from quarantune.values.configs import MOST_CONFIGS, Config, MadeConfigs, checked_config, configs_made_by, format_config
@@ -170,12 +173,13 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
     best = report.ranked[0]
     if best.figures is None or best.figures.estimate is None:
         return None
-    described, settings = keyed_to_tune(call, report.target), environment.current()
+    described = keyed_to_tune(call, report.target)
     searched = Searched(ESTIMATED, len(report.compiled), call.configs.size)
     findings = findings_now(call, math.nan, report.trials, searched)
     entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
     entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
-    open_store(settings).merge(call.name, {described.key.device: {described.key.text: entry}}, prefer=more_thorough)
+    contents = {described.id.device: {described.id.key: entry}}
+    open_store(environment.current()).merge(call.name, contents, prefer=more_thorough)
     return best.config
 
 
@@ -208,45 +212,40 @@ def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | N
     check_outside(call)
     described, settings = keyed_to_tune(call, target), environment.current()
     limits = SweepLimits.of(call.function.options, settings, num_workers=num_workers)
-    failures = CompileFailures(described, settings.cache_dir, limits, also=settings.cache_path)
-    trials = {index: pruned_trial(call.configs[index]) for index in call.pruned}
-    left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
+    verdicts = CompileVerdicts(described, limits, settings.cache_dir, *settings.cache_path)
+    pruned = {index: pruned_trial(call.configs[index]) for index in call.pruned}
+    left = {index: call.configs[index] for index in call.configs.listed() if index not in pruned}
     known: dict[int, Trial] = {}
     if target is not None and not (again or settings.disable_cache):
-        verdicts = failures.known(with_compiled=True)
-        found = ((index, verdicts.get(text_of(config))) for index, config in left.items())
+        earlier = verdicts.known(with_compiled=True)
+        found = ((index, earlier.get(text_of(config))) for index, config in left.items())
         known = {index: trial for index, trial in found if trial is not None and _is_answer(trial, target)}
-    trials |= {index: dataclasses.replace(trial, config=left.pop(index)) for index, trial in known.items()}
+    known = {index: dataclasses.replace(trial, config=left.pop(index)) for index, trial in known.items()}
     label = described.label if target is None else f"{described.label} for {target.name}"
     config_of = call.configs.__getitem__
     with Progress(label, len(left), shown=settings.progress, config_of=config_of, is_timed=False) as progress:
 
-        def on_trial(index: int, trial: Trial) -> None:
-            trials[index] = trial
+        def note(index: int, trial: Trial) -> None:
             if not settings.disable_cache:
-                note_check(failures, trial)
+                note_check(verdicts, dataclasses.replace(trial, ended_s=None))
             progress.step(trial)
 
+        ledger = Ledger(Listener(on_trial=note, on_phase=progress.enter), trials=pruned | known)
         request = SweepRequest(
-            problem=described.problem(),
+            problem=Problem.of(described),
             options=call.function.options,
             settings=settings,
             limits=limits,
-            events=SweepEvents(on_trial=on_trial, on_phase=progress.enter),
+            ledger=ledger,
             target=target,
             compile_only=target is None,
         )
-        run: Callable[..., Swept] = sweep.run
-        if target is not None and settings.executor is not None:
-            from quarantune.engine import distributed
-
-            run = distributed.run
         swept = Swept()
         if left:
-            swept = run(request, left)
+            swept = (Here() if target is None else place_of(settings)).run(request, left)
             progress.conclude_compiling()
-    ordered = tuple(trials[index] for index in range(len(call.configs)))
-    return _AllTrials(ordered, swept.executables, described.key.text, len(known))
+    ordered = tuple(dataclasses.replace(ledger.trials[index], ended_s=None) for index in range(len(call.configs)))
+    return _AllTrials(ordered, swept.executables, described.id.key, len(known))
 
 
 def _is_answer(trial: Trial, target: Target) -> bool:

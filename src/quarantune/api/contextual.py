@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from quarantune.api.autotune import Autotuned, TunedCallable, memo_key, read_context, remember
+from quarantune.api.tuner import Tuner
+from quarantune.functions.binding import assignment_in_force, describe_function
 from quarantune.host.process import cache_name, lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
-from quarantune.transport.problem import assignment_in_force, describe_function
 from quarantune.values.codec import is_whole
 from quarantune.values.configs import Config
 from quarantune.values.settings import ContextualKeywords, Options, checked_options, unwrapped
 
 if TYPE_CHECKING:
-    from quarantune.resolve.contextual_job import ContextualFunction
-    from quarantune.resolve.resolver import Resolver
+    from quarantune.tuning.contextual import ContextualFunction
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -102,37 +102,37 @@ class Contextual(TunedCallable[_P, _R]):
         super().__init__(fn, signature, options.name or cache_name(fn), options)
 
     @lazy
-    def _resolver(self) -> Resolver:
-        from quarantune.resolve.contextual_job import ContextualFunction
+    def _tuner(self) -> Tuner:
+        from quarantune.tuning.contextual import ContextualFunction, ContextualJob
 
         signature, static_names = self._signature, self._static_names
         function = ContextualFunction(
             self.__wrapped__, name=self.name, signature=signature, static_names=static_names, options=self._options
         )
-        return function.resolver()
+        return Tuner(function, make_job=ContextualJob)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str) -> _R:
-        function = cast("ContextualFunction", self._resolver.function)
+        function = cast("ContextualFunction", self.function)
         return cast("_R", function.runner(*args, **kwargs, **{assignment.KEY: text}))
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for each of its kernels."""
         if (outer := assignment_in_force.get()) is not None:  # a contextual function, which is tuned as a whole
             if outer.note is not None:
-                self._resolver.config(self._resolver.bind(args, kwargs))
+                self._tuner.choice(self._tuner.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
         key = memo_key(self._jit_options, args, kwargs)
         place = read_context(), key
         text: str | None = self._memo.get(place) if key is not None else None
         if text is None:
             with own_frames_hidden():
-                config = self._resolver.config(self._resolver.bind(args, kwargs))
+                config = self._tuner.choice(self._tuner.bind(args, kwargs)).config
             if config is None:
                 return self.__wrapped__(*args, **kwargs)
             text = str(config[assignment.KEY])
             if key is not None:
                 remember(self._memo, place, text)
-            with self._resolver.seeding_compilation(config, args, kwargs):
+            with self._tuner.seeding_compilation(config, args, kwargs):
                 return self._run(args, kwargs, text)
         return self._run(args, kwargs, text)
 
@@ -152,9 +152,9 @@ class Contextual(TunedCallable[_P, _R]):
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
-        from quarantune.resolve.contextual_job import chosen_in
+        from quarantune.tuning.contextual import chosen_in
 
-        config = self._resolver.lookup(self._resolver.bind(args, kwargs))
+        config = self._tuner.lookup(self._tuner.bind(args, kwargs))
         return None if config is None else chosen_in(config)
 
     def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -21,9 +21,9 @@ from quarantune.values.settings import forget_choices
 
 if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned, AutoTuner
-    from quarantune.resolve.call_key import TunedFunction
-    from quarantune.resolve.verification import VerifyReport
-    from quarantune.transport.problem import Arguments
+    from quarantune.calls.call import TunedFunction
+    from quarantune.functions.binding import Arguments
+    from quarantune.tuning.verification import VerifyReport
 
 
 class TuningCache:
@@ -283,13 +283,21 @@ class TuningCache:
             TypeError: a function is neither of these.
             ValueError: no function is given, or a text names none.
         """
-        from quarantune.resolve import verification
+        from quarantune.api.tuner import Tuner
+        from quarantune.tuning import verification
 
         if not functions:
             raise ValueError("verify needs the tuned functions: give them, or texts such as 'kernels:matmul'")
         tuned = [_tuned(function) for function in functions]
         with environment.settings(cache_dir=self.directory):
-            return verification.verify(iter(self), tuned, arguments, max_loss_percent=max_loss_percent, retune=retune)
+            return verification.verify(
+                iter(self),
+                tuned,
+                arguments,
+                tune=lambda call: Tuner(call.function).tune(call),
+                max_loss_percent=max_loss_percent,
+                retune=retune,
+            )
 
     def _on_disk(self) -> Store:
         """Returns the store.
@@ -327,7 +335,7 @@ def _tuned(function: Any) -> TunedFunction:
     if not isinstance(found, (Autotuned, AutoTuner)):
         shown = function if isinstance(function, str) else getattr(found, "__qualname__", None) or repr(found)
         raise TypeError(f"{shown!r} is no tuned function: give what @quarantune.autotune returned, or an AutoTuner")
-    return found._resolver.function
+    return found.function
 
 
 def _imported(text: str) -> Any:

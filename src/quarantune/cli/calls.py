@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from quarantune.api.autotune import Tuned
 from quarantune.api.contextual import Contextual
+from quarantune.api.tuned import Tuned
+from quarantune.calls.call import TunedFunction
 from quarantune.cli.call_texts import GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
+from quarantune.functions.description import as_structs, is_array
 from quarantune.host.process import SANDBOX_MARK, environment_variables, is_installed
-from quarantune.resolve.call_key import TunedFunction
-from quarantune.transport.problem import as_structs, is_array
 from quarantune.values.describe import canonical_dtype, describe_array
 from quarantune.values.texts import call_text, did_you_mean, shown
 from quarantune.values.trial import ArrayKind

@@ -22,11 +22,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quarantune import cache
+from quarantune.answers import recording as recorded
+from quarantune.answers.recording import RecordedCall
 from quarantune.api import ahead
-from quarantune.api.autotune import Autotuned, Tuned
+from quarantune.api.autotune import Autotuned
 from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
+from quarantune.api.tuned import Tuned
+from quarantune.calls.call import BoundCall
+from quarantune.calls.rebuilt import described_arguments, described_settings
 from quarantune.cli import calls
 from quarantune.cli.call_texts import GivenCall
 from quarantune.cli.output import (
@@ -43,9 +48,6 @@ from quarantune.cli.output import (
 )
 from quarantune.devices import discovery, targets
 from quarantune.host.shared_files import Directory, advice
-from quarantune.resolve import recorded
-from quarantune.resolve.call_key import BoundCall
-from quarantune.resolve.recorded import RecordedCall, described_arguments, described_settings
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
 from quarantune.values import settings as environment
@@ -79,7 +81,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
         if options.recorded is None:
             tuned = calls.load_tuned(options.function)
             with input_errors(TypeError, ValueError):
-                function = ahead.function_of(tuned)
+                function = tuned.function
             wanted = calls.make(function, options)
         if options.executor is not None:
             executor = engine.enter_context(_connected(options.executor))
@@ -187,7 +189,7 @@ def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
     if not directory.is_dir():
         raise InputError(f"--recorded {shown(options.recorded)} is no directory: name that of QUARANTUNE_RECORD")
     named = None if options.function is None else calls.load_tuned(options.function)
-    name = None if named is None else ahead.function_of(named).name
+    name = None if named is None else named.function.name
     found = [call for call in recorded.read(directory) if name in (None, call.name)]
     counts, records = Counter[str](), []
     for call, status, (record, text) in _recorded_ends(found, options, named):
@@ -253,7 +255,7 @@ def _made_again(
     try:
         if isinstance(tuned := loaded(call.function, call.name), str):
             return _REFUSED, None, tuned
-        args, kwargs = described_arguments(dict(call.arguments), ahead.function_of(tuned))
+        args, kwargs = described_arguments(dict(call.arguments), tuned.function)
         if not ahead.is_same(call, tuned, args, kwargs):
             return _REFUSED, None, "made again, it has another key, as inside shard_map: tune it where it is called"
         status = _TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
@@ -272,7 +274,7 @@ def _loaded(function: str, name: str) -> Tuned | str:
     except InputError as error:
         found, missing = None, str(error)
     for candidate in (found, *vars(sys.modules.get(module, object)).values()):
-        if isinstance(candidate, Tuned) and ahead.function_of(candidate).name == name:
+        if isinstance(candidate, Tuned) and candidate.function.name == name:
             return candidate
     return f"{missing} Or name it: quarantune tune PATH/FILE.py:NAME --recorded DIR"
 
@@ -354,7 +356,7 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
     tuned = calls.load_tuned(options.function)
     if not isinstance(tuned, Autotuned):
         raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
-    function = ahead.function_of(tuned)
+    function = tuned.function
     records: list[JsonObject] = []
     ended_well = True
     for call in calls.make(function, options):
@@ -416,7 +418,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Runs a config for a call and prints its output, then its outcome."""
     config = _parsed_config(options.config)
     tuned = calls.load_kernel(options.function, to_do="run")
-    function = ahead.function_of(tuned)
+    function = tuned.function
     call, *others = calls.make(function, options)
     if others:
         raise InputError(f"{call.source.partition(',')[0]} gives {1 + len(others)} calls: give one of them")

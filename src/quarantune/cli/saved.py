@@ -92,7 +92,6 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
     if not options.functions and (options.max_loss or options.retune):
         raise InputError("--max-loss and --retune are about winners: name their functions, as MODULE:FUNCTION")
     if options.functions:  # only these need JAX
-        from quarantune.api import ahead
         from quarantune.cli import calls
 
         tuned = [calls.load_kernel(name, to_do="give") for name in options.functions]
@@ -106,7 +105,7 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
     document: JsonObject = {"directory": str(directory), "problems": problems}
     is_right = not problems
     if tuned:
-        names = {safe_name(ahead.function_of(function).name) for function in tuned}
+        names = {safe_name(function.function.name) for function in tuned}
         report = TuningCache(directory).verify(*tuned, max_loss_percent=options.max_loss, retune=options.retune)
         verified = [entry for entry in report.entries if entry.key.kernel_type in names]
         for entry in verified:

@@ -20,23 +20,21 @@ from quarantune.measure.finals import Final
 from quarantune.scheduler.plan import NOTHING_MORE, Proof
 from quarantune.sweep.limits import Isolation
 from quarantune.sweep.proof import comparison
-from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
-from quarantune.transport.problem import Problem
+from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
 from quarantune.values.settings import AUTO
-from quarantune.values.trial import END, UNTUNED, EngineError, Trial
+from quarantune.values.trial import UNTUNED, EngineError, Trial
 
 _logger = logging.getLogger("quarantune")
 
 
-def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[int, Trial] | None = None) -> Swept:
+def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
     """Runs every config to its outcome on the machines of an engine, then times the fastest together on one of them.
 
     Args:
-        request: as for `sweep.run`, like all other arguments; its settings name the engine.
+        request: as for `sweep.run`; its settings name the engine.
         configs: the configs by index.
-        known: the trials of an earlier sweep by index.
 
     Returns:
         The findings beside the trials.
@@ -58,14 +56,14 @@ def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[
         )
     whole = executor if isinstance(executor, WholeSweeps) else None
     packed, call = remote.pack(request, request.possible(configs))
-    measured = dict(known or {})
-    proof = Proof(comparison(problem, call, request.options, is_check=is_check))
-    request = dataclasses.replace(request, proof=proof, events=_relayed(request.events, measured, whole))
+    measured = request.ledger.trials
     given = Shards(
         executor if whole is None else whole.executor,
         packed,
         dict(configs) | {index: trial.config for index, trial in measured.items()},
         request,
+        Proof(comparison(problem, call, request.options, is_check=is_check)),
+        check=(lambda: None) if whole is None else whole.check,
     )
     is_small = whole is not None or len(configs) <= shards.LEAST
     is_whole = is_small and bool(configs) and source.is_closed and not is_check and _has_all(configs, problem, measured)
@@ -73,32 +71,12 @@ def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[
     if not is_whole:
         first = shards.partition([*configs], [index for index in configs if index in request.troubled])
     with contextlib.closing(given):
-        ends = given.run(first, request.events.on_trial, source)
+        ends = given.run(first, request.ledger.end, source)
         if is_check:
             return Swept()
         if is_whole and len(ends) == 1 and _has_all(ends[0][0].given, problem, measured):
             return ends[0][1].swept
         return _final(given, problem, measured, next((end.complaint for _, end in ends if end.complaint), ""))
-
-
-def _relayed(events: SweepEvents, measured: dict[int, Trial], whole: WholeSweeps | None) -> SweepEvents:
-    """Returns events of shards that are passed on, and their trials added to `measured`."""
-
-    def on_trial(index: int, trial: Trial) -> None:
-        measured[index] = trial
-        events.on_trial(index, trial)
-        events.on_phase(index, END)
-
-    def on_phase(index: int, phase: str) -> None:
-        if phase != END and index not in measured:  # finalists run again
-            events.on_phase(index, phase)
-
-    def on_tick() -> None:
-        if whole is not None:
-            whole.check()
-        events.on_tick()
-
-    return SweepEvents(on_trial=on_trial, on_tick=on_tick, on_phase=on_phase)
 
 
 def _has_all(indices: Collection[int], problem: Problem, trials: Mapping[int, Trial]) -> bool:

@@ -18,6 +18,7 @@ from typing import Annotated, Any, TypeAlias
 import jax
 
 from quarantune import jax_internals
+from quarantune.calls import given_inputs
 from quarantune.devices import discovery, targets
 from quarantune.devices.targets import Target
 from quarantune.engine import contact
@@ -25,12 +26,12 @@ from quarantune.engine.contact import Address, Contact
 from quarantune.host.process import environment_variables, new_lock
 from quarantune.measure.finals import Final
 from quarantune.sandbox import spool, template
-from quarantune.sweep import sweep, sweep_inputs
+from quarantune.sweep import sweep
+from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
+from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.transport import payload
 from quarantune.transport.payload import Call, PackedCall
-from quarantune.transport.problem import Problem
 from quarantune.values import settings as environment
 from quarantune.values.codec import DamageError, JsonObject, Record, as_json, one_of
 from quarantune.values.configs import Config
@@ -99,7 +100,7 @@ def pack(request: SweepRequest, configs: Sequence[Config]) -> tuple[bytes, Call]
         TypeError: a part of the call cannot be pickled.
     """
     problem, options, settings, limits = request.problem, request.options, request.settings, request.limits
-    packed = sweep.pack(problem, configs, options, with_values=sweep_inputs.are_given(options.supply))
+    packed = sweep.pack(problem, configs, options, with_values=given_inputs.are_given(options.supply))
     values = _values_of(packed)
     untuned = None if problem.untuned is None else as_json(problem.untuned)
     parcel = Parcel(
@@ -437,12 +438,14 @@ class _ShardRun:
             options=parcel.options,
             settings=settings,
             limits=SweepLimits.of(parcel.options, settings),
-            events=SweepEvents(
-                on_trial=self._tell,
-                on_tick=self._look,
-                on_phase=lambda index, phase: self._say(ConfigEntered(phase=(index, phase))),
-                on_program=lambda config, lines: self._say(ConfigTraced(program=(config, lines))),
+            ledger=Ledger(
+                Listener(
+                    on_trial=self._tell,
+                    on_tick=self._look,
+                    on_phase=lambda index, phase: self._say(ConfigEntered(phase=(index, phase))),
+                )
             ),
+            on_program=lambda config, lines: self._say(ConfigTraced(program=(config, lines))),
             troubled=self._task["troubled"],
             target=target,
             has_final=self._task["is_whole"],

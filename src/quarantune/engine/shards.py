@@ -18,11 +18,11 @@ from quarantune.engine import remote
 from quarantune.engine.contact import MOST_UNKNOWN, Contacts
 from quarantune.engine.remote import ConfigEnded, ConfigEntered, ConfigTraced, End
 from quarantune.host import machine
-from quarantune.scheduler.plan import ConfigSource
+from quarantune.scheduler.plan import ConfigSource, Proof
 from quarantune.sweep.request import SweepRequest
 from quarantune.values.codec import DamageError, JsonObject, as_json
 from quarantune.values.configs import Config
-from quarantune.values.trial import READY, EngineError, Outcome, Trial
+from quarantune.values.trial import END, READY, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -46,16 +46,28 @@ _GRACE_S = 30.0
 class Shards:
     """Runs shards on an executor until every config has its trial."""
 
-    def __init__(self, executor: Executor, parcel: bytes, configs: Mapping[int, Config], request: SweepRequest) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        parcel: bytes,
+        configs: Mapping[int, Config],
+        request: SweepRequest,
+        proof: Proof,
+        *,
+        check: Callable[[], None],
+    ) -> None:
         """Begins to listen for shards; none is submitted.
 
         Args:
             executor: the engine.
             parcel: the call, packed.
             configs: the configs by index.
-            request: the sweep; its proof compares the program of one config with the caller's.
+            request: the sweep.
+            proof: compares the program of one config with the caller's.
+            check: called many times a second; its errors end all shards.
         """
         self._executor = executor
+        self._proof, self._check = proof, check
         self._parcel = parcel
         self._configs = dict(configs)
         self._request = request
@@ -112,7 +124,8 @@ class Shards:
                     self._hear(shard, event.message)
             self._collect()
             self._look_at_the_clock()
-            self._request.events.on_tick()
+            self._check()
+            self._request.ledger.tick()
             if reason := self._source.reason_to_stop():
                 self._give_up(reason)
 
@@ -202,9 +215,10 @@ class Shards:
                     shard.is_accepted = True
                     if index in shard.indices:
                         (shard.running.discard if phase == READY else shard.running.add)(index)
-                        self._request.events.on_phase(index, phase)
+                        if phase != END and index not in self._request.ledger.trials:  # finalists run again
+                            self._request.ledger.enter(index, phase)
                 case ConfigTraced(program=(config, lines)):
-                    self._request.proof.show(config, lines)
+                    self._proof.show(config, lines)
                 case ConfigEnded() as ended:
                     self._note(shard, ended)
         except DamageError as error:

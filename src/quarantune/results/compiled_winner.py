@@ -12,8 +12,9 @@ from jax.extend import backend
 
 from quarantune import jax_internals
 from quarantune.cache import canonical_json
+from quarantune.functions.binding import Arguments, bind_config, jitted_with
+from quarantune.functions.description import describe_jax_state
 from quarantune.jax_internals.other_processes import ExecutableParts, interface_of
-from quarantune.transport.problem import Arguments, bind_config, describe_jax_state, jitted_with
 from quarantune.values.codec import decode_json
 from quarantune.values.configs import Config
 from quarantune.values.describe import describe_static

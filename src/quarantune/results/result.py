@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
+from quarantune.functions.binding import Arguments, bind_config, function_inside, jitted_with
 from quarantune.results import report, saved_files
 from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
-from quarantune.transport.problem import Arguments, bind_config, function_inside, jitted_with
 from quarantune.values.codec import (
     IN_MEMORY,
     DamageError,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+from collections.abc import Callable
+from typing import Any
 
 from quarantune import jax_internals
 from quarantune.host import machine
-from quarantune.transport.problem import Problem
 from quarantune.values.codec import JsonObject, is_whole
 from quarantune.values.settings import (
     AUTO,
@@ -207,15 +208,15 @@ class Isolation(enum.Enum):
     """None: this process does everything."""
 
 
-def isolation_of(settings: Settings, problem: Problem) -> Isolation:
+def isolation_of(settings: Settings, platform: str, fn: Callable[..., Any]) -> Isolation:
     """Returns the isolation of a sweep, by the setting, the platform, and whether there is anything to compile.
 
     Only one process can use a TPU, so that no worker can measure on one that this process holds.
     """
     setting = settings.isolation
     if setting == AUTO:
-        is_held = problem.platform == "tpu" and jax_internals.backends_initialized()
+        is_held = platform == "tpu" and jax_internals.backends_initialized()
         setting = (Isolation.COMPILE if is_held else Isolation.PROCESS).value
-    if setting == Isolation.COMPILE.value and not jax_internals.is_jitted(problem.fn):
+    if setting == Isolation.COMPILE.value and not jax_internals.is_jitted(fn):
         return Isolation.NONE
     return Isolation(setting)

@@ -19,12 +19,13 @@ from typing import Any
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune import jax_internals
+from quarantune.functions.binding import jitted_with
 from quarantune.host.process import is_interruption
 from quarantune.jax_internals.other_processes import questions
 from quarantune.scheduler.plan import CompareProgram
+from quarantune.sweep.request import Problem
 from quarantune.transport import assignment, differentiation
 from quarantune.transport.payload import Call, call_as_structs
-from quarantune.transport.problem import Problem, jitted_with
 from quarantune.transport.programs import ProgramLines
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config

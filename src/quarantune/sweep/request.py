@@ -1,54 +1,66 @@
-"""One sweep as others see it: the request, the events that it reports, and its findings beside the trials."""
+"""One sweep as others see it: the call to tune for, the request, and everything it returns except its trials."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
+from jax.sharding import AbstractMesh
+
+from quarantune.calls.key import KeyedCall
 from quarantune.devices.targets import Target
 from quarantune.measure import finals
-from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource, Proof
-from quarantune.sweep.limits import SweepLimits
-from quarantune.transport.problem import Problem
+from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource
+from quarantune.sweep.ledger import Ledger
+from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options, Settings
 from quarantune.values.space import Space
-from quarantune.values.trial import END, UNTUNED, Trial
-
-
-def _ignore(*_: object) -> None:
-    """Receives an event that nobody listens to."""
+from quarantune.values.trial import Trial
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SweepEvents:
-    """Callbacks of a sweep, called in the thread that runs it unless stated otherwise.
+class Problem:
+    """A call to tune for.
 
     Attributes:
-        on_trial: called with the index of a config and its trial, once the trial is over.
-        on_tick: called many times a second while the sweep runs.
-        on_provisional: called with the index of a config that runs in the caller's own process, and with the trial that
-            it has if no other event of it follows, because that process has ended: `lost` as it begins, `timeout` at
-            its deadline, which comes from another thread, and `not_run` where an exception interrupts the sweep.
-        on_phase: called with the index of a config and the phase that it enters, with `READY` where it was compiled and
-            waits, and at last with `END`. The function's own defaults have a negative index where they are no config.
-        on_default: called with the time of the function's own defaults in milliseconds, where they are no config; None
-            where they failed.
-        on_program: called with a config and the lines of its program, where the sweep itself cannot compare these with
-            the caller's; None where it can.
+        fn: the function to tune, jitted or not.
+        name: its name in messages.
+        args: the call's positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
+        kwargs: the call's keyword arguments, likewise.
+        platform: the platform to tune for: `cpu`, `cuda`, `rocm` or `tpu`.
+        device_kind: the kind of device to tune for, by its name in the cache.
+        manual_mesh: the mesh of the enclosing `shard_map`, if the function communicates over it; else None.
+        untuned: the config with the function's own defaults; None if a tunable has no default.
+        default: the index of `untuned` among the configs; None if it is not one of them.
     """
 
-    on_trial: Callable[[int, Trial], None]
-    on_tick: Callable[[], None] = _ignore
-    on_provisional: Callable[[int, Trial], None] = _ignore
-    on_phase: Callable[[int, str], None] = _ignore
-    on_default: Callable[[float | None], None] = _ignore
-    on_program: CompareProgram | None = None
+    fn: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    platform: str
+    device_kind: str
+    manual_mesh: AbstractMesh | None = None
+    untuned: Config | None = None
+    default: int | None = None
 
-    def untuned(self, trial: Trial) -> None:
-        """Reports the trial of the function's own defaults, where they are no config."""
-        self.on_default(trial.time_ms)
-        self.on_phase(UNTUNED, END)
+    @classmethod
+    def of(cls, keyed: KeyedCall) -> Problem:
+        """Returns a call as a sweep takes it."""
+        call, (args, kwargs) = keyed.call, keyed.sent()
+        return cls(
+            fn=call.function.fn,
+            name=call.name,
+            args=args,
+            kwargs=kwargs,
+            platform=keyed.platform,
+            device_kind=keyed.id.device,
+            manual_mesh=keyed.axes.mesh if keyed.axes is not None else None,
+            untuned=call.untuned,
+            default=call.default_index,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,34 +72,41 @@ class SweepRequest:
         options: the author's options.
         settings: the operator's settings.
         limits: the limits that the two set together.
-        events: receives the progress of the sweep.
+        ledger: owns the trials of the sweep.
         troubled: the indices of configs that hung or crashed before, and come last.
-        compile_only: whether configs are only compiled, and their executables returned; so they are with a `target`.
-        target: the device that configs are only checked to compile for, and that need not exist here; None
-            where configs are for running here.
-        space: all configs that may be tried, where `source` gives more than those that are known from the start.
+        compile_only: whether configs are only compiled, and their executables returned; always with a `target`.
+        target: the device that configs are only checked to compile for, and that need not exist here; None if configs
+            are for running here.
+        space: all configs that may be tried, if `source` gives more than those that are known from the start.
         source: gives configs in addition to these while the sweep runs.
         has_final: whether the fastest configs are compared once more at the end.
-        proof: compares the program of one config with the caller's.
-        measures_energy: whether the energy of calls is measured.
+        on_program: called with a config and the lines of its program, if the sweep itself cannot compare these with
+            the caller's.
         outputs: `Reference.right_fds` for all sweeps of one call with the same arguments, empty before the first; None
             for a sweep that stands alone. The caller closes them.
+        isolation: the steps of a trial that run in workers; decided here, once.
     """
 
     problem: Problem
     options: Options
     settings: Settings
     limits: SweepLimits
-    events: SweepEvents
+    ledger: Ledger
     troubled: Collection[int] = ()
     compile_only: bool = False
     target: Target | None = None
     space: Space | None = None
     source: ConfigSource = NOTHING_MORE
     has_final: bool = True
-    proof: Proof = dataclasses.field(default_factory=Proof)
-    measures_energy: bool = False
+    on_program: CompareProgram | None = None
     outputs: list[int] | None = None
+    isolation: Isolation = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compile_only", self.compile_only or self.target is not None)
+        found = isolation_of(self.settings, self.problem.platform, self.problem.fn)
+        in_workers = self.target is not None or (self.compile_only and found is Isolation.COMPILE)
+        object.__setattr__(self, "isolation", Isolation.PROCESS if in_workers else found)
 
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""

@@ -21,7 +21,7 @@ from quarantune.measure import finals
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import LoadError
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Finish, Leftovers, Plan
+from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Finish, Leftovers, Plan, Proof
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import settle
@@ -65,11 +65,11 @@ class Routes:
         sandbox: pool.Sandbox,
         request: SweepRequest,
         finish: Finish,
+        proof: Proof,
         *,
         devices: Sequence[Device],
         target: CompileTarget | None,
         on_many_devices: bool,
-        isolation: Isolation,
         stops: Stops,
     ) -> None:
         """Sets up the routes; no worker is started.
@@ -78,10 +78,10 @@ class Routes:
             sandbox: the sandbox that workers run in.
             request: the sweep.
             finish: receives the trials.
+            proof: compares the program of one config with the caller's.
             devices: where to measure.
             target: the device that workers without one compile for; None where they cannot.
             on_many_devices: whether one trial needs several devices.
-            isolation: the steps of a trial that run in workers.
             stops: notices when this process is stopped.
         """
         self._sandbox = sandbox
@@ -89,10 +89,11 @@ class Routes:
         self._request = request
         self._problem = request.problem
         self._limits = request.limits
-        self._is_alone = isolation is Isolation.NONE
-        self._measures_here = isolation is Isolation.COMPILE
+        self._is_alone = request.isolation is Isolation.NONE
+        self._measures_here = request.isolation is Isolation.COMPILE
         self._compile_only = request.compile_only and not self._is_alone
         self._finish = finish
+        self._proof = proof
         self._race = Race(by_time=request.options.is_by_time)
         self._opened: list[Scheduler] = []
         self._reference = Reference()
@@ -107,16 +108,16 @@ class Routes:
         self._device_is_taken = self._on_tpu and (self._measures_here or jax_internals.backends_initialized())
         self._devices, self._target = devices, target
 
-    def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
-        """Runs configs to their outcomes, adds their trials to `measured`, and compares the fastest there."""
+    def run(self, configs: dict[int, Config]) -> Swept:
+        """Runs configs to their outcomes, and compares the fastest of all in the ledger."""
         if not self._load(configs):
             return Swept()
         with self._schedulers:
-            self._reference, configs = self._reference_for(configs, measured)
+            self._reference, configs = self._reference_for(configs, self._request.ledger.trials)
             self._schedulers.callback(self._reference.close)
             needs_ref_fn = callable(self._request.options.ref_fn) and not self._request.outputs
             self._reference.is_coming = needs_ref_fn and bool(configs)
-            finish, self._finish = self._finish, self._reference.hold(self._finish, self._request.events.untuned)
+            finish, self._finish = self._finish, self._reference.hold(self._finish, self._request.ledger.untuned)
             try:
                 self._run_routes(configs)
             except ReferenceFailedError as error:
@@ -124,7 +125,8 @@ class Routes:
             self._reference.settle(finish)
             if self._request.outputs == []:
                 self._request.outputs.extend(map(os.dup, self._reference.right_fds))
-            contenders = self._reference.contenders(measured, self._problem.default) if self._request.has_final else {}
+            trials, default = self._request.ledger.trials, self._problem.default
+            contenders = self._reference.contenders(trials, default) if self._request.has_final else {}
             last = self._opened[-1] if self._opened else self._new_scheduler(self._route_with_device)
             # The last route may have run nothing but the config that confirms an error.
             comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
@@ -233,14 +235,14 @@ class Routes:
     def _new_scheduler(self, route: Route, source: ConfigSource = NOTHING_MORE) -> Scheduler:
         if self._opened:
             self._opened[-1].free_devices()
-        here, events = route is Route.IN_PROCESS, self._request.events
+        here, ledger = route is Route.IN_PROCESS, self._request.ledger
         scheduler = Scheduler(
             self._sandbox,
             self._plan(route, is_closed=source.is_closed),
             on_trial=self._finish,
-            on_tick=events.on_tick,
+            on_tick=ledger.tick,
             # Nothing waits where configs are compiled one by one.
-            on_phase=lambda index, phase: None if here and phase == READY else events.on_phase(index, phase),
+            on_phase=lambda index, phase: None if here and phase == READY else ledger.enter(index, phase),
             reference=self._reference,
             race=self._race,
             source=source,
@@ -299,7 +301,7 @@ class Routes:
             troubled=self._request.troubled,
             # libtpu compiles alike with its device and without it.
             errors_are_final=self._on_tpu or self._request.target is not None,
-            proof=self._request.proof,
+            proof=self._proof,
             objective=self._request.options.objective,
         )
 

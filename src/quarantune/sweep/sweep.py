@@ -20,24 +20,23 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.cache.store import safe_name
+from quarantune.calls import given_inputs
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import LOGS_PTXAS, Device, cheap_context
 from quarantune.host.process import Stops, warn
 from quarantune.host.shared_files import Directory
 from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.scheduler.plan import Finish, Proof
-from quarantune.sweep import sweep_inputs
-from quarantune.sweep.limits import Isolation, isolation_of
+from quarantune.sweep.limits import Isolation
 from quarantune.sweep.proof import comparison
-from quarantune.sweep.request import SweepRequest, Swept
+from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.transport import payload
 from quarantune.transport.payload import PackedCall
-from quarantune.transport.problem import Problem
 from quarantune.values import codec
 from quarantune.values.codec import originals, text_of
 from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import Options, Settings
-from quarantune.values.trial import END, UNTUNED, CompileTarget, Trial
+from quarantune.values.trial import UNTUNED, CompileTarget, Trial
 from quarantune.worker import program_values
 from quarantune.worker.arguments import BenchOptions
 
@@ -66,7 +65,6 @@ def run(
     request: SweepRequest,
     configs: Mapping[int, Config],
     *,
-    known: Mapping[int, Trial] | None = None,
     packed: PackedCall | None = None,
 ) -> Swept:
     """Runs every config to its outcome, then times the fastest once more, in alternation.
@@ -74,7 +72,6 @@ def run(
     Args:
         request: the call, and the conditions under which its configs run.
         configs: the configs by index, in the order to try them.
-        known: the trials of an earlier sweep by index; their configs do not run again, but may be finalists.
         packed: the call, where another machine has packed it; the function and the arguments of the request's problem
             do not count.
 
@@ -86,16 +83,10 @@ def run(
         ValueError: the settings name a device that does not exist.
         SandboxError: the sandbox itself failed.
     """
-    request = dataclasses.replace(request, compile_only=request.compile_only or request.target is not None)
-    problem, possible = request.problem, request.possible(configs)
+    problem, possible, isolation = request.problem, request.possible(configs), request.isolation
     if packed is None:
-        is_sent = _isolation(request) is not Isolation.NONE
-        packed = pack(problem, possible, request.options, is_sent=is_sent)
-    configs, measured = dict(configs), dict(known or {})
-    finish = _finisher(request, measured)
-    if not request.options.is_by_time and not request.compile_only:
-        request = dataclasses.replace(request, measures_energy=_needs_energy(request, packed, possible))
-    isolation = _isolation(request)
+        packed = pack(problem, possible, request.options, is_sent=isolation is not Isolation.NONE)
+    measures_energy = _needs_energy(request, packed, possible)
     if isolation is Isolation.NONE:
         _check_here(problem, packed, request.settings)
         setting = request.settings.isolation
@@ -103,25 +94,20 @@ def run(
         if setting == Isolation.NONE.value:
             reason = f"{setting} (unset it to tune in worker processes)"
         _warn(f"QUARANTUNE_ISOLATION={reason}")
-        with _routes(request, packed, finish, isolation) as routes:
-            return routes.run(configs, measured)
-    _check(request, packed, possible, isolation)
-    # Other configs may do anything while they are traced, and do it in workers alone, unless the caller runs them all.
+        with _routes(request, packed, Proof(), measures_energy=measures_energy) as routes:
+            return routes.run(dict(configs))
+    _check(request, packed, possible)
+    # Tracing may have side effects. Only the defaults are traced in this process, unless the caller is about to run
+    # every config anyway.
     only = () if request.compile_only or problem.untuned is None else (problem.default, UNTUNED)
     compare = comparison(problem, packed.call, request.options, is_check=request.target is not None)
-    proof = Proof(request.events.on_program or compare, only)
-    request = dataclasses.replace(request, proof=proof)
+    proof = Proof(request.on_program or compare, only)
     with shortages.with_advice(problem.name):
         # Started before the imports, because it takes longer to start than the modules of the routes take to import.
         shortages.patiently(template.shared)
-        with _routes(request, packed, finish, isolation) as routes:
-            swept = routes.compile(configs) if request.compile_only else routes.run(configs, measured)
+        with _routes(request, packed, proof, measures_energy=measures_energy) as routes:
+            swept = (routes.compile if request.compile_only else routes.run)(dict(configs))
     return dataclasses.replace(swept, is_traced=not proof.is_due)
-
-
-def _isolation(request: SweepRequest) -> Isolation:
-    found = Isolation.PROCESS if request.target is not None else isolation_of(request.settings, request.problem)
-    return Isolation.PROCESS if found is Isolation.COMPILE and request.compile_only else found
 
 
 def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> bool:
@@ -130,6 +116,8 @@ def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[
     Raises:
         ValueError: it does, and that cannot be measured.
     """
+    if request.compile_only or request.options.is_by_time:
+        return False
     from quarantune.measure import clocks, finals  # few sweeps need them
 
     problem, devices = request.problem, max(packed.devices_needed, request.options.devices_per_trial)
@@ -144,10 +132,10 @@ def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[
     return True
 
 
-def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config], isolation: Isolation) -> None:
+def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> None:
     """Raises where workers cannot run the sweep as it is asked for."""
     problem, needed, per_trial = request.problem, packed.devices_needed, request.options.devices_per_trial
-    is_here = isolation is Isolation.COMPILE
+    is_here = request.isolation is Isolation.COMPILE
     if is_here:
         _check_here(problem, packed, request.settings)
     elif request.target is not None and needed > 1:
@@ -170,17 +158,15 @@ def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]
     _check_sizes(problem, possible)
 
 
-def _finisher(request: SweepRequest, measured: dict[int, Trial]) -> Finish:
-    """Returns a function that keeps the log of a trial, adds the trial to `measured`, and reports both events."""
-    settings, name, events = request.settings, request.problem.name, request.events
+def _finisher(request: SweepRequest) -> Finish:
+    """Returns a function that keeps the log of a trial, and enters the trial into the ledger."""
+    settings, name, ledger = request.settings, request.problem.name, request.ledger
     sweep_number = next(_sweep_numbers)
 
     def finish(index: int, trial: Trial, log: str) -> None:
         if settings.log_dir is not None:
             _keep_log(settings.log_dir, name, f"{os.getpid()}-{sweep_number}-{index:04d}", trial, log)
-        measured[index] = trial
-        events.on_trial(index, trial)
-        events.on_phase(index, END)
+        ledger.end(index, trial)
 
     return finish
 
@@ -203,7 +189,7 @@ def pack(
         is_sent: as for `payload.pack_call`.
     """
     judges = {name: fn for name in ("ref_fn", "check_fn") if callable(fn := getattr(options, name))}
-    args, kwargs = sweep_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
+    args, kwargs = given_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
     return payload.pack_call(
         problem.fn,
         args,
@@ -219,13 +205,13 @@ def pack(
 
 
 @contextlib.contextmanager
-def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation: Isolation) -> Iterator[Routes]:
+def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, measures_energy: bool) -> Iterator[Routes]:
     """Yields the routes of a sweep, which lead through workers, this process, or both."""
     from quarantune.sandbox import pool
     from quarantune.sweep.routes import Routes
 
     problem, settings = request.problem, request.settings
-    is_alone = isolation is Isolation.NONE
+    is_alone = request.isolation is Isolation.NONE
     on_many_devices = max(packed.devices_needed, request.options.devices_per_trial) > 1
     devices, target = ([Device("", "")], None) if is_alone else _devices_and_target(request)
     can_warm_up = target is not None and target.platform != "tpu" and request.target is None and not on_many_devices
@@ -234,15 +220,17 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
         environ |= cheap_context(problem.platform, os.environ)
     if request.target is not None and problem.platform == "cuda":
         environ |= LOGS_PTXAS
-    options = BenchOptions.of(problem.platform, request.options, energy=request.measures_energy)
+    options = BenchOptions.of(problem.platform, request.options, energy=measures_energy)
     with spawning.standard_descriptors(), _spooled(packed, options) as (payload_fd, arrays_fd):
         make: Callable[..., pool.Sandbox] = pool.Sandbox
         stops = Stops(time.monotonic)
-        if isolation is not Isolation.PROCESS:
+        if request.isolation is not Isolation.PROCESS:
             from quarantune.sweep.this_process import ThisProcess  # with all that a worker needs
 
             measures_on = None if is_alone else devices[0]
-            make = functools.partial(ThisProcess, request, packed.call, device=measures_on, stops=stops)
+            make = functools.partial(
+                ThisProcess, request, packed.call, device=measures_on, stops=stops, measures_energy=measures_energy
+            )
         with make(
             payload_fd=payload_fd,
             arrays_fd=arrays_fd,
@@ -256,11 +244,11 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
             yield Routes(
                 sandbox,
                 request,
-                finish,
+                _finisher(request),
+                proof,
                 devices=devices,
                 target=target,
                 on_many_devices=on_many_devices,
-                isolation=isolation,
                 stops=stops,
             )
 

@@ -140,7 +140,15 @@ class ThisProcess(Sandbox):
     """
 
     def __init__(
-        self, request: SweepRequest, call: Call, *, device: Device | None, stops: Stops, arrays_fd: int, **sandbox: Any
+        self,
+        request: SweepRequest,
+        call: Call,
+        *,
+        device: Device | None,
+        stops: Stops,
+        measures_energy: bool,
+        arrays_fd: int,
+        **sandbox: Any,
     ) -> None:
         """Sets up the runner.
 
@@ -149,6 +157,7 @@ class ThisProcess(Sandbox):
             call: the call, with the caller's own function.
             device: the device to measure on; None where this process also compiles, on the device of its choice.
             stops: is told of the work of this process.
+            measures_energy: whether the energy of calls is measured.
             arrays_fd: the file that holds the bytes of its arrays; -1 for none.
             **sandbox: the other arguments of the sandbox for workers that compile.
         """
@@ -161,7 +170,7 @@ class ThisProcess(Sandbox):
         self._stops = stops
         # A bench for "cpu" would keep this process from its other devices.
         platform = None if device is None or device.platform == "cpu" else device.platform
-        options = BenchOptions.of(platform, request.options, energy=request.measures_energy)
+        options = BenchOptions.of(platform, request.options, energy=measures_energy)
         self._make_bench = functools.partial(Bench, call, arrays_fd=arrays_fd, options=options)
         self._bench: Bench | None = None
         self._here: dict[int, _Here] = {}
@@ -357,7 +366,7 @@ class ThisProcess(Sandbox):
             route=Route.COMPILED_APART,
             device=self._device.name,
         )
-        self._request.events.on_provisional(index, trial)
+        self._request.ledger.provisional(index, trial)
 
     def report_compiling(self, index: int | None, config: messages.EncodedConfig) -> None:
         """Reports, once in a sweep, that a config is compiled without containment."""

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from quarantune import jax_internals
+from quarantune.functions.binding import assignment_in_force
 from quarantune.host.process import new_lock
-from quarantune.transport.problem import assignment_in_force
 from quarantune.values.codec import JsonObject, as_json, decode_json, frozen, text_of
 from quarantune.values.configs import Config
 

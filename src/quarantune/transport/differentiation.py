@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.functions.binding import split_config
+from quarantune.functions.description import as_structs
 from quarantune.host.process import failure_of
 from quarantune.transport.arrays import TILE_ELEMENTS
-from quarantune.transport.problem import as_structs, split_config
 
 _WEIGHT_SEED = 20_011
 

@@ -23,6 +23,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
+from quarantune.functions.binding import Arguments
+from quarantune.functions.description import with_leaves
 from quarantune.host.process import adopt_program_name, import_path, is_interruption, program_name
 from quarantune.host.shared_files import write_all
 from quarantune.transport import importable
@@ -35,7 +37,6 @@ from quarantune.transport.arrays import (
     restore_array,
 )
 from quarantune.transport.pickling import Copies, dumps, held_by, loads
-from quarantune.transport.problem import Arguments, with_leaves
 from quarantune.transport.unpicklable import explain
 from quarantune.values.describe import canonical_dtype, context_mesh, local_sharding, sharding_of
 from quarantune.values.texts import shown

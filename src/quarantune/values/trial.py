@@ -219,6 +219,10 @@ _LATER_FIELDS = ("figures", "energy_mj", "watts", "score")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
+UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
+"""Outcomes that a journal's trial does not settle: the config runs again."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial(Record):
     """The result of one config.

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.functions.binding import Arguments
 from quarantune.measure import rounding
 from quarantune.transport.arrays import restore_array
 from quarantune.transport.payload import Call, materialize
-from quarantune.transport.problem import Arguments
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options, Tolerance
 from quarantune.values.trial import CompilerFigures

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from quarantune import device_table
+from quarantune.functions.binding import Arguments, bind_config, jitted_with, split_config
 from quarantune.host.waits import RunTime, Watch
 from quarantune.jax_internals import kernels
 from quarantune.jax_internals.other_processes import compilation_cache_in_memory, share_what_xla_finds
@@ -24,7 +25,6 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
 from quarantune.transport.payload import Call, call_as_structs
-from quarantune.transport.problem import Arguments, bind_config, jitted_with, split_config
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind, CompileTarget

@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from quarantune import jax_internals
 from quarantune.cache.fingerprint import describe
+from quarantune.functions.binding import Arguments, split_config
 from quarantune.host.machine import file_id
 from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray
@@ -29,7 +30,6 @@ from quarantune.sandbox.messages import Judgement
 from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
-from quarantune.transport.problem import Arguments, split_config
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program

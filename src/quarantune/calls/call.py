@@ -1,4 +1,4 @@
-"""From a call to its key: the function with its configs, the call with its arguments, and their description."""
+"""A function with its configs, and a call of it with its arguments."""
 
 from __future__ import annotations
 
@@ -6,35 +6,29 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
 
-from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, report_once, short_hash
-from quarantune.devices import discovery
-from quarantune.host.process import cache_name, lazy
-from quarantune.transport.problem import (
-    SCALARS,
+from quarantune import jax_internals
+from quarantune.cache import Entry, Fingerprint, fingerprint, report_once, short_hash
+from quarantune.functions.binding import (
     Arguments,
-    CallDescription,
-    Problem,
-    as_structs,
-    assignment_in_force,
+    arguments_of,
+    check_complete,
     check_configs,
-    check_jit_options,
-    describe_call,
     describe_function,
-    describe_jax_state,
     fitted,
-    is_array,
-    key_part,
-    named,
     signature_of,
     split_config,
 )
+from quarantune.functions.description import (
+    as_structs,
+    is_array,
+)
+from quarantune.host.process import cache_name, lazy
 from quarantune.values.codec import JsonObject, freeze, has_tag, text_of
 from quarantune.values.configs import (
     COMPILER_OPTIONS,
@@ -46,21 +40,16 @@ from quarantune.values.configs import (
 )
 from quarantune.values.settings import Options
 from quarantune.values.space import Space
-from quarantune.values.texts import array_text, printable
 
 if TYPE_CHECKING:
-    from quarantune.devices.targets import Target
-    from quarantune.transport.manual_axes import Axes
+    pass
 
-_MOST_KINDS = 3
 _LAZY: Mapping[Callable[..., bool], str] = {
     inspect.iscoroutinefunction: "returns asyncio.run(...) of this one's result",
     inspect.isasyncgenfunction: "awaits all that this one yields, in asyncio.run(...)",
     inspect.isgeneratorfunction: "returns list(...) of this one's result",
 }
 """Kinds of functions whose calls do no work, with the remedy."""
-_STATE = "jax settings"
-"""The name of JAX's settings in an entry, among those of the parameters."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -262,14 +251,33 @@ class BoundCall:
         return self.function.options.key_fn is None and self.is_symbolic
 
     @lazy
+    def bound(self) -> inspect.BoundArguments:
+        """The arguments by parameter, without defaults; bound once, and never changed.
+
+        Raises:
+            TypeError: the function does not take them.
+        """
+        return self.function.signature.bind_partial(*self.args, **self.kwargs)
+
+    @lazy
+    def values(self) -> Mapping[str, Any]:
+        """The arguments by name, with defaults; tunables are left out.
+
+        Raises:
+            TypeError: an argument is missing.
+        """
+        check_complete(self.bound, self.tunables)
+        return {name: value for name, value in arguments_of(self.bound).items() if name not in self.tunables}
+
+    @lazy
     def statics(self) -> frozenset[str]:
         """The parameters that count by value."""
         if self.function.static_names is not None:
             return self.function.static_names
-        # The tunables are left out of the call, and need not have a default.
-        bound = self.function.signature.bind_partial(*self.args, **self.kwargs)
-        bound.apply_defaults()
-        return frozenset(name for name, value in named(bound) if not any(map(is_array, jax.tree.leaves(value))))
+        # The configs may need these to be made, so that the tunables are not known yet.
+        return frozenset(
+            name for name, value in arguments_of(self.bound).items() if not any(map(is_array, jax.tree.leaves(value)))
+        )
 
     @lazy
     def optional(self) -> frozenset[str]:
@@ -363,7 +371,8 @@ class BoundCall:
         """
         if callable(self.function.configs) and self.has_no_key:
             return frozenset()  # it runs with its defaults anyway, and configs for symbolic shapes could not be made
-        given = self.function.signature.bind(*self.args, **self.kwargs).arguments
+        check_complete(self.bound)
+        given = self.bound.arguments
         may_be = [name for name in given if self.function.parameters[name].default is not inspect.Parameter.empty]
         return self.tunables.intersection(may_be) if may_be else frozenset()
 
@@ -411,233 +420,25 @@ class BoundCall:
         return fitted(function, self.function.signature, self.statics, args, kwargs)
 
 
-@dataclasses.dataclass(frozen=True)
-class CallKey:
-    """One problem on one kind of device.
+def check_jit_options(fn: Callable[..., Any], name: str) -> None:
+    """Raises where a jitted function has options with which it cannot be tuned.
 
-    Attributes:
-        device: the kind of device.
-        text: the description of the problem as canonical JSON.
+    Args:
+        fn: the jitted function.
+        name: its name in messages.
+
+    Raises:
+        TypeError: the function accepts no config, or cannot be rebuilt in a worker.
     """
-
-    device: str
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyedCall:
-    """A call together with its key.
-
-    Attributes:
-        call: the call.
-        key: its key.
-        platform: the platform that the call runs on: `cpu`, `cuda`, `rocm` or `tpu`.
-        values: the values of the call that the key holds, by parameter.
-        jax_state: JAX's settings that the key holds.
-        axes: the axes of the mesh that the function communicates over, where it does so inside `shard_map`.
-    """
-
-    call: BoundCall
-    key: CallKey
-    platform: str
-    values: JsonObject
-    jax_state: JsonObject
-    axes: Axes | None
-
-    @property
-    def readable(self) -> JsonObject:
-        """The values of the key in a form that people can read."""
-        return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
-
-    @property
-    def arguments(self) -> JsonObject:
-        """The descriptions of the arguments by parameter, also where `key_fn` stands for the arrays in the key."""
-        return _description(self.call).key_values
-
-    @property
-    def label(self) -> str:
-        """The function and the kinds of its arrays, for progress: `matmul f32[512,512]`."""
-        leaves = jax.tree.leaves((self.call.args, self.call.kwargs))
-        kinds = dict.fromkeys(array_text(leaf.shape, leaf.dtype) for leaf in leaves if is_array(leaf))
-        few = [*kinds][:_MOST_KINDS] + (["..."] if len(kinds) > _MOST_KINDS else [])
-        return " ".join([printable(self.call.name.rpartition(".")[2]), *few])
-
-    def problem(self) -> Problem:
-        """Returns the call as a sweep takes it.
-
-        An argument that `key_fn` leaves out and that has no description is not sent: workers use its default.
-        """
-        call = self.call
-        sent = call.function.signature.bind_partial(*call.args, **call.kwargs)
-        for name in call.optional - self.values.keys():
-            if call.function.parameters[name].default is not inspect.Parameter.empty:
-                sent.arguments.pop(name, None)
-        args, kwargs = (sent.args, sent.kwargs) if call.optional else (call.args, call.kwargs)
-        return Problem(
-            fn=call.function.fn,
-            name=call.name,
-            args=args,
-            kwargs=kwargs,
-            platform=self.platform,
-            device_kind=self.key.device,
-            manual_mesh=self.axes.mesh if self.axes is not None else None,
-            untuned=call.untuned,
-            default=call.default_index,
+    options = jax_internals.jit_options(fn)
+    if options.takes_no_keywords:
+        raise TypeError(
+            f"{name}: jax.jit accepts no keyword arguments with in_shardings, and that is how the tunables are passed: "
+            "leave in_shardings out and lay out the arguments (jax.device_put(x, sharding)), or call "
+            "jax.lax.with_sharding_constraint inside the function"
         )
+    if options.cannot_travel:
+        from quarantune.transport import importable  # few functions need it
 
-
-def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
-    """Returns a call with its key, in the current state of JAX's settings.
-
-    Args:
-        call: the call.
-        target: the device that the call is for; None for the one that it would run on here.
-
-    Raises:
-        TypeError: an argument cannot be described, or `key_fn` returned a value that JSON cannot hold.
-    """
-    function = call.function
-    bound = dict(named(function.signature.bind_partial(*call.args, **call.kwargs)))
-    _check_no_references(bound, call.name)
-    if function.is_jitted:
-        _check_arguments({name: value for name, value in bound.items() if name not in call.statics}, call.name)
-    description = _description(call)
-    if target is None:
-        platform, kind = discovery.platform_and_kind(description.platform)
-    else:
-        platform, kind = target.platform, target.device_kind
-    axes = None
-    if description.has_tracers and function.is_jitted:
-        from quarantune.transport import manual_axes  # calls outside a trace do not need it
-
-        axes = manual_axes.communicated_over(function.fn, call.args, call.kwargs)
-    values = _key_values(call, description)
-    if axes is not None:
-        values = {**values, "communicates over": axes.sizes}
-    assignment = assignment_in_force.get()
-    state = describe_jax_state(call.args, call.kwargs, own=None if assignment is None else assignment.text)
-    return KeyedCall(
-        call=call,
-        key=CallKey(kind, _text(values, call, state)),
-        platform=platform,
-        values=values,
-        jax_state=state,
-        axes=axes,
-    )
-
-
-def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
-    """Returns a call to tune with its key.
-
-    Args:
-        call: the call.
-        target: as for `keyed`.
-
-    Raises:
-        TypeError: its shapes are symbolic, or it sets a tunable by hand, and every config would run with that.
-    """
-    if call.is_symbolic:
-        raise TypeError(f"{call.name}: symbolic shapes have no data to measure with: tune it with concrete shapes")
-    described = keyed(call, target)
-    if given := _description(call).tunables_given:
-        verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
-        raise TypeError(f"{call.name}: {', '.join(sorted(given))} {verb} tuned here: leave {them} out")
-    return described
-
-
-def _description(call: BoundCall) -> CallDescription:
-    function = call.function
-    return describe_call(
-        function.signature,
-        call.statics,
-        call.tunables,
-        call.args,
-        call.kwargs,
-        is_jitted=function.is_jitted,
-        optional=call.optional,
-    )
-
-
-def _text(values: JsonObject, call: BoundCall, state: JsonObject) -> str:
-    parts = {"call": values, "code": call.function.fingerprint.digest} | ({"jax": state} if state else {})
-    return canonical_json(parts)
-
-
-def _key_values(call: BoundCall, description: CallDescription) -> JsonObject:
-    """Returns the part of the key that describes the arguments; `key_fn` describes the arrays where there is one."""
-    key_fn = call.function.options.key_fn
-    if key_fn is None:
-        return description.key_values
-    args, kwargs = call.fitted(key_fn, call.args, call.kwargs)
-    returned = key_fn(*args, **kwargs)
-    bucket = key_part(returned)
-    try:
-        canonical_json(bucket)
-    except (TypeError, ValueError) as error:
-        hint = "; for symbolic shapes return what it returns for the concrete ones" if call.is_symbolic else ""
-        raise TypeError(f"{call.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
-    static = {name: value for name, value in description.key_values.items() if name in call.statics}
-    return {**static, "key_fn": bucket}
-
-
-def _check_no_references(arguments: Mapping[str, Any], name: str) -> None:
-    """Raises where an argument is a mutable array: every config would write to it, and each in another process.
-
-    Args:
-        arguments: the arguments by parameter.
-        name: the function's name in messages.
-
-    Raises:
-        TypeError: an argument is, or contains, a `jax.Ref`.
-    """
-    for parameter, value in arguments.items():
-        if any(type(leaf) not in SCALARS and isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
-            raise TypeError(
-                f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function that "
-                f"takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or give the "
-                f"tunables by hand"
-            )
-
-
-def _check_arguments(arguments: Mapping[str, Any], name: str) -> None:
-    """Raises where `jax.jit` would refuse an argument.
-
-    Args:
-        arguments: the arguments that are not static, by parameter.
-        name: the function's name in messages.
-
-    Raises:
-        TypeError: an argument is, or contains, something that is neither array nor number.
-    """
-    for parameter, value in arguments.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-            if (reason := _why_not_dynamic(leaf)) is not None:
-                where = f"argument {parameter!r}" if not path else f"{parameter}{jax.tree_util.keystr(path)}"
-                raise TypeError(
-                    f"{name}: {where} is {reprlib.repr(leaf)}, which jax.jit does not take as a dynamic argument "
-                    f"({reason}): {_remedy(parameter, leaf, is_inside=bool(path))}"
-                )
-
-
-def _why_not_dynamic(leaf: Any) -> str | None:
-    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)):
-        return None
-    try:
-        jax.typeof(leaf)
-    except (TypeError, ValueError):
-        return f"dtype {leaf.dtype}" if isinstance(leaf, (np.ndarray, np.generic)) else type(leaf).__name__
-    return None
-
-
-def _remedy(parameter: str, leaf: Any, *, is_inside: bool) -> str:
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return "give an array of numbers"
-    static = (
-        f"pass it as a static argument of its own, or make it a static field of the pytree that {parameter!r} is"
-        if is_inside
-        else f"make it static with static_argnames=[{parameter!r}] in jax.jit"
-    )
-    kind = type(leaf)
-    if kind.__module__ == "builtins":
-        return static
-    return f"{static}, or register {kind.__qualname__} as a pytree (jax.tree_util.register_dataclass)"
+        if not importable.may_travel_by_name(fn):
+            options.check_can_travel(name)

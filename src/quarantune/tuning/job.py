@@ -6,38 +6,32 @@ import contextlib
 import dataclasses
 import logging
 import statistics
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from quarantune.answers.answer import Answer, Origin, Situation
+from quarantune.answers.layers import Layers, open_store
+from quarantune.answers.memory import Memory
 from quarantune.cache import Entry
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import KeyedCall
+from quarantune.engine.place import place_of
 from quarantune.host.process import in_sandbox, is_interruption, lazy
 from quarantune.measure import finals, model
-from quarantune.resolve.call_key import BoundCall, KeyedCall
-from quarantune.resolve.call_results import call_result, entry_for, findings_now, more_thorough
-from quarantune.resolve.resolver import Known, KnownResults, open_store
-from quarantune.resolve.seeds import CompilationSeeds
-from quarantune.resolve.similar import starts
-from quarantune.resolve.sweep_records import SweepRecords, left_trials
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE
-from quarantune.sweep import sweep
-from quarantune.sweep.limits import (
-    EXHAUSTED,
-    MAX_TRIALS,
-    TIME_BUDGET,
-    Isolation,
-    SearchLimits,
-    SweepLimits,
-    isolation_of,
-)
-from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
+from quarantune.sweep.ledger import Ledger, Listener
+from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, Isolation, SearchLimits, SweepLimits
+from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.sweep.searching import Searching
+from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
+from quarantune.tuning.outcome import call_result, entry_for, findings_now, more_thorough
+from quarantune.tuning.reuse import CompilationSeeds
+from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
-from quarantune.values.settings import Settings
 from quarantune.values.trial import (
     READY,
     UNTUNED,
@@ -55,36 +49,72 @@ from quarantune.values.trial import (
 _logger = logging.getLogger("quarantune")
 
 _FIRST = 16
-"""So many configs with the best estimates of a compile check are tried first."""
+"""How many configs with the best estimates of a compile check are tried first."""
 _FAR = 4.0
-"""Configs estimated at more times the best do not run; the published winners of TPU kernels are at 2 times at most."""
+"""A config estimated at more than this multiple of the best does not run. The published winners of TPU kernels are at 2
+times at most."""
+
+
+class Tuning:
+    """The last rung: finds the config of a call by a sweep, or waits for the job that does."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        memory: Memory,
+        *,
+        job: Callable[..., TuningJob] | None = None,
+        on_phase: Callable[[int, str], None] = lambda index, phase: None,
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            layers: the saved results of the function.
+            memory: remembers what is found out.
+            job: makes what tunes for a call; None for `TuningJob`.
+            on_phase: called with the index of a config and the phase that it enters, at last with `end`.
+        """
+        self.layers = layers
+        self.seeds = CompilationSeeds()
+        self.on_phase = on_phase
+        self._memory = memory
+        self._job = job or TuningJob
+
+    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Tunes for a call, if a miss ends in a sweep."""
+        return self.tune(call, now) if now.tunes else None
+
+    def tune(self, call: KeyedCall, now: Situation, *, earlier: Entry | None = None) -> Answer:
+        """Tunes for a call, and remembers the result or the failure in this process; see `TuningJob`."""
+        try:
+            result = self._job(call, now, self, earlier=earlier).run()
+        except TuningFailedError as error:
+            self._memory.remember(call.id, error)
+            raise
+        return self.remember(call, result, now)
+
+    def remember(self, call: KeyedCall, result: TuningResult, now: Situation) -> Answer:
+        """Remembers a result in this process, and returns it as an answer."""
+        limits, found = SearchLimits.of(call.call.function.options, now.settings), result.findings
+        budget = limits.budget(result.stopped) or result.seen  # `auto` has a budget of its own
+        found = dataclasses.replace(found, search=dataclasses.replace(found.search, budget=budget))
+        answer = Answer(Origin.MEASURED, result.best_config, found.to_json(), result=result)
+        self._memory.remember(call.id, dataclasses.replace(answer, origin=Origin.SAVED, result=None))
+        return answer
 
 
 class TuningJob:
     """One call that this process tunes for, or waits for while another process tunes."""
 
-    def __init__(
-        self,
-        keyed: KeyedCall,
-        settings: Settings,
-        known: KnownResults,
-        seeds: CompilationSeeds,
-        on_phase: Callable[[int, str], None],
-        *,
-        start_over: bool,
-        earlier: Entry | None = None,
-    ) -> None:
+    def __init__(self, keyed: KeyedCall, now: Situation, tuning: Tuning, *, earlier: Entry | None = None) -> None:
         """Sets up a job; nothing is read or started.
 
         Args:
             keyed: the call.
-            settings: the operator's settings.
-            known: the known results of the function, which decide whether an entry of the cache can be used.
-            seeds: receives the winner's executable.
-            on_phase: as in `SweepEvents`.
-            start_over: whether to tune even if the call is cached. A search that its budget had ended goes on, if it
-                is not spent by now; otherwise every config runs again, whatever the journal holds. A job that is tuning
-                the call is followed, unless `ALWAYS_TUNE` is set.
+            now: its situation. With `start_over`, it is tuned even if it is cached: a search that its budget had ended
+                goes on, if the budget is not spent; otherwise every config runs again, whatever the journal holds. A
+                job that is tuning the call is followed, unless `ALWAYS_TUNE` is set.
+            tuning: the rung that asks for the job.
             earlier: with `start_over`, the entry that was there when the call was made.
 
         Raises:
@@ -94,23 +124,30 @@ class TuningJob:
         check_outside(keyed.call)
         if keyed.axes is not None:
             keyed.axes.check(keyed.call.name)
-        self._keyed = keyed
-        self._key = keyed.key
+        self._keyed, self._key, self._now, self._tuning = keyed, keyed.id, now, tuning
         self._call = keyed.call
         self._name = keyed.call.name
         self._options = keyed.call.function.options
         self._configs = keyed.call.configs
-        self._known, self._seeds, self._on_phase = known, seeds, on_phase
-        self._settings = settings
-        self._limits = SweepLimits.of(self._options, settings)
-        self._must_tune = self._start_over = start_over
-        self._follows = not (start_over and settings.always_tune)
+        self._limits = SweepLimits.of(self._options, now.settings)
+        self._start_over = now.start_over
+        self._follows = not (now.start_over and now.settings.always_tune)
         self._earlier = earlier
         self._stopped, self._saw_all = EXHAUSTED, True
-        self._trials: dict[int, Trial] = {}
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
-        self._records = SweepRecords(keyed, settings, self._limits)
+        self._records = ClaimAndJournal(keyed, now, self._limits)
+        self._ledger = Ledger(
+            Listener(on_trial=self._record, on_provisional=self._append, on_tick=self._records.refresh),
+            Listener(on_phase=self._tell_author),
+        )
+        self._request = SweepRequest(
+            problem=Problem.of(keyed),
+            options=self._options,
+            settings=now.settings,
+            limits=self._limits,
+            ledger=self._ledger,
+        )
 
     def run(self) -> TuningResult:
         """Returns the result: of a sweep, or of the job that tuned meanwhile.
@@ -121,26 +158,32 @@ class TuningJob:
         """
         total = self._configs.size or self._configs.reach(self._search.max_trials or MOST_CONFIGS)
         with self._shown_progress(total) as progress, contextlib.ExitStack() as stack:
+            shown = Listener(
+                on_trial=lambda index, trial: progress.step(trial),
+                on_phase=progress.enter,
+                on_default=progress.note_default,
+            )
+            self._ledger.listen(shown)
             stack.callback(self._records.report_unsaved)
             stack.push(self._keep_best)
             if (answer := self._take_claim(progress, stack)) is not None:
                 progress.end("tuned by another job meanwhile")
                 return self._result_of(answer)
             goes_on = self._follows and self._records.has_waited
-            self._start_over = self._must_tune and not goes_on and not self._may_go_on()
+            self._start_over = self._now.start_over and not goes_on and not self._may_go_on()
             if self._records.directory is not None:
                 stack.push(self._records.forget_another_program)
                 found = self._records.read(self._configs)
                 if self._start_over:
                     self._records.discard()
                 else:
-                    self._trials = found
+                    self._ledger.recall(found)
                 progress.on_interrupt(
                     "they are kept: the next run of the program goes on from there (here: tune or run with resume=True)"
                 )
             if self._search.tries_all:
                 self._prune(progress)
-                self._trials |= self._known_not_to_compile()
+                self._ledger.recall(self._known_not_to_compile())
                 return self._conclude(self._sweep(progress), progress)
             return self._conclude(self._sweep_by_search(progress), progress)
 
@@ -151,28 +194,34 @@ class TuningJob:
             self._keyed.label,
             total,
             name=self._name,
-            shown=self._settings.progress,
+            shown=self._now.settings.progress,
             config_of=self._configs.__getitem__ if total else None,
             default=None if default is None else self._configs[default],
-            may_redraw=isolation_of(self._settings, self._keyed.problem()) is not Isolation.NONE,
+            may_redraw=self._request.isolation is not Isolation.NONE,
         )
+
+    def _tell_author(self, index: int, phase: str) -> None:
+        if index >= 0 and phase != READY:
+            self._tuning.on_phase(index, phase)
 
     # The claim
 
-    def _take_claim(self, progress: Progress, stack: contextlib.ExitStack) -> Known | None:
+    def _take_claim(self, progress: Progress, stack: contextlib.ExitStack) -> Answer | None:
         """Makes this job the one that tunes, or returns the result of the job that did.
 
         Raises:
             TuningFailedError: every config failed in that job.
         """
 
-        def done(afresh: bool) -> Known | None:
+        def done(afresh: bool) -> Answer | None:
             if not self._follows:
                 return None
-            found = self._known.saved(self._keyed, self._settings, other_than=self._earlier, afresh=afresh)
-            return found if found and self._known.is_enough(found, self._settings) else None
+            layers = self._tuning.layers
+            found = layers.saved(self._keyed, self._now, other_than=self._earlier, afresh=afresh)
+            return found if found is not None and layers.serves(found, self._now) else None
 
-        return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say)
+        is_apart = self._request.isolation is Isolation.PROCESS
+        return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say, is_apart=is_apart)
 
     def _terms(self) -> JsonObject:
         """Returns what distinguishes this sweep from others that might not fail."""
@@ -187,16 +236,20 @@ class TuningJob:
         return self._failure(trials)
 
     def _failure(self, trials: tuple[Trial, ...]) -> TuningFailedError:
-        return TuningFailedError(report.failure_message(self._name, trials), trials=trials, key=self._key.text)
+        return TuningFailedError(report.failure_message(self._name, trials), trials=trials, key=self._key.key)
 
     # The journal
 
     def _record(self, index: int, trial: Trial) -> None:
+        if trial.outcome is not Outcome.NOT_RUN:
+            self._append(index, trial)
+
+    def _append(self, index: int, trial: Trial) -> None:
         self._records.append(trial, was_troubled=index in self._troubled)
 
     def _known_not_to_compile(self) -> dict[int, Trial]:
         """Returns the trials of further configs that are known not to compile, and are not compiled again."""
-        found = self._records.known_not_to_compile(self._configs, self._trials, start_over=self._start_over)
+        found = self._records.known_not_to_compile(self._configs, self._ledger.trials, start_over=self._start_over)
         self._not_compiling = set(found)
         if found:
             _logger.info(
@@ -218,7 +271,7 @@ class TuningJob:
                 pruned_trial(self._configs[index]), message=f"estimated at {ratio:.3g}x the best"
             )
             for index, ratio in far
-            if ratio > _FAR and index not in self._trials and index != self._call.default_index
+            if ratio > _FAR and index not in self._ledger.trials and index != self._call.default_index
         }
 
     # The sweep
@@ -226,29 +279,30 @@ class TuningJob:
     def _prune(self, progress: Progress) -> None:
         dropped = {index: pruned_trial(self._configs[index]) for index in sorted(self._call.pruned)}
         for index, trial in (self._far_behind(self._records.estimates(self._configs)) | dropped).items():
-            self._trials[index] = trial
+            self._ledger.recall({index: trial})
             progress.step(trial)
 
     def _sweep(self, progress: Progress) -> Swept:
         """Runs the configs that have no trial yet, and compares the fastest of all."""
-        left = {index: self._configs[index] for index in self._configs.listed() if index not in self._trials}
-        progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
-        if not left and not finals.finalists(self._trials):
+        trials = self._ledger.trials
+        left = {index: self._configs[index] for index in self._configs.listed() if index not in trials}
+        progress.recall([trial for trial in trials.values() if trial.outcome is not Outcome.PRUNED])
+        if not left and not finals.finalists(trials):
             return Swept()
         self._troubled = self._records.troubled(self._configs) & left.keys()
         last = set() if self._start_over else self._troubled
         ordered = sorted(left, key=lambda index: index in last)
-        return self._run({index: left[index] for index in ordered}, progress, last)
+        return self._run({index: left[index] for index in ordered}, last)
 
     def _sweep_by_search(self, progress: Progress) -> Swept:
         """Runs the configs that the search asks, and compares the fastest of all."""
-        keeps = self._configs.keeps
-        self._trials = {index: trial for index, trial in self._trials.items() if keeps(index)}
+        keeps, trials = self._configs.keeps, self._ledger.trials
+        self._ledger.keep({index: trial for index, trial in trials.items() if keeps(index)})
         self._troubled = self._records.troubled(self._configs)
         estimates = self._records.estimates(self._configs)
         far = self._far_behind(estimates)
         failures = self._known_not_to_compile() | far
-        first = [] if self._records.directory is None else starts(self._keyed, self._known, self._settings)
+        first = [] if self._records.directory is None else starts(self._keyed, self._tuning.layers, self._now)
         first += [self._configs[index] for index in [*estimates][:_FIRST]]
         default = self._call.default_index
         searching = Searching(
@@ -256,7 +310,7 @@ class TuningJob:
             self._configs,
             defaults=None if default is None or not keeps(default) or default in failures else default,
             starts=[config for config in first if self._configs.find(config) not in self._troubled],
-            known=self._trials,
+            known=dict(trials),
             failures=failures,
             trial_s=self._limits.compile_timeout_s + self._limits.timeout_s,
         )
@@ -266,67 +320,39 @@ class TuningJob:
             budget_s=searching.time_budget_s,
             why_ended=lambda: self._search.why_ended(searching.stopped),
         )
-        progress.recall(list(self._trials.values()))
-        self._trials |= far
+        progress.recall(list(trials.values()))
+        self._ledger.recall(far)
         configs = searching.take(1)
         swept = Swept()
-        if configs or finals.finalists(self._trials):
-            swept = self._run(configs, progress, self._troubled, searching)
+        if configs or finals.finalists(trials):
+            swept = self._run(configs, self._troubled, searching)
         self._stopped, self._saw_all = searching.stopped, searching.saw_all
         return swept
 
-    def _run(
-        self, configs: Mapping[int, Config], progress: Progress, last: Collection[int], source: Searching | None = None
-    ) -> Swept:
+    def _run(self, configs: Mapping[int, Config], last: Collection[int], source: Searching | None = None) -> Swept:
         """Runs configs, and those that a search asks after them."""
-
-        def on_trial(index: int, trial: Trial) -> None:
-            trial = dataclasses.replace(trial, ended_s=time.time())
-            self._trials[index] = trial
-            if trial.outcome is not Outcome.NOT_RUN:
-                self._record(index, trial)
-            progress.step(trial)
-
-        def on_phase(index: int, phase: str) -> None:
-            progress.enter(index, phase)
-            if index >= 0 and phase != READY:
-                self._on_phase(index, phase)
-
-        problem = self._keyed.problem()
+        problem = self._request.problem
         if self._call.default_index in self._not_compiling:
             problem = dataclasses.replace(problem, untuned=None)  # the defaults are not compiled again either
-        request = SweepRequest(
+        request = dataclasses.replace(
+            self._request,
             problem=problem,
-            options=self._options,
-            settings=self._settings,
-            limits=self._limits,
-            events=SweepEvents(
-                on_trial=on_trial,
-                on_tick=self._records.refresh,
-                on_provisional=self._record,
-                on_phase=on_phase,
-                on_default=progress.note_default,
-            ),
             troubled=last,
             space=None if source is None else self._configs,
             source=source or NOTHING_MORE,
         )
-        if self._settings.executor is None:
-            return sweep.run(request, configs, known=self._trials)
-        from quarantune.engine import distributed
-
-        return distributed.run(request, configs, known=self._trials)
+        return place_of(self._now.settings).run(request, configs)
 
     @lazy
     def _search(self) -> SearchLimits:
         """The search and its budgets."""
-        return SearchLimits.of(self._options, self._settings).resolved(self._configs)
+        return SearchLimits.of(self._options, self._now.settings).resolved(self._configs)
 
     def _may_go_on(self) -> bool:
         """Returns whether an earlier search was ended by a budget that is not spent by now."""
         if self._records.directory is None or self._search.tries_all:
             return False
-        known = self._known.saved(self._keyed, self._settings)
+        known = self._tuning.layers.saved(self._keyed, self._now)
         searched = Searched() if known is None else known.findings.search
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
@@ -334,13 +360,14 @@ class TuningJob:
 
     def _all_trials(self) -> tuple[Trial, ...]:
         """Returns the trials: of all configs in their order, or of those that a search asked."""
+        trials = self._ledger.trials
         if self._search.tries_all:
-            return tuple(self._trials[index] for index in range(len(self._configs)))
-        return tuple(self._trials.values())
+            return tuple(trials[index] for index in range(len(self._configs)))
+        return tuple(trials.values())
 
     def _searched(self) -> Searched:
         """Returns how thorough the sweep was."""
-        tried = sum(trial.outcome is not Outcome.NOT_RUN for trial in self._trials.values())
+        tried = sum(trial.outcome is not Outcome.NOT_RUN for trial in self._ledger.trials.values())
         size = self._configs.size
         return Searched(self._stopped, size if self._saw_all else tried, size, self._search.budget(self._stopped))
 
@@ -349,17 +376,16 @@ class TuningJob:
     def _conclude(self, swept: Swept, progress: Progress) -> TuningResult:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
-        usable = [trial for trial in self._trials.values() if trial.is_usable]
+        usable = [trial for trial in self._ledger.trials.values() if trial.is_usable]
         if not usable:
-            progress.end(f"all {len(self._trials):,} configs failed")
+            progress.end(f"all {len(self._ledger.trials):,} configs failed")
             raise self._error(swept)
-        default = self._call.default_index
-        if swept.untuned is not None and finals.default_among(self._trials, default) == UNTUNED:
-            self._trials[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
-        judges = self._options.judges_outputs  # where nothing does, the defaults may compute something else
-        known = self._trials | swept.retimed
+        default, known = self._call.default_index, {**self._ledger.trials, **swept.retimed}
+        if swept.untuned is not None and finals.default_among(self._ledger.trials, default) == UNTUNED:
+            known[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
+        judges = self._options.judges_outputs  # if nothing does, the defaults may compute something else
         settled, (winner, *level) = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
-        self._trials = {index: trial for index, trial in settled.items() if index != UNTUNED}
+        self._ledger.keep({index: trial for index, trial in settled.items() if index != UNTUNED})
         trials = self._all_trials()
         best, tie = settled[winner], tuple(settled[index].config for index in level)
         self._log_winner(best, tie, usable, tried=len(trials), is_untuned=winner == UNTUNED)
@@ -379,7 +405,7 @@ class TuningJob:
         progress.conclude(best.config, told, saved=self._records.saved)
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
-            self._seeds.add(swept.compiled.get(winner, {}))
+            self._tuning.seeds.add(swept.compiled.get(winner, {}))
             executable = swept.executables.get(winner)
         return call_result(
             self._keyed,
@@ -395,7 +421,7 @@ class TuningJob:
     def _error(self, swept: Swept) -> Exception:
         """Returns the error where every config failed; jobs that wait now get it, too, and later ones tune again."""
         failure = self._failure(self._all_trials())
-        ran = [trial for index, trial in self._trials.items() if index not in self._not_compiling]
+        ran = [trial for index, trial in self._ledger.trials.items() if index not in self._not_compiling]
         if (error := callers_error(self._call, ran, only_there=None if swept.is_traced else failure)) is not None:
             self._records.discard(with_failures=True)
             return error
@@ -430,14 +456,13 @@ class TuningJob:
 
     def _keep_best(self, kind: type[BaseException] | None, *_: object) -> None:
         """Has the calls of this process use the best config so far, if its user interrupted the sweep."""
-        is_usable = any(trial.is_usable for trial in self._trials.values())
+        trials = self._ledger.trials
+        is_usable = any(trial.is_usable for trial in trials.values())
         if kind is not None and issubclass(kind, KeyboardInterrupt) and is_usable:
-            settled, level = finals.conclude(self._trials, finals.Final(), default=self._call.default_index)
-            best = settled[level[0]]
-            trials = tuple(settled.values())
-            findings = Findings(best.time_ms or 0.0, trials=count_outcomes(trials), score=best.score)
-            result = call_result(self._keyed, best.config, findings, trials)
-            self._known.remember(self._key, result, self._settings)
+            settled, level = finals.conclude(trials, finals.Final(), default=self._call.default_index)
+            best, ended = settled[level[0]], tuple(settled.values())
+            findings = Findings(best.time_ms or 0.0, trials=count_outcomes(ended), score=best.score)
+            self._tuning.remember(self._keyed, call_result(self._keyed, best.config, findings, ended), self._now)
 
     def _entry(self, config: Config, findings: Findings) -> Entry:
         return entry_for(self._keyed, config, findings, {"name": self._search.label, "seed": self._search.seed})
@@ -445,11 +470,12 @@ class TuningJob:
     def _save(self, entry: Entry) -> None:
         if self._records.directory is not None:
             with self._records.saving():
-                contents = {self._key.device: {self._key.text: entry}}
-                open_store(self._settings).merge(self._name, contents, prefer=more_thorough)
+                contents = {self._key.device: {self._key.key: entry}}
+                open_store(self._now.settings).merge(self._name, contents, prefer=more_thorough)
 
-    def _result_of(self, known: Known) -> TuningResult:
-        return call_result(self._keyed, known.config, known.findings, from_cache=True)
+    def _result_of(self, answer: Answer) -> TuningResult:
+        assert answer.config is not None
+        return call_result(self._keyed, answer.config, answer.findings, from_cache=True)
 
 
 def callers_error(

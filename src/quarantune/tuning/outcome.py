@@ -10,10 +10,12 @@ from typing import Any
 import jax
 
 from quarantune.cache import Entry, plain_function
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import KeyedCall
+from quarantune.functions.binding import Arguments, bind_config
+from quarantune.functions.description import as_structs, is_array
 from quarantune.host.process import commit_of
-from quarantune.resolve.call_key import BoundCall, KeyedCall
 from quarantune.results.result import FromCache, TuningResult
-from quarantune.transport.problem import Arguments, as_structs, bind_config, is_array
 from quarantune.values import describe
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given
@@ -53,8 +55,8 @@ def call_result(
         name=call.name,
         best_config=as_given(config),
         trials=_given(trials),
-        key=keyed.key.text,
-        device=keyed.key.device,
+        key=keyed.id.key,
+        device=keyed.id.device,
         from_cache=from_cache,
         tie=tuple(map(as_given, tie)),
         default_config=None if own_defaults is None else as_given(own_defaults),

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quarantune import jax_internals
+from quarantune.functions.binding import jitted_with, split_config
 from quarantune.jax_internals.other_processes import (
     compilation_cache_in_memory,
     has_compilation_cache,
     seed_compilation_cache,
 )
 from quarantune.transport import programs
-from quarantune.transport.problem import jitted_with, split_config
 from quarantune.values.configs import Config
 
 _MODULE = re.compile(r"^module @([\w.-]+)", re.MULTILINE)

@@ -14,15 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport.problem import (
-    Arguments,
-    as_structs,
-    describe_call,
-    describe_function,
-    is_array,
-    named,
-    with_leaves,
-)
+from quarantune.functions.binding import Arguments, arguments_of, check_complete, describe_function, named
+from quarantune.functions.description import as_structs, describe_arguments, is_array, with_leaves
 from quarantune.values.codec import JsonObject
 from quarantune.values.settings import left
 
@@ -158,7 +151,9 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     def described(arguments: Arguments) -> JsonObject:
         structs = as_structs(*arguments)
         strong = with_leaves(*structs, _is_struct, lambda leaf: leaf.update(weak_type=False))
-        return describe_call(signature, static, tunables, *strong).key_values
+        bound = signature.bind_partial(*strong[0], **strong[1])
+        check_complete(bound, tunables)
+        return describe_arguments(arguments_of(bound), static)
 
     try:
         mine, its = described(given), described(call)

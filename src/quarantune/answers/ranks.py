@@ -30,21 +30,23 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 
 from quarantune import cache
+from quarantune.answers.answer import Answer, Origin, Rung, Situation
+from quarantune.answers.ladder import first
+from quarantune.answers.memory import Memory
+from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.host.process import lazy
 from quarantune.jax_internals import Coordination
-from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.resolver import Known
 from quarantune.results.progress import Progress
-from quarantune.results.result import TuningResult
 from quarantune.sweep.limits import Isolation, SearchLimits, SweepLimits, isolation_of
 from quarantune.values.codec import JsonObject, Record, as_json, decode_json, equal
 from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings
+from quarantune.values.trial import TuningFailedError
 
 _logger = logging.getLogger("quarantune")
 
@@ -58,6 +60,52 @@ _POLL_S_PER_RANK = 0.0005
 """In a program of over 500 ranks, looks are rarer: one takes two requests, of 0.2 to 0.4 ms on a 2-core machine."""
 _MESSAGE_S = 5.0
 """How often a waiting rank reports that it waits."""
+_Ask: TypeAlias = Callable[[], Answer | None]
+
+
+class Ranks:
+    """The rung of programs with several ranks: it holds the rungs below and asks them on behalf of all ranks."""
+
+    def __init__(self, own: Sequence[Rung], near: Rung, tune: Rung, memory: Memory) -> None:
+        """Agrees on nothing yet.
+
+        Args:
+            own: find what this rank knows for the call itself.
+            near: finds the answer for a near call, to use if no rank has one for this call.
+            tune: tunes.
+            memory: knows which calls this rank has failed to tune.
+        """
+        self._memory = memory
+        self._own, self._near, self._tune = own, near, tune
+        self._agreed: dict[tuple[Any, ProblemId], Answer] = {}
+
+    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the answer that all ranks use for the life of the program; waits for it if the call may be tuned.
+
+        Returns:
+            The answer, which may be the defaults, with the reason; None in a program without ranks, or if the call may
+            not be tuned and there is no answer yet.
+
+        Raises:
+            RuntimeError: this rank cannot use the config of the others.
+        """
+        if now.ranks is None:
+            return None
+        agreement = Agreement(call, now.settings, now.ranks, self._agreed)
+        own = functools.partial(first, self._own, call, now)
+        if not now.may_tune:
+            return agreement.compare(own)
+        may_tune = now.tunes and self._memory.failure(call.id) is None
+        return agreement.settle(
+            own=own,
+            near=functools.partial(self._near.answer, call, now),
+            tune=functools.partial(self._tune.answer, call, now) if may_tune else None,
+        )
+
+    def compare(self, call: KeyedCall, now: Situation, found: Answer) -> Answer | None:
+        """Offers a result that this rank has just found, and returns the answer of all ranks; never waits."""
+        assert now.ranks is not None
+        return Agreement(call, now.settings, now.ranks, self._agreed).compare(found=found)
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,122 +116,116 @@ class Agreement:
         keyed: the call.
         settings: the operator's settings.
         coordination: the means to agree.
-        agreed: the outcomes so far for the calls of the function, by the program of ranks and the key of the call.
+        agreed: the answers so far for the calls of the function, by the program of ranks and the call.
     """
 
     keyed: KeyedCall
     settings: Settings
     coordination: Coordination
-    agreed: dict[tuple[Any, CallKey], Known | str]
+    agreed: dict[tuple[Any, ProblemId], Answer]
 
     def __post_init__(self) -> None:
-        self._problem = self.coordination.client, self.keyed.key
+        self._problem = self.coordination.client, self.keyed.id
         self._poll_s = _FIRST_POLL_S
         self._next_message: tuple[int | None, float] = (None, 0.0)
-        self._own: Known | None = None
-        self._found: TuningResult | None = None
+        self._own: Answer | None = None
         self._who = f"rank {self.coordination.rank} of {self.coordination.ranks}"
-        self._label = f"{self.keyed.call.name}: {self._who}"
+        self._label = f"{self.keyed.id.name}: {self._who}"
 
-    def settle(
-        self,
-        *,
-        own: Callable[[], Known | None],
-        near: Callable[[], Known | None],
-        tune: Callable[[], TuningResult | None] | None,
-    ) -> Known | str:
-        """Returns the config that all ranks use, or why they use the defaults, for the life of the program.
+    def settle(self, *, own: _Ask, near: _Ask, tune: _Ask | None) -> Answer:
+        """Returns the answer of all ranks.
 
         Args:
-            own: returns the result that this rank has in its cache.
-            near: returns the result of a near call, to use where no rank has one for this call.
-            tune: tunes, and returns the result, or None where every config failed; None if this rank must not tune.
+            own: returns the answer that this rank has.
+            near: returns the answer for a near call, to use if no rank has one for this call.
+            tune: tunes, and returns the answer; None if this rank must not tune.
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
             return agreed
         self._own, rank = own(), self.coordination.rank
-        if self._own is None and isolation_of(self.settings, self.keyed.problem()) is not Isolation.PROCESS:
-            # The rank that tunes uses JAX itself, whose first use waits in each rank for that of all others.
+        if (
+            self._own is None
+            and isolation_of(self.settings, self.keyed.platform, self.keyed.call.function.fn) is not Isolation.PROCESS
+        ):
+            # Here the tuning rank uses JAX itself. JAX's first use blocks until every rank has reached it, so every
+            # rank does it now.
             jax.local_devices()
-        offer = None if self._own is None else _answer(self._own, rank, Source.CACHE)
-        last = Answer(config=None, rank=rank, source=Source.NOBODY)
+        offer = None if self._own is None else _offer(self._own, rank)
+        last = Offer(config=None, rank=rank, source=Source.NOBODY)
         if self._own is None and (nearest := near()) is not None:
-            last = _answer(nearest, rank, Source.NEAREST)
+            last = _offer(nearest, rank)
         with contextlib.closing(
-            Progress(self.keyed.label, name=self.keyed.call.name, shown=self.settings.progress)
+            Progress(self.keyed.label, name=self.keyed.id.name, shown=self.settings.progress)
         ) as progress:
 
-            def tune_for_all() -> Answer | None:
+            def tune_for_all() -> Offer | None:
                 assert tune is not None
                 progress.say(f"{self._who} tunes it for all")
-                if (found := tune()) is None:
+                try:
+                    self._own = tune()
+                except TuningFailedError:  # it is remembered, and another rank may be more successful
                     return None
-                self._found, self._own = found, Known.of(found)
-                return _answer(self._own, rank, Source.TUNED)
+                return None if self._own is None else _offer(self._own, rank)
 
-            answer = self._member.settle(
+            offered = self._member.settle(
                 offer,
                 last=last,
                 tune=None if tune is None else tune_for_all,
                 wait=functools.partial(self._wait, progress),
                 deadline_s=_deadline_s(self.keyed, self.settings),
             )
-        return self._outcome(answer)
+        return self._outcome(offered)
 
-    def compare(
-        self, *, own: Callable[[], Known | None] = lambda: None, found: TuningResult | None = None
-    ) -> Known | str | None:
-        """Offers the result that this rank has, if any, and returns the outcome if there is one; never waits.
+    def compare(self, own: _Ask = lambda: None, *, found: Answer | None = None) -> Answer | None:
+        """Offers the answer that this rank has, if any, and returns the one of all ranks if there is one; never waits.
 
         Args:
             own: as for `settle`.
             found: a result that this rank has just found, which it offers instead.
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
-            if found is not None and (isinstance(agreed, str) or agreed.config != found.best_config):
-                text = "the defaults" if isinstance(agreed, str) else self.keyed.call.function.text_of(agreed.config)
+            if found is not None and agreed.config != found.config:
+                text = "the defaults" if agreed.config is None else self.keyed.call.function.text_of(agreed.config)
                 told = "%s keeps running %s, as all ranks do; its new result is for the next program"
                 _logger.info(told, self._label, text)
             return agreed
-        self._found = found
-        self._own, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
+        self._own = own() if found is None else found
         if self._own is None:
-            answer = self._member.read()
+            offered = self._member.read()
         else:
-            answer = self._member.offer(_answer(self._own, self.coordination.rank, source))
-        return None if answer is None else self._outcome(answer)
+            offered = self._member.offer(_offer(self._own, self.coordination.rank))
+        return None if offered is None else self._outcome(offered)
 
-    def _outcome(self, answer: Answer) -> Known | str:
-        """Returns what an answer means for this rank, and keeps it."""
-        if answer.config is None:
+    def _outcome(self, offer: Offer) -> Answer:
+        """Returns what an offer means for this rank, and keeps it."""
+        if offer.config is None:
             reason = (
-                f"rank {answer.rank} had not tuned it within the deadline"
-                if answer.source is Source.LATE
+                f"rank {offer.rank} had not tuned it within the deadline"
+                if offer.source is Source.LATE
                 else "no rank had a config or could find one"
             )
             log = _logger.warning if self.settings.on_miss == "tune" else _logger.info
             log("%s runs the defaults, as all ranks do: %s%s", self._label, reason, self._besides())
-            self.agreed.setdefault(self._problem, reason)
-            return reason
-        config = self.keyed.call.function.config_from(answer.config, self.keyed.call)
+            return self.agreed.setdefault(self._problem, Answer(Origin.DEFAULTS, lasts=False, why=reason))
+        config = self.keyed.call.function.config_from(offer.config, self.keyed.call)
         if config is None:
             raise RuntimeError(
-                f"{self._label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "
+                f"{self._label}: all ranks run {offer.config!r}, which rank {offer.rank} offers and this rank cannot "
                 f"use: start all ranks with the same code and versions"
             )
         is_ours = self._own is not None and equal(self._own.config, config)
-        who = "it" if answer.rank == self.coordination.rank else f"rank {answer.rank}"
-        told = f"{who} {_HOW[answer.source]}{'' if is_ours else self._besides()}"
+        who = "it" if offer.rank == self.coordination.rank else f"rank {offer.rank}"
+        told = f"{who} {_HOW[offer.source]}{'' if is_ours else self._besides()}"
         _logger.info("%s runs %s, as all ranks do: %s", self._label, self.keyed.call.function.text_of(config), told)
-        known = Known(config, answer.to_json(), is_nearest=answer.source is Source.NEAREST)
-        self.agreed.setdefault(self._problem, known)
-        return dataclasses.replace(known, result=self._found) if is_ours else known
+        origin = Origin.NEAREST if offer.source is Source.NEAREST else Origin.SAVED
+        known = self.agreed.setdefault(self._problem, Answer(origin, config, offer.to_json()))
+        return self._own if is_ours and self._own is not None and self._own.result is not None else known
 
     def _besides(self) -> str:
-        if self._own is None:
+        if self._own is None or self._own.config is None:
             return ""
         text = self.keyed.call.function.text_of(self._own.config)
-        if self._found is None:
+        if self._own.result is None:
             return f"; its own cache has {text}"
         return f"; its own sweep saved {text} for the next program"
 
@@ -191,7 +233,7 @@ class Agreement:
     def _member(self) -> Member:
         """This rank's part in the agreement."""
         call = self.keyed.call
-        parts = [call.name, self.keyed.key.device, self.keyed.key.text, call.space]  # the same for all ranks
+        parts = [*self.keyed.id, call.space]  # the same for all ranks
         topic = f"{_PREFIX}/{hashlib.sha256(cache.canonical_json(parts).encode()).hexdigest()}"
         return Member(topic, self.coordination)
 
@@ -223,16 +265,20 @@ def _deadline_s(keyed: KeyedCall, settings: Settings) -> float:
     return min(longest_s, search.time_budget_s + limits.longest_sweep_s(limits.compile_slots))  # those under way
 
 
-def _answer(known: Known, rank: int, source: Source) -> Answer:
-    found = known.findings
-    time_ms = None if math.isnan(found.time_ms) else found.time_ms
-    return Answer(
-        config=as_json(known.config), rank=rank, source=source, time_ms=time_ms, default_time_ms=found.default_time_ms
+def _offer(answer: Answer, rank: int) -> Offer:
+    found = answer.findings
+    sources = {Origin.MEASURED: Source.TUNED, Origin.NEAREST: Source.NEAREST}
+    return Offer(
+        config=as_json(answer.config),
+        rank=rank,
+        source=sources.get(answer.origin, Source.CACHE),
+        time_ms=None if math.isnan(found.time_ms) else found.time_ms,
+        default_time_ms=found.default_time_ms,
     )
 
 
 class Source(enum.Enum):
-    """How an answer came about."""
+    """How an offer came about."""
 
     CACHE = "cache"
     TUNED = "tuned"
@@ -252,7 +298,7 @@ _HOW = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer(Record):
+class Offer(Record):
     """A config that a rank offers to all.
 
     Attributes:
@@ -270,8 +316,8 @@ class Answer(Record):
     default_time_ms: float | None = None
 
 
-_Tune: TypeAlias = Callable[[], Answer | None]
-"""Tunes for the call, and returns the answer; None where every config failed."""
+_Tune: TypeAlias = Callable[[], Offer | None]
+"""Tunes for the call, and returns the offer; None if every config failed."""
 _Wait: TypeAlias = Callable[[int | None, float, float], None]
 """Waits for a moment; takes the rank that tunes, or None where none does, and the seconds that this rank has waited for
 that, and will wait at most."""
@@ -293,12 +339,12 @@ class Member:
         self._clock = clock
         self._claimed = False
 
-    def read(self) -> Answer | None:
+    def read(self) -> Offer | None:
         """Returns the answer, if there is one."""
         text = self._read("answer")
-        return None if text is None else Answer.from_json(decode_json(text))
+        return None if text is None else Offer.from_json(decode_json(text))
 
-    def offer(self, answer: Answer) -> Answer:
+    def offer(self, answer: Offer) -> Offer:
         """Offers an answer, and returns the one that was offered first."""
         while not self._write("answer", cache.canonical_json(answer.to_json())):
             if (first := self.read()) is not None:
@@ -307,13 +353,13 @@ class Member:
 
     def settle(
         self,
-        own: Answer | None,
+        own: Offer | None,
         *,
-        last: Answer,
+        last: Offer,
         tune: _Tune | None,
         wait: _Wait,
         deadline_s: float,
-    ) -> Answer:
+    ) -> Offer:
         """Returns the answer, by whichever way it comes about.
 
         Args:
@@ -337,7 +383,7 @@ class Member:
                 self._write(out, "ended by an exception")
             raise
 
-    def _settle(self, last: Answer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Answer:
+    def _settle(self, last: Offer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Offer:
         attempt, since, before = 0, self._clock(), ""
         claim: str | None = None
         while (answer := self.read()) is None:
@@ -362,7 +408,7 @@ class Member:
             elif self._read(f"out/{claim}") is not None:
                 attempt, claim = attempt + 1, None
             elif waited_s > deadline_s:
-                return self.offer(Answer(config=None, rank=int(claim), source=Source.LATE))
+                return self.offer(Offer(config=None, rank=int(claim), source=Source.LATE))
             else:
                 wait(int(claim), waited_s, deadline_s)
         return answer

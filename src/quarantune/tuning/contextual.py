@@ -13,26 +13,28 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quarantune import cache, jax_internals
+from quarantune.answers.answer import Answer
 from quarantune.cache import Entry
+from quarantune.calls.call import BoundCall, TunedFunction, space_of
+from quarantune.calls.rebuilt import described_arguments
+from quarantune.engine.place import place_of
+from quarantune.functions.binding import Arguments, kernels
 from quarantune.host.process import lazy
 from quarantune.measure import finals
-from quarantune.resolve.call_key import BoundCall, TunedFunction, space_of
-from quarantune.resolve.call_results import call_result, findings_now
-from quarantune.resolve.recorded import described_arguments
-from quarantune.resolve.resolver import Known, Resolver
-from quarantune.resolve.tuning_job import TuningJob
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
 from quarantune.sandbox import wire
 from quarantune.scheduler.plan import NOTHING_MORE
-from quarantune.sweep import proof, sweep
-from quarantune.sweep.limits import EXHAUSTED, Isolation, SearchLimits, isolation_of
-from quarantune.sweep.request import SweepEvents, SweepRequest, Swept
+from quarantune.sweep import proof
+from quarantune.sweep.ledger import Ledger, Listener
+from quarantune.sweep.limits import EXHAUSTED, Isolation, SearchLimits
+from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
-from quarantune.transport.problem import Arguments, Problem, kernels
+from quarantune.tuning.job import TuningJob
+from quarantune.tuning.outcome import call_result, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import SURROGATE
@@ -95,7 +97,7 @@ class ContextualJob(TuningJob):
         Raises:
             TuningFailedError: the function failed with every config of a kernel.
         """
-        if self._settings.executor is not None:
+        if not place_of(self._now.settings).is_here:
             raise ValueError(
                 f"{self._name}: contextual_autotune tunes on this machine only: call it outside of the settings block "
                 f"that gives an executor"
@@ -116,7 +118,7 @@ class ContextualJob(TuningJob):
     @property
     def _search(self) -> SearchLimits:
         """The search of each kernel, and the budgets that they divide."""
-        return SearchLimits.of(self._options, self._settings)
+        return SearchLimits.of(self._options, self._now.settings)
 
     def _tune_kernels(self) -> ContextualResult:
         others, start, step = self._begin()
@@ -151,7 +153,7 @@ class ContextualJob(TuningJob):
             slots, time_ms = step.slots, step.time_ms
         _logger.info("%s: %.4g ms with %d kernels tuned", self._name, time_ms, len(choices))
         if self._keyed.axes is None:
-            self._seeds.add(step.compiled)
+            self._tuning.seeds.add(step.compiled)
         findings = findings_now(self._call, time_ms, [trial for _, trial in tries], _together(searched, self._search))
         findings = dataclasses.replace(findings, baseline_ms=baseline_ms)
         return self._conclude_kernels(choices, spaces, tries, findings)
@@ -258,21 +260,22 @@ class ContextualJob(TuningJob):
         label = f"{self._name} ({kernel})"
         untuned = assignment.encode({}, others=DEFAULT)
         problem = dataclasses.replace(
-            self._keyed.problem(),
+            self._request.problem,
             fn=runner.tunable,
             untuned={KEY: untuned},
             default=texts.index(untuned) if untuned in texts else None,
         )
-        trials: dict[int, Trial] = {}
         progress = Progress(
-            label, len(texts), shown=self._settings.progress, config_of=shown.__getitem__, default=shown[0]
+            label, len(texts), shown=self._now.settings.progress, config_of=shown.__getitem__, default=shown[0]
         )
 
-        def on_trial(index: int, trial: Trial) -> None:
-            trials[index] = dataclasses.replace(trial, config=dict(shown[index]), ended_s=time.time())
-            self._records.refresh()
-            progress.step(trials[index])
+        def as_shown(index: int, trial: Trial) -> Trial:
+            return dataclasses.replace(trial, config=dict(shown[index]))
 
+        ledger = Ledger(
+            Listener(on_tick=self._records.refresh, on_trial=lambda *_: self._records.refresh()),
+            Listener(on_trial=lambda *ended: progress.step(as_shown(*ended)), on_phase=progress.enter),
+        )
         with contextlib.closing(progress):
             possible: list[Config] = [{KEY: text} for text in texts]
             configs, search = dict(enumerate(possible)), None
@@ -285,21 +288,22 @@ class ContextualJob(TuningJob):
             request = SweepRequest(
                 problem=problem,
                 options=self._options,
-                settings=self._settings,
+                settings=self._now.settings,
                 limits=self._limits if is_jitted else self._limits.compiling_as_it_runs(),
-                events=SweepEvents(on_trial=on_trial, on_tick=self._records.refresh, on_phase=progress.enter),
+                ledger=ledger,
                 space=Space(possible),
                 source=search or NOTHING_MORE,
                 outputs=None if callable(self._options.supply) else self._outputs,
             )
-            swept = sweep.run(request, configs)
+            swept = place_of(self._now.settings).run(request, configs)
+        trials = {index: as_shown(index, trial) for index, trial in ledger.trials.items() if index >= 0}
         if swept.complaint:
             _logger.warning("%s: %s", label, swept.complaint)
         if not any(trial.is_usable for trial in trials.values()):
             ordered = [trials[index] for index in sorted(trials)]
-            raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
+            raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.key)
         settled, (winner, *tie) = finals.conclude(trials, swept.final, default=0)
-        slots = self._slots(problem, swept, winner, texts[winner], runner)
+        slots = self._slots(request, swept, winner, texts[winner], runner)
         return _Step(
             tuple(settled[index] for index in sorted(settled)),
             winner,
@@ -314,12 +318,13 @@ class ContextualJob(TuningJob):
             ),
         )
 
-    def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
+    def _slots(self, request: SweepRequest, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
+        problem = request.problem
         if jax_internals.is_jitted(problem.fn):  # a worker has traced it without harm
             with proof.unheard():
                 return runner.traced(text, problem.args, problem.kwargs)
-        if isolation_of(self._settings, problem) is Isolation.NONE:
+        if request.isolation is Isolation.NONE:
             return dict(runner.assignment(text).seen)
         try:
             seen = assignment.read_report(swept.executables[winner])
@@ -383,12 +388,13 @@ class ContextualJob(TuningJob):
         self._save(self._entry(config, findings) | parts)
         return self._contextual(config, findings, [*choices.values()], tuple(trials), from_cache=False)
 
-    def _result_of(self, known: Known) -> ContextualResult:
+    def _result_of(self, answer: Answer) -> ContextualResult:
+        assert answer.config is not None
         kernels = [
-            KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=known.findings.time_ms)
-            for slot, chosen in chosen_in(known.config).items()
+            KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=answer.findings.time_ms)
+            for slot, chosen in chosen_in(answer.config).items()
         ]
-        return self._contextual(known.config, known.findings, kernels)
+        return self._contextual(answer.config, answer.findings, kernels)
 
     def _contextual(
         self,
@@ -413,7 +419,7 @@ def objects_of(slot: Slot) -> Mapping[str, Any]:
     """
     found: Mapping[str, Any] = {}
     for kernel in kernels(slot.name):
-        function = kernel._resolver.function
+        function = kernel.function
         arguments: Arguments = ((), {})
         try:
             if callable(function.configs):
@@ -485,10 +491,6 @@ class ContextualFunction(TunedFunction):
     def compiled_fn(self) -> Any:
         """What a sweep compiles: the runner."""
         return self.runner.tunable
-
-    def resolver(self) -> Resolver:
-        """Returns what finds the assignments for its calls."""
-        return Resolver(self, job=ContextualJob)
 
     def config_of(self, entry: Entry, call: BoundCall, *, is_own: bool) -> Config | None:
         """Returns the assignment of an entry if every kernel still has the config space that it had."""

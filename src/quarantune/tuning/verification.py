@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from quarantune.answers.layers import changed_versions, dict_or_empty
+from quarantune.answers.recording import Tune
 from quarantune.cache import Entry, safe_name
 from quarantune.cache.entries import CacheKey, CacheRecord
-from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed
-from quarantune.resolve.recorded import CannotRebuildError, rebuilt
-from quarantune.resolve.resolver import Resolver, changed_versions, dict_or_empty
+from quarantune.calls.call import BoundCall, TunedFunction
+from quarantune.calls.key import keyed
+from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
+from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
-from quarantune.transport.problem import Arguments
 from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, as_given
 from quarantune.values.settings import forget_choices, settings
@@ -120,6 +122,7 @@ def verify(
     functions: Iterable[TunedFunction],
     arguments: Callable[[CacheKey], Arguments | None] | None,
     *,
+    tune: Tune,
     max_loss_percent: float | None = None,
     retune: bool = False,
 ) -> VerifyReport:
@@ -129,6 +132,7 @@ def verify(
         records: the entries.
         functions: the functions that they are for; an entry of another function is `unknown`.
         arguments: returns the arguments for an entry, or None to make them from its key.
+        tune: tunes for a call of a function now.
         max_loss_percent: a winner that takes longer by more than that is stale; None for no such bound.
         retune: whether all configs are measured again where a winner is stale, or was only estimated.
     """
@@ -141,7 +145,7 @@ def verify(
         verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
         verified = next((it for it in verdicts if isinstance(it, tuple)), verdicts[0])
         if isinstance(verified, tuple):
-            verified = _measured(record, *verified, max_loss_percent, retune=retune)
+            verified = _measured(record, *verified, tune, max_loss_percent, retune=retune)
         found.append(verified)
         _logger.info("%s", found[-1])
     return VerifyReport(tuple(found))
@@ -165,9 +169,9 @@ def _verify(
         return _verified(record, Verdict.UNKNOWN, f"{error}: give its arguments, as in verify(..., arguments=...)")
     except (TypeError, ValueError, SandboxError) as error:
         return _verified(record, Verdict.UNKNOWN, f"its arguments do not fit the function: {first_line(error)}")
-    if now.key.device != record.key.device:
-        return _verified(record, Verdict.UNKNOWN, f"it is for another device; this machine has {now.key.device}")
-    if now.key.text != record.key.problem_size:
+    if now.id.device != record.key.device:
+        return _verified(record, Verdict.UNKNOWN, f"it is for another device; this machine has {now.id.device}")
+    if now.id.key != record.key.problem_size:
         origin = "the arguments given" if given is not None else "arguments made from its key"
         return _verified(record, Verdict.UNKNOWN, f"{origin} have another key under the JAX settings of this process")
     config = call.find(record.entry.get("config"))
@@ -179,10 +183,10 @@ def _verify(
 
 
 def _measured(
-    record: CacheRecord, call: BoundCall, config: Config, max_loss_percent: float | None, *, retune: bool
+    record: CacheRecord, call: BoundCall, config: Config, tune: Tune, max_loss_percent: float | None, *, retune: bool
 ) -> Verified:
     """Measures one winner again, and all configs in its place where that is due and asked for."""
-    found = _compared(record, call, config)
+    found = _compared(record, call, config, tune)
     if found.verdict is Verdict.CURRENT and (found.loss_percent or 0.0) > (max_loss_percent or math.inf):
         times = f"{found.time_ms:.4g} ms against {found.saved_time_ms:.4g} ms"
         lost = f"it takes {found.loss_percent:.3g}% longer than when it was saved: {times}"
@@ -191,7 +195,7 @@ def _measured(
     if not retune or not (is_estimate or found.verdict is Verdict.STALE):
         return found
     try:
-        result = Resolver(call.function).tune(call)
+        result = tune(call)
     except (SandboxError, TuningFailedError) as error:
         return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {first_line(error)}")
     forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
@@ -199,11 +203,11 @@ def _measured(
     return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
 
 
-def _compared(record: CacheRecord, call: BoundCall, config: Config) -> Verified:
+def _compared(record: CacheRecord, call: BoundCall, config: Config, tune: Tune) -> Verified:
     """Measures one winner against the defaults."""
     default = call.own_defaults
     try:
-        result = _swept(call, [config, *([default] if default not in (None, config) else [])])
+        result = _swept(call, [config, *([default] if default not in (None, config) else [])], tune)
     except TuningFailedError as error:
         return _verified(record, Verdict.STALE, _failure(error.trials[0]))
     except (SandboxError, TypeError, ValueError) as error:
@@ -227,14 +231,14 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
     return _verified(record, Verdict.STALE, f"the defaults are {better}: {told}", **times)
 
 
-def _swept(call: BoundCall, configs: list[Config]) -> TuningResult:
+def _swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
     """Runs a sweep over a few configs that reads and saves nothing."""
     function = call.function
     limits: JsonObject = {"search": "exhaustive", "max_trials": None, "time_budget": None}
     options = dataclasses.replace(function.options, patience=None, prune_fn=None, **limits)
-    resolver = Resolver(function.with_options(options, configs))
+    alone = BoundCall(function.with_options(options, configs), call.args, call.kwargs)
     with settings(disable_cache=True, agree="0", progress=False, **limits):
-        return resolver.tune(resolver.bind(call.args, call.kwargs))
+        return tune(alone)
 
 
 def _code_of(key: CacheKey) -> Any:

@@ -1,0 +1,119 @@
+"""The words of this package: an answer with its origin, the situation of a call, and the rungs of the ladder."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import TYPE_CHECKING, Protocol
+
+from quarantune import jax_internals
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import KeyedCall
+from quarantune.host.process import in_sandbox, lazy
+from quarantune.values import settings as environment
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config
+from quarantune.values.settings import Settings
+from quarantune.values.trial import Findings
+
+if TYPE_CHECKING:
+    from quarantune.results.result import TuningResult
+
+
+class Origin(enum.Enum):
+    """Where the config of an answer comes from."""
+
+    MEASURED = "measured"
+    """A sweep of this process that has just ended."""
+    SAVED = "saved"
+    """A sweep, found in memory or in a file."""
+    ESTIMATED = "estimated"
+    """A compile check: the config was never run."""
+    NEAREST = "nearest"
+    """The saved result of a call with other sizes."""
+    ASSIGNED = "assigned"
+    """The contextual tuning in which the call is made."""
+    DEFAULTS = "defaults"
+    """Nothing is known: the function's own defaults."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What is known for a call: a config, or that the function runs with its own defaults.
+
+    Attributes:
+        origin: where the config comes from.
+        config: the config; None for the function's own defaults.
+        record: the saved entry, or the findings of the sweep in the same form; decoded by `findings`.
+        lasts: whether all such calls of this process may use it. Another job may find a better answer for the others.
+        why: why there is no config, if that was found out.
+        result: the result of the sweep, for `MEASURED` only; an answer that is kept has none, as a result holds an
+            executable.
+    """
+
+    origin: Origin
+    config: Config | None = None
+    record: JsonObject = dataclasses.field(default_factory=dict)
+    lasts: bool = True
+    why: str = ""
+    result: TuningResult | None = None
+
+    @lazy
+    def findings(self) -> Findings:
+        """The findings of the sweep."""
+        return Findings.from_json(self.record)
+
+
+@dataclasses.dataclass(frozen=True)
+class Situation:
+    """What holds for one call beside its arguments; read once, when the call begins.
+
+    Attributes:
+        settings: the operator's settings.
+        is_outside: whether this process is not a worker, in which a sweep would start workers that tune.
+        may_tune: whether a sweep may run; not for symbolic shapes, which have no data.
+        ranks: the means to agree with the other ranks of this program; None if there are none, or it must not agree.
+        start_over: whether `ALWAYS_TUNE` demands a sweep whatever is known.
+    """
+
+    settings: Settings
+    is_outside: bool
+    may_tune: bool
+    ranks: jax_internals.Coordination | None = None
+    start_over: bool = False
+
+    @classmethod
+    def of(cls, call: BoundCall, settings: Settings, *, only_looks: bool = False) -> Situation:
+        """Returns the situation of a call.
+
+        Args:
+            call: the call.
+            settings: the operator's settings.
+            only_looks: whether the caller wants no sweep.
+        """
+        is_outside = not in_sandbox()
+        may_tune = is_outside and not (only_looks or call.is_symbolic)
+        return cls(
+            settings, is_outside, may_tune, jax_internals.coordination() if is_outside and settings.agree else None
+        )
+
+    @property
+    def tunes(self) -> bool:
+        """Whether a miss ends in a sweep."""
+        return self.may_tune and (self.start_over or self.settings.on_miss == "tune")
+
+    @property
+    def keeps_nearest(self) -> bool:
+        """Whether the config of a near call lasts: a `settings` block ends, and its choice must not outlive it."""
+        return not (environment.block_of("on_miss") or self.settings.record)
+
+
+class Rung(Protocol):
+    """One source of answers. A call climbs the rungs in order until one has an answer."""
+
+    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the answer for a call, or None to pass the call to the next rung.
+
+        Raises:
+            TuningFailedError: every config failed, now or earlier in this process.
+        """

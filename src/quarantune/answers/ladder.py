@@ -1,0 +1,85 @@
+"""The ladder: asks the rungs in their order, one thread for each call, and says when the defaults run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from quarantune import cache
+from quarantune.answers.answer import Answer, Origin, Rung, Situation
+from quarantune.calls.key import KeyedCall, ProblemId
+from quarantune.values.trial import CacheMissError
+
+_MOST_LOCKS = 4096
+"""Keys may be many and long, so a few share a lock."""
+_DEFAULTS = Answer(Origin.DEFAULTS, lasts=False)
+"""Another job may tune the call at any time."""
+
+
+class Ladder:
+    """The rungs of one function."""
+
+    def __init__(self, free: Rung, rungs: Sequence[Rung], explain: Callable[..., str]) -> None:
+        """Orders the rungs.
+
+        Args:
+            free: the rung that is asked before the lock of a call is taken.
+            rungs: the others, in their order.
+            explain: returns the message for a call that no rung has an answer for; see `why_missed.explain`.
+        """
+        self._free = free
+        self._rungs = rungs
+        self._explain = explain
+        self._locks: dict[tuple[int, int], threading.RLock] = {}
+
+    def climb(self, call: KeyedCall, now: Situation) -> Answer:
+        """Returns the first answer for a call, found by tuning if need be; the defaults if no rung has one.
+
+        Raises:
+            TuningFailedError: every config failed, now or earlier in this process.
+            CacheMissError: nothing is known, and `ON_MISS` is `error`.
+        """
+        if (answer := self._free.answer(call, now)) is not None:
+            return answer
+        answer = self.settled(call, now)
+        if answer.origin is Origin.DEFAULTS and now.is_outside:
+            if now.settings.on_miss != "tune":
+                self.allow_defaults(call, now, among=("default", "nearest"))
+            elif call.call.is_symbolic:
+                cache.report_once(
+                    f"{call.id.name}: running with its defaults where its shapes are symbolic and nothing is cached "
+                    f"for the key {cache.canonical_json(call.values)}: tune it with concrete shapes of that key before "
+                    f"jax.export"
+                )
+        return answer
+
+    def settled(self, call: KeyedCall, now: Situation) -> Answer:
+        """Returns the first answer for a call under its lock: of the threads that miss together, one tunes."""
+        with self._lock_of(call.id):
+            answer = first(self._rungs, call, now) or _DEFAULTS
+        if answer.origin is Origin.NEAREST and not now.keeps_nearest:
+            return dataclasses.replace(answer, lasts=False)
+        return answer
+
+    def allow_defaults(self, call: KeyedCall, now: Situation, *, among: tuple[str, ...]) -> None:
+        """Reports once that a call runs with the function's own defaults.
+
+        Raises:
+            CacheMissError: `ON_MISS` is not in `among`.
+        """
+        settings = now.settings
+        if settings.on_miss not in among:
+            raise CacheMissError(self._explain(call, now, may_run_untuned=bool(among)))
+        why = f"ON_MISS={settings.on_miss}" if settings.record is None else "recorded, to be tuned later"
+        cache.report_once(f"{call.id.name}: not tuned for this call, running with its defaults ({why})")
+
+    def _lock_of(self, id: ProblemId) -> threading.RLock:
+        """Returns the lock of a call; it is free in a fork of this process, which lacks the threads that hold it."""
+        return self._locks.setdefault((os.getpid(), hash(id) % _MOST_LOCKS), threading.RLock())
+
+
+def first(rungs: Iterable[Rung], call: KeyedCall, now: Situation) -> Answer | None:
+    """Returns the answer of the first rung that has one."""
+    return next((answer for rung in rungs if (answer := rung.answer(call, now)) is not None), None)

@@ -1,0 +1,196 @@
+"""The saved results of one function: in the user's cache, in `CACHE_PATH`, in its table and in those of packages."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quarantune import cache
+from quarantune.answers.answer import Answer, Origin, Situation
+from quarantune.answers.memory import Memory
+from quarantune.cache import Entry, Store
+from quarantune.calls.call import BoundCall, TunedFunction
+from quarantune.calls.key import KeyedCall
+from quarantune.host.process import entry_points
+from quarantune.values import describe
+from quarantune.values.codec import JsonObject
+from quarantune.values.settings import Settings, table_directory
+from quarantune.values.trial import ESTIMATED
+
+if TYPE_CHECKING:
+    from quarantune.cache.entries import CacheRecord
+
+_logger = logging.getLogger("quarantune")
+
+GROUP = "quarantune.tables"
+"""The group of entry points with which packages name their tables."""
+
+
+class Layers:
+    """The rung that looks for a measured result: in memory, then in the layers in their order."""
+
+    def __init__(self, function: TunedFunction, memory: Memory) -> None:
+        """Opens nothing yet.
+
+        Args:
+            function: the function.
+            memory: keeps what is found.
+        """
+        self._function = function
+        self._memory = memory
+
+    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the result if it is as thorough as the call demands; if not, its search goes on."""
+        if now.start_over or (found := self.measured(call, now)) is None:
+            return None
+        return found if not now.tunes or self.serves(found, now) else None
+
+    def serves(self, found: Answer, now: Situation) -> bool:
+        """Returns whether an answer is as thorough as a call demands that is tuned if it is not.
+
+        An estimate is not. Else, only a larger budget of the kind that ended the search demands more.
+        """
+        if found.origin is Origin.ESTIMATED or now.settings.on_miss != "tune":
+            return found.origin is not Origin.ESTIMATED
+        if dict_or_empty(found.record.get("search")).get("budget") is None:
+            return True
+        from quarantune.sweep.limits import SearchLimits  # most calls that are found do not need it
+
+        searched = found.findings.search
+        wanted = SearchLimits.of(self._function.options, now.settings).budget(searched.stopped)
+        return wanted is None or searched.budget is None or wanted <= searched.budget
+
+    def measured(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the measured result that memory or a layer holds for a call, however thorough its search was."""
+        found = self._memory.answers.get(call.id)
+        if found is None and (found := self._first(call, now, Origin.SAVED)) is not None:
+            self._memory.keep(call.id, found)
+        return found
+
+    def estimated(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the estimate that a layer holds for a call."""
+        return self._first(call, now, Origin.ESTIMATED)
+
+    def _first(self, call: KeyedCall, now: Situation, origin: Origin) -> Answer | None:
+        for store in self.stores(now):
+            found = self._usable(store.get(*call.id), call.call, now, is_own=not store.read_only)
+            if found is not None and found.origin is origin:
+                _logger.debug("%s: found in %s", call.id.name, store.label)
+                return found
+        return None
+
+    def saved(
+        self, call: KeyedCall, now: Situation, *, other_than: Entry | None = None, afresh: bool = False
+    ) -> Answer | None:
+        """Returns the result that the user's cache holds now, or None if there is none to use, or no other."""
+        entry = open_store(now.settings).get(*call.id, afresh=afresh)
+        return None if entry == other_than else self._usable(entry, call.call, now)
+
+    def _usable(self, entry: Entry | None, call: BoundCall, now: Situation, *, is_own: bool = True) -> Answer | None:
+        """Returns the result of an entry if its config is one of the call's, and these versions may use it.
+
+        Args:
+            entry: the entry, if there is one.
+            call: the call.
+            now: the situation of the call.
+            is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
+        """
+        config = None if entry is None else self._function.config_of(entry, call, is_own=is_own)
+        if entry is None or config is None or not self.versions_serve(entry, now, is_own=is_own):
+            return None
+        is_estimate = dict_or_empty(entry.get("search")).get("stopped") == ESTIMATED
+        return Answer(Origin.ESTIMATED if is_estimate else Origin.SAVED, config, entry)
+
+    def versions_serve(self, entry: Entry, now: Situation, *, is_own: bool = True) -> bool:
+        """Returns whether an entry may be used under the present versions; warns if the user's own have changed."""
+        if changed := changed_versions(entry):
+            if now.settings.version_check:
+                _logger.info("%s: the cached result was made under %s; tuning again", self._function.name, changed)
+                return False
+            if not is_own:  # a table that is shipped is seldom made on the user's machine
+                _logger.info("%s: using a result of a read-only layer made under %s", self._function.name, changed)
+                return True
+            cache.report_once(
+                f"{self._function.name}: using results made under {changed}; set QUARANTUNE_VERSION_CHECK=1 to tune "
+                "again whenever versions change, or QUARANTUNE_ALWAYS_TUNE=1 to tune again now"
+            )
+        return True
+
+    def stores(self, now: Situation) -> Iterator[Store]:
+        """Yields the layers in their order, each opened when it is needed.
+
+        They are the user's cache, the directories of `CACHE_PATH`, and the tables of the function's author and of
+        installed packages.
+        """
+        if now.settings.disable_cache:
+            return
+        yield open_store(now.settings)
+        for directory in now.settings.cache_path:
+            if _is_there(directory, f"QUARANTUNE_CACHE_PATH names {str(directory)!r}"):
+                yield Store(directory, read_only=True)
+        if (tables := self._function.options.tables) is not None:
+            directory = table_directory(tables)
+            if _is_there(directory, f"tables={tables!r} stands for {str(directory)!r}"):
+                yield Store(directory, read_only=True, label=f"the table {tables}")
+        yield from _installed(tuple(sys.path))
+
+    def entries(self, now: Situation) -> Iterator[tuple[Store, CacheRecord]]:
+        """Yields the entries of all layers, in their order, each with its layer."""
+        from quarantune.cache.entries import entries_of  # a call that is found does not need it
+
+        for store in self.stores(now):
+            for record in entries_of(self._function.name, store.read(self._function.name)):
+                yield store, record
+
+    def tunables(self, call: BoundCall, now: Situation) -> frozenset[str]:
+        """Returns the names that the configs of a call set, if saved results contain them and nothing has read them."""
+        for store in self.stores(now) if call.has_unread_configs else ():
+            for entries in store.read(self._function.name).values():
+                for entry in entries.values():
+                    if entry.get("space") == call.space and (config := call.find(entry.get("config"))):
+                        return frozenset(config)
+        return frozenset()
+
+
+def changed_versions(entry: Entry) -> str:
+    """Lists the versions that have changed since an entry was made; empty if all are the same."""
+    then = dict_or_empty(entry.get("versions"))
+    changed = {name: now for name, now in describe.versions().items() if then and then.get(name) != now}
+    return ", ".join(f"{name} {then.get(name)} (now {now})" for name, now in changed.items())
+
+
+def dict_or_empty(value: Any) -> JsonObject:
+    """Returns a part of an entry that should be a dict; an empty one if somebody has edited the file."""
+    return value if isinstance(value, dict) else {}
+
+
+def open_store(settings: Settings) -> Store:
+    """Returns the store of results in the cache directory."""
+    return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
+
+
+def _is_there(directory: Path, origin: str) -> bool:
+    if os.path.isdir(directory):  # unlike `Path.is_dir`, it raises nothing if the path cannot be examined
+        return True
+    cache.report_once(f"{origin}, which is no directory: no results are looked up there; make it, or correct the name")
+    return False
+
+
+@functools.lru_cache(maxsize=4)
+def _installed(_: tuple[str, ...]) -> list[Store]:
+    """Returns the tables of installed packages, by the names of their entry points."""
+    found = []
+    for point in sorted(entry_points(GROUP), key=lambda point: (point.name, point.value)):
+        try:
+            directory = table_directory(point.value)
+        except ValueError as error:
+            cache.report_once(f"the entry point {point.name!r} of the group {GROUP!r} is not usable: {error}")
+            continue
+        if _is_there(directory, f"the entry point {point.name!r} of the group {GROUP!r} names {str(directory)!r}"):
+            found.append(Store(directory, read_only=True, label=f"the table {point.value}"))
+    return found

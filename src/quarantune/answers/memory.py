@@ -1,0 +1,76 @@
+"""What this process remembers of the calls of one function: answers, failures, and the calls that it has tuned."""
+
+from __future__ import annotations
+
+from quarantune.answers.answer import Answer, Situation
+from quarantune.calls.key import KeyedCall, ProblemId
+from quarantune.values import settings as environment
+from quarantune.values.settings import Which, on_forgetting
+from quarantune.values.trial import TuningFailedError
+
+_MOST_REMEMBERED = 4096
+"""Beyond this many calls of a function, answers that were found in files are forgotten, and found again."""
+
+
+class Memory:
+    """The memory of one function."""
+
+    def __init__(self) -> None:
+        """Remembers nothing yet."""
+        self.answers: dict[ProblemId, Answer] = {}
+        self._failures: dict[ProblemId, TuningFailedError] = {}
+        self._tuned: set[ProblemId] = set()
+        on_forgetting(self.forget)
+
+    def forget(self, of: Which | None) -> None:
+        """Forgets the results and failures that are meant, because their files have changed."""
+        for id in [*self.answers, *self._failures]:
+            if of is not None and of(*id):
+                self.answers.pop(id, None)
+                self._failures.pop(id, None)
+
+    def keep(self, id: ProblemId, answer: Answer) -> None:
+        """Keeps an answer that was found in a file; others of this kind are forgotten if there are too many."""
+        if len(self.answers) >= _MOST_REMEMBERED:
+            for found in [found for found in [*self.answers] if found not in self._tuned]:
+                self.answers.pop(found, None)
+        self.answers[id] = answer
+
+    def remember(self, id: ProblemId, outcome: Answer | TuningFailedError) -> None:
+        """Remembers how a sweep ended; both kinds may be in no file."""
+        self._failures.pop(id, None)
+        if isinstance(outcome, Answer):
+            self.answers[id] = outcome
+        else:
+            self._failures[id] = _without_traceback(outcome)
+        self._tuned.add(id)
+        if (block := environment.block_of("always_tune")) is not None:
+            block.tuned.add((self, id))
+
+    def must_tune(self, id: ProblemId, now: Situation) -> bool:
+        """Returns whether `ALWAYS_TUNE` demands another sweep: once per call and process, or `settings` block."""
+        block = environment.block_of("always_tune")
+        is_due = id not in self._tuned if block is None else (self, id) not in block.tuned
+        return now.settings.always_tune and is_due
+
+    def failure(self, id: ProblemId) -> TuningFailedError | None:
+        """Returns the error with which tuning for a call ended earlier in this process, if it did."""
+        return _without_traceback(self._failures[id]) if id in self._failures else None
+
+
+class EarlierFailure:
+    """The rung that repeats the error of an earlier sweep of this process."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Raises the error, unless `ALWAYS_TUNE` demands another sweep."""
+        if not now.start_over and (failure := self._memory.failure(call.id)) is not None:
+            raise failure
+        return None
+
+
+def _without_traceback(error: TuningFailedError) -> TuningFailedError:
+    """Returns a copy of an error without its traceback, which keeps the arguments of the call alive."""
+    return TuningFailedError(str(error), trials=error.trials, key=error.key)

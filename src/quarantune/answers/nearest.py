@@ -1,0 +1,100 @@
+"""The saved config of the call with the nearest sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quarantune import cache
+from quarantune.answers.answer import Answer, Origin, Situation
+from quarantune.answers.layers import Layers
+from quarantune.cache import Entry
+from quarantune.calls.call import BoundCall
+from quarantune.calls.key import KeyedCall
+from quarantune.values.codec import decode_json
+from quarantune.values.configs import Config
+from quarantune.values.trial import Findings
+
+_LARGEST_FACTOR = 4
+"""Sizes that differ by more than this factor are not compared: the best config may be another one."""
+_ROUNDING = 9
+
+
+class Nearest:
+    """The rung that takes the config of the entry whose sizes are nearest to the call's; for `ON_MISS=nearest` only."""
+
+    def __init__(self, layers: Layers) -> None:
+        self._layers = layers
+
+    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the config without a time, with a warning; nothing is remembered.
+
+        The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
+        config is in the call's config space, and `prune_fn` accepts it. An estimate serves if no measured one does.
+        """
+        candidates = []
+        for store, (key, entry) in self._layers.entries(now):
+            away = distance(key.problem_size, call.id.key) if key.device == call.id.device else None
+            if away is not None:
+                candidates.append(((Findings.from_json(entry).is_estimate, away), store, entry))
+        for _, store, entry in sorted(candidates, key=lambda candidate: candidate[0]):
+            config = kept(entry, call.call)
+            is_own = not store.read_only
+            if config is not None and self._layers.versions_serve(entry, now, is_own=is_own):
+                wanted, there = map(cache.canonical_json, (call.readable, entry.get("key_values")))
+                cache.report_once(
+                    f"{call.id.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
+                    f"{there} in {store.label} (ON_MISS=nearest; this is said once)",
+                    topic=f"nearest {call.id.name}",
+                )
+                return Answer(Origin.NEAREST, config)
+        return None
+
+
+def kept(entry: Entry, call: BoundCall) -> Config | None:
+    """Returns the config of an entry if it is one of a call's that `prune_fn` accepts."""
+    config = call.find(entry.get("config"), is_listed=True)
+    return config if config is not None and call.keeps(config) else None
+
+
+def distance(found: str, wanted: str) -> tuple[float, bool] | None:
+    """Returns the distance of a key from the wanted one; None where they differ in more than sizes, or by too much.
+
+    Sizes are the dimensions of arrays. Where a `key_fn` describes them, all whole numbers that it returns count.
+
+    Args:
+        found: the key of an entry.
+        wanted: the key of a call.
+
+    Returns:
+        The sum of the absolute logarithms to base 2 of the factors between their sizes; and whether a size is larger
+        than that of the wanted one, as of two that are as near, the smaller is preferred.
+    """
+    try:
+        there, here = (dict(leaves_of(decode_json(key))) for key in (found, wanted))
+    except ValueError:
+        return None
+    if there.keys() != here.keys():
+        return None
+    factors = []
+    for path, size in here.items():
+        other = there[path]
+        if type(size) is type(other) and size == other:
+            continue
+        is_size = "key_fn" in path or (path[-2:-1] == ("shape",) and (*path[:-2], "dtype") in here)
+        if not (is_size and type(size) is int and type(other) is int and min(size, other) >= 1):
+            return None
+        if max(size, other) > _LARGEST_FACTOR * min(size, other):
+            return None
+        factors.append(math.log2(other / size))
+    return (round(math.fsum(map(abs, factors)), _ROUNDING), any(factor > 0 for factor in factors))
+
+
+def leaves_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yields the parts of a value that have no parts, with the names and places that lead to them."""
+    if isinstance(value, (Mapping, list, tuple)) and value:
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from leaves_of(item, (*path, name))
+    else:
+        yield path, value

@@ -1,0 +1,281 @@
+"""Calls to be tuned later: listed for a block of code or a program, or written down in a directory."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import jax
+import numpy as np
+
+from quarantune import cache
+from quarantune.answers.answer import Answer, Situation
+from quarantune.answers.layers import Layers
+from quarantune.cache import CacheWriteError, journal
+from quarantune.cache.journal import Journal
+from quarantune.cache.store import short_text
+from quarantune.calls.call import BoundCall, TunedFunction
+from quarantune.calls.key import KeyedCall, keyed
+from quarantune.functions.binding import Arguments
+from quarantune.functions.description import is_array, with_leaves
+from quarantune.host.process import cache_name, module_name, new_lock
+from quarantune.host.shared_files import advice
+from quarantune.transport import assignment
+from quarantune.values import settings as environment
+from quarantune.values.codec import IN_MEMORY, DamageError, Record, within
+from quarantune.values.describe import canonical_dtype, sharding_of
+from quarantune.values.texts import call_text
+
+if TYPE_CHECKING:
+    from quarantune.results.result import TuningResult
+
+Tune: TypeAlias = "Callable[[BoundCall], TuningResult]"
+"""Returns the result for a call, from the cache or by tuning now."""
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[RecordedCall]]:
+    """Lists the calls of a block of code, in this thread, that have no saved result; none of them is tuned.
+
+    They run with the function's defaults, whatever `ON_MISS` says, unless that is `nearest` or `error`. Where
+    `QUARANTUNE_RECORD` is set, they are written down there, too. Programs that JAX has compiled before are not traced
+    again, so that the calls inside are not met.
+
+    Yields:
+        The calls so far, each once, in the order of their first calls; `tune_many` tunes them.
+
+    Example:
+        >>> with recording() as calls:  # doctest: +SKIP
+        ...     train_step(state, batch)
+        >>> quarantune.tune_many(calls)  # doctest: +SKIP
+    """
+    calls, add = _list_of_calls()
+    outer = environment.current().record
+
+    def note_both(call: KeyedCall, tune: Tune) -> None:
+        add(call, tune)
+        note(call, tune, outer)
+
+    with environment.settings(record=note_both):
+        yield calls
+
+
+def calls_in(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[RecordedCall]:
+    """Lists the calls of tuned functions inside a program, which is traced and neither compiled nor run.
+
+    Tuned or not, each call is listed once, as `recording` would do it, with the number of times that the program's
+    trace meets it. Where `QUARANTUNE_RECORD` is set, those without a saved result are written down there, too.
+
+    Args:
+        fn: the program: what `jax.jit` returned, or a function that it could take.
+        *args: its positional arguments; arrays may be `jax.ShapeDtypeStruct`.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        The calls, in the order of their first calls; `tune_many` tunes them.
+
+    Example:
+        >>> quarantune.tune_many(quarantune.calls_in(jax.jit(train_step), state, batch))  # doctest: +SKIP
+    """
+    # JAX keeps traces. This one, with the defaults, serves no other call, as no other has the number.
+    data = {"others": assignment.DEFAULT, "chosen": {}, "number": next(_numbers)}
+    listing = assignment.Assignment(json.dumps(data))
+    calls, listing.note = _list_of_calls()
+    trace = getattr(fn, "trace", None) or getattr(fn, "lower", None) or jax.jit(fn).trace
+    with listing.in_force():
+        trace(*args, **kwargs)
+    return calls
+
+
+def _list_of_calls() -> tuple[list[RecordedCall], Callable[[KeyedCall, Tune], None]]:
+    """Returns a list of calls, and a function that adds a call to it, or counts it once more."""
+    calls: list[RecordedCall] = []
+    met: dict[Any, RecordedCall] = {}
+
+    def add(call: KeyedCall, tune: Tune) -> None:
+        about = call_of(call)
+        known = met.get(about) or dataclasses.replace(RecordedCall.of(call, tune), count=0)
+        met[about] = dataclasses.replace(known, count=known.count + 1)
+        calls[:] = met.values()
+
+    return calls, add
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedCall(Record):
+    """A call of a tuned function, without the elements of its arrays.
+
+    Attributes:
+        function: the function as `MODULE:NAME`.
+        name: its name in the cache.
+        device: the kind of device that the call runs on.
+        arguments: descriptions of the arguments by parameter: shapes, dtypes and shardings; static arguments by value.
+        bucket: the part of the key in place of the arguments where the function has a `key_fn`; else None.
+        jax_settings: JAX's settings that are part of the key.
+        count: how often the call was met.
+        call: in the process that met it, its arguments with a `jax.ShapeDtypeStruct` for each array; else None.
+    """
+
+    function: Annotated[str, short_text]
+    name: Annotated[str, short_text]
+    device: Annotated[str, short_text]
+    arguments: Mapping[str, Any]
+    bucket: Mapping[str, Any] | None = None
+    jax_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    count: Annotated[int, within(1, 1 << 53)] = 1
+    call: Arguments | None = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
+    _function: TunedFunction | None = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
+    _tune: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
+
+    @classmethod
+    def of(cls, call: KeyedCall, tune: Tune | None = None) -> RecordedCall:
+        """Returns the record of a call, which can be tuned if it is given how."""
+        fn = call.call.function.fn
+        module, name = module_name(fn), cache_name(fn)
+        return cls(
+            function=f"{module}:{name.removeprefix(f'{module}.')}",
+            name=call.id.name,
+            device=call.id.device,
+            arguments=call.arguments,
+            bucket=None if call.values == call.arguments else call.values,
+            jax_settings=call.jax_state,
+            call=None if tune is None else _without_values(call.call),
+            _function=call.call.function,
+            _tune=tune,
+        )
+
+    @property
+    def identity(self) -> str:
+        """The call with its settings as text, whatever the function's code is and however often it was met."""
+        return cache.canonical_json([self.name, self.device, self.arguments, self.bucket, self.jax_settings])
+
+    def tune(self) -> TuningResult:
+        """Returns the result for the call, from the cache or by tuning now.
+
+        Raises:
+            TypeError: the call was recorded by another process, so its arguments are not available here.
+            ValueError: JAX's settings have changed since.
+        """
+        if self.call is None or self._function is None or self._tune is None:
+            raise TypeError(f"{self}: another process met this call: use `quarantune tune --recorded`")
+        call = BoundCall(self._function, *self.call)
+        if (now := keyed(call).jax_state) != self.jax_settings:
+            met = f"it was met under JAX's settings {self.jax_settings}, and now they are {now}"
+            raise ValueError(f"{self}: {met}: tune it in the context in which it was met, or from QUARANTUNE_RECORD")
+        return self._tune(call)
+
+    def __str__(self) -> str:
+        """Returns the call on one line."""
+        return f"{self.name}({call_text(self.arguments)})"
+
+
+def _without_values(call: BoundCall) -> Arguments:
+    def has_shape(leaf: Any) -> bool:  # a struct in place of NumPy's array is another call of a plain function
+        return is_array(leaf) and (call.function.is_jitted or not isinstance(leaf, np.ndarray))
+
+    def struct(array: Any) -> jax.ShapeDtypeStruct:
+        dtype, is_weak = canonical_dtype(array.dtype), bool(getattr(array, "weak_type", False))
+        return jax.ShapeDtypeStruct(array.shape, dtype, weak_type=is_weak, sharding=sharding_of(array))
+
+    return with_leaves(call.args, call.kwargs, has_shape, struct)
+
+
+class Recording:
+    """The rung that notes calls without a measured result, if the setting `record` asks for it; it never answers."""
+
+    def __init__(self, layers: Layers, tune: Tune) -> None:
+        self._layers = layers
+        self._tune = tune
+
+    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Notes a call that could be tuned later."""
+        is_wanted = now.settings.record is not None and now.is_outside and not call.call.is_symbolic
+        if is_wanted and self._layers.measured(call, now) is None:
+            note(call, self._tune, now.settings.record)
+        return None
+
+
+def note(call: KeyedCall, tune: Tune, record: Path | Callable[..., None] | None) -> None:
+    """Notes a call where the setting `record` says: in a directory, or in the list of a block of code."""
+    if callable(record):
+        record(call, tune)
+    elif record is not None:
+        _writers.setdefault((os.getpid(), record), _Writer(record)).add(call)  # a fork has met nothing yet
+
+
+def call_of(call: KeyedCall) -> Any:
+    """Returns an identity of a call. Calls that `key_fn` maps to one key have different identities."""
+    has_bucket = call.call.function.options.key_fn is not None
+    return call.id, cache.canonical_json(call.arguments) if has_bucket else ""
+
+
+def read(directory: Path) -> list[RecordedCall]:
+    """Returns the calls that are written down in a directory, each once, the most frequent first.
+
+    Anybody may have written to it: whatever is no record is left out, and reported once.
+    """
+    found: dict[str, RecordedCall] = {}
+    damaged = 0
+    for data in journal.records_below(directory, ".calls"):
+        try:
+            call = RecordedCall.from_json(data)
+        except DamageError:
+            damaged += 1
+            continue
+        before = found[call.identity].count if call.identity in found else 0
+        found[call.identity] = dataclasses.replace(call, count=before + call.count)
+    if damaged:
+        cache.report_once(f"{damaged} lines below {str(directory)!r} are no records of calls, and are left out")
+    return sorted(found.values(), key=lambda call: -call.count)
+
+
+class _Writer:
+    """Writes the calls of this process into a directory: each at once, and how often it was met now and then."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = new_lock()
+        self._met: dict[Any, tuple[RecordedCall, int]] = {}
+
+    def add(self, call: KeyedCall) -> None:
+        """Counts a call, and writes that down where it is new or was met twice as often since."""
+        about = call_of(call)
+        with self._lock:
+            record, written = self._met.get(about) or (dataclasses.replace(RecordedCall.of(call), count=0), 0)
+            record = dataclasses.replace(record, count=record.count + 1)
+            self._met[about] = record, written
+            if record.count >= 2 * written:  # a process that is killed has told of half of its calls
+                self.flush([about])
+
+    def flush(self, those: Iterable[Any] = ()) -> None:
+        """Writes down how often some calls, or all, were met since."""
+        with self._lock:
+            for about in those or [*self._met]:
+                record, written = self._met[about]
+                try:
+                    if more := record.count - written:  # one file for all calls of a function
+                        calls = Journal(self._directory, record.name, record.device, "calls", suffix=".calls")
+                        calls.append(dataclasses.replace(record, count=more).to_json())
+                        self._met[about] = record, record.count
+                except CacheWriteError as error:
+                    cause = error.__cause__ if isinstance(error.__cause__, OSError) else OSError(0, str(error))
+                    fault = f"calls cannot be recorded in {str(self._directory)!r} ({cause.strerror})"
+                    cache.report_once(f"{fault}: {advice(cause)}, or set QUARANTUNE_RECORD to another directory")
+
+
+_writers: dict[tuple[int, Path], _Writer] = {}
+
+
+@atexit.register
+def _flush() -> None:
+    for (process, _), writer in list(_writers.items()):
+        if process == os.getpid():
+            writer.flush()

@@ -1,0 +1,176 @@
+"""The tuner of one function: what its calls, `.tune`, `.lookup` and the commands ask for a config."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from quarantune import cache
+from quarantune.answers.answer import Answer, Origin, Situation
+from quarantune.answers.ladder import first
+from quarantune.answers.layers import open_store
+from quarantune.api.assembly import Rungs
+from quarantune.calls.call import BoundCall, TunedFunction
+from quarantune.calls.key import KeyedCall, keyed, keyed_to_tune
+from quarantune.engine.place import place_of
+from quarantune.values import settings as environment
+from quarantune.values.configs import Config
+from quarantune.values.settings import Settings
+from quarantune.values.trial import Findings, TuningFailedError
+
+if TYPE_CHECKING:
+    from quarantune.results.result import FromCache, TuningResult
+
+
+class Tuner:
+    """Finds the config for each call of one function: climbs the ladder, tunes, or only looks."""
+
+    def __init__(
+        self,
+        function: TunedFunction,
+        *,
+        make_job: Callable[..., Any] | None = None,
+        on_phase: Callable[[int, str], None] | None = None,
+    ) -> None:
+        """Sets up a tuner; nothing is read or started.
+
+        Args:
+            function: the function.
+            make_job: makes what tunes for a call, as `TuningJob` does.
+            on_phase: called with the index of a config and the phase that it enters, at last with `end`.
+        """
+        self.function = function
+        self.rungs = Rungs(function, make_job=make_job, on_phase=on_phase or (lambda index, phase: None))
+        self.ladder = self.rungs.ladder(self.result)
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
+        """Returns a call of the function, bound to be resolved."""
+        call = BoundCall(self.function, args, kwargs)
+        if not self.function.tunables and not call.is_symbolic:
+            now = Situation.of(call, environment.current(), only_looks=True)
+            self.function.tunables = self.rungs.layers.tunables(call, now)
+        return call
+
+    def choice(self, call: BoundCall) -> Answer:
+        """Returns the answer for a call, remembered or found by tuning; the defaults if there is none.
+
+        Raises:
+            TuningFailedError: every config failed, now or earlier in this process.
+            CacheMissError: nothing is remembered and `ON_MISS` is `error`.
+        """
+        if call.is_symbolic:
+            from quarantune.calls import given_inputs
+
+            given = given_inputs.in_place_of_symbolic((call.args, call.kwargs))
+            call = call if given is None else self.bind(*given)
+        if call.has_no_key:
+            cache.report_once(
+                f"{call.name}: running with its defaults where its shapes are symbolic, as in jax.export: give "
+                f"autotune a key_fn that returns the same for these as for the shapes it was tuned for"
+            )
+            return Answer(Origin.DEFAULTS, lasts=False)
+        described = keyed(call)
+        return self.ladder.climb(described, self._situation(described, environment.current()))
+
+    def result(self, call: BoundCall) -> TuningResult:
+        """Returns the result for a call, remembered or found by tuning.
+
+        Raises:
+            TuningFailedError: every config failed, now or earlier in this process.
+            CacheMissError: nothing is remembered, and `ON_MISS` is neither `tune` nor `default`.
+            TypeError: the call sets a tunable parameter by hand.
+        """
+        described, now = self._to_tune(call)
+        answer = self.ladder.settled(described, now)
+        if answer.result is not None:
+            return answer.result
+        from quarantune.tuning.outcome import call_result  # a call that is found does not need it
+
+        if answer.config is not None:
+            origin: FromCache = "nearest" if answer.origin is Origin.NEAREST else True
+            return call_result(described, answer.config, answer.findings, from_cache=origin)
+        if (failure := self.rungs.memory.failure(described.id)) is not None:
+            raise failure
+        if now.settings.on_miss == "tune":
+            raise TuningFailedError(f"{call.name}: {answer.why}", trials=(), key=described.id.key)
+        self.ladder.allow_defaults(described, now, among=() if call.untuned is None else ("default",))
+        return call_result(described, call.defaults, Findings(), from_cache="default")
+
+    def tune(self, call: BoundCall, *, resume: bool = False) -> TuningResult:
+        """Tunes for a call now, even if it is cached, and remembers the result.
+
+        If another job is tuning the call at this moment, its result is taken, unless `ALWAYS_TUNE` is set.
+
+        Args:
+            call: the call.
+            resume: whether what an interrupted sweep has measured counts.
+
+        Raises:
+            TuningFailedError: every config failed.
+            TypeError: the call sets a tunable parameter by hand.
+        """
+        settings = environment.current()
+        store, is_here = open_store(settings), place_of(settings).is_here
+        # An engine may take long to name its device, without which no key is known: all entries as they are now.
+        saved = {} if is_here or settings.disable_cache else store.read(call.name)
+        described, now = self._to_tune(call, settings)
+        _, device, key = described.id
+        reads_one = is_here and not settings.disable_cache
+        earlier = store.get(*described.id) if reads_one else saved.get(device, {}).get(key)
+        now = dataclasses.replace(now, start_over=not resume)
+        answer: Answer = self.rungs.tuning.tune(described, now, earlier=earlier)
+        self._share(described, answer, now)
+        assert answer.result is not None
+        return answer.result
+
+    def adopt(self, described: KeyedCall, result: TuningResult, settings: Settings) -> None:
+        """Remembers a result that was not found by one sweep, and offers it to the other ranks."""
+        now = Situation.of(described.call, settings)
+        self._share(described, self.rungs.tuning.remember(described, result, now), now)
+
+    def lookup(self, call: BoundCall) -> Config | None:
+        """Returns the remembered config for a call, or None; never tunes."""
+        if call.has_no_key:
+            return None
+        described, rungs = keyed(call), self.rungs
+        now = Situation.of(call, environment.current(), only_looks=True)
+        if now.ranks is not None:
+            found: Answer | None = rungs.ranks.answer(described, now)
+        else:
+            found = first([rungs.layers, rungs.estimated], described, now)
+        return None if found is None else found.config
+
+    def is_known(self, call: BoundCall) -> bool:
+        """Returns whether a result is remembered for these devices with which no sweep would go on."""
+        described, now = self._to_tune(call)
+        now = dataclasses.replace(now, start_over=False)
+        return first([self.rungs.layers, self.rungs.estimated], described, now) is not None
+
+    def seeding_compilation(
+        self, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""
+        if "tuning" not in vars(self.rungs):  # nothing was tuned
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = self.rungs.tuning.seeds.in_use(
+            self.function.compiled_fn, config, args, kwargs
+        )
+        return context
+
+    def _to_tune(self, call: BoundCall, settings: Settings | None = None) -> tuple[KeyedCall, Situation]:
+        """Returns a call to tune with its key on the devices that would tune it, and its situation."""
+        settings = settings or environment.current()
+        described = keyed_to_tune(call, place_of(settings).device())
+        return described, self._situation(described, settings)
+
+    def _situation(self, described: KeyedCall, settings: Settings) -> Situation:
+        now = Situation.of(described.call, settings)
+        if now.may_tune and self.rungs.memory.must_tune(described.id, now):
+            return dataclasses.replace(now, start_over=True)
+        return now
+
+    def _share(self, described: KeyedCall, answer: Answer, now: Situation) -> None:
+        if now.ranks is not None:
+            self.rungs.ranks.compare(described, now, answer)

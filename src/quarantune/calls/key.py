@@ -1,0 +1,249 @@
+"""The key of a call: what it shares with the calls that use the same config."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import reprlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from quarantune.cache import canonical_json
+from quarantune.calls.call import BoundCall
+from quarantune.devices import discovery
+from quarantune.functions.binding import (
+    Arguments,
+    assignment_in_force,
+    named,
+)
+from quarantune.functions.description import (
+    SCALARS,
+    describe_arguments,
+    describe_jax_state,
+    is_array,
+    key_part,
+)
+from quarantune.values.codec import JsonObject
+from quarantune.values.texts import array_text, printable
+
+if TYPE_CHECKING:
+    from quarantune.devices.targets import Target
+    from quarantune.transport.manual_axes import Axes
+
+_MOST_KINDS = 3
+_STATE = "jax settings"
+"""The name of JAX's settings in an entry, among those of the parameters."""
+
+
+class ProblemId(NamedTuple):
+    """What a result is remembered under: a function, a kind of device, and what the call shares with like calls.
+
+    Attributes:
+        name: the function's name in the cache.
+        device: the kind of device.
+        key: the description of the call as canonical JSON.
+    """
+
+    name: str
+    device: str
+    key: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyedCall:
+    """A call with its key and its description, each made once.
+
+    Attributes:
+        call: the call.
+        id: what its result is remembered under.
+        platform: the platform that the call runs on: `cpu`, `cuda`, `rocm` or `tpu`.
+        arguments: the descriptions of the arguments by parameter, also if `key_fn` stands for the arrays in the key.
+        values: the values of the call that the key holds, by parameter.
+        jax_state: JAX's settings that the key holds.
+        axes: the axes of the mesh that the function communicates over, where it does so inside `shard_map`.
+    """
+
+    call: BoundCall
+    id: ProblemId
+    platform: str
+    arguments: JsonObject
+    values: JsonObject
+    jax_state: JsonObject
+    axes: Axes | None
+
+    @property
+    def readable(self) -> JsonObject:
+        """The values of the key in a form that people can read."""
+        return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
+
+    @property
+    def label(self) -> str:
+        """The function and the kinds of its arrays, for progress: `matmul f32[512,512]`."""
+        leaves = jax.tree.leaves((self.call.args, self.call.kwargs))
+        kinds = dict.fromkeys(array_text(leaf.shape, leaf.dtype) for leaf in leaves if is_array(leaf))
+        few = [*kinds][:_MOST_KINDS] + (["..."] if len(kinds) > _MOST_KINDS else [])
+        return " ".join([printable(self.call.name.rpartition(".")[2]), *few])
+
+    def sent(self) -> Arguments:
+        """Returns the arguments that workers get.
+
+        An argument that `key_fn` leaves out and that has no description is not sent: workers use its default.
+        """
+        call = self.call
+        left = [
+            name
+            for name in call.optional - self.values.keys()
+            if call.function.parameters[name].default is not inspect.Parameter.empty
+        ]
+        if not left:
+            return call.args, call.kwargs
+        kept = {name: value for name, value in call.bound.arguments.items() if name not in left}
+        bound = inspect.BoundArguments(call.function.signature, kept)
+        return bound.args, bound.kwargs
+
+
+def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
+    """Returns a call with its key, in the current state of JAX's settings.
+
+    Args:
+        call: the call.
+        target: the device that the call is for; None for the one that it would run on here.
+
+    Raises:
+        TypeError: an argument cannot be described, or `key_fn` returned a value that JSON cannot hold.
+    """
+    function, given = call.function, dict(named(call.bound))
+    _check_no_references(given, call.name)
+    if function.is_jitted:
+        _check_arguments({name: value for name, value in given.items() if name not in call.statics}, call.name)
+    arguments = describe_arguments(call.values, call.statics, is_jitted=function.is_jitted, optional=call.optional)
+    dynamic = jax.tree.leaves([value for name, value in call.values.items() if name not in call.statics])
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in dynamic)
+    if target is None:
+        arrays = [leaf for leaf in dynamic if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
+        here = (device.platform for array in arrays for device in array.devices())
+        platform, kind = discovery.platform_and_kind(min(here, default=None))
+    else:
+        platform, kind = target.platform, target.device_kind
+    axes = None
+    if is_traced and function.is_jitted:
+        from quarantune.transport import manual_axes  # calls outside a trace do not need it
+
+        axes = manual_axes.communicated_over(function.fn, call.args, call.kwargs)
+    values = _key_values(call, arguments)
+    if axes is not None:
+        values = {**values, "communicates over": axes.sizes}
+    assignment = assignment_in_force.get()
+    state = describe_jax_state(call.args, call.kwargs, own=None if assignment is None else assignment.text)
+    parts = {"call": values, "code": function.fingerprint.digest} | ({"jax": state} if state else {})
+    return KeyedCall(
+        call=call,
+        id=ProblemId(call.name, kind, canonical_json(parts)),
+        platform=platform,
+        arguments=arguments,
+        values=values,
+        jax_state=state,
+        axes=axes,
+    )
+
+
+def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
+    """Returns a call to tune with its key.
+
+    Args:
+        call: the call.
+        target: as for `keyed`.
+
+    Raises:
+        TypeError: its shapes are symbolic, or it sets a tunable by hand, and every config would run with that.
+    """
+    if call.is_symbolic:
+        raise TypeError(f"{call.name}: symbolic shapes have no data to measure with: tune it with concrete shapes")
+    described = keyed(call, target)
+    if given := call.tunables & dict(named(call.bound)).keys():
+        verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        raise TypeError(f"{call.name}: {', '.join(sorted(given))} {verb} tuned here: leave {them} out")
+    return described
+
+
+def _key_values(call: BoundCall, arguments: JsonObject) -> JsonObject:
+    """Returns the part of the key that describes the arguments; `key_fn` describes the arrays where there is one."""
+    key_fn = call.function.options.key_fn
+    if key_fn is None:
+        return arguments
+    args, kwargs = call.fitted(key_fn, call.args, call.kwargs)
+    returned = key_fn(*args, **kwargs)
+    bucket = key_part(returned)
+    try:
+        canonical_json(bucket)
+    except (TypeError, ValueError) as error:
+        hint = "; for symbolic shapes return what it returns for the concrete ones" if call.is_symbolic else ""
+        raise TypeError(f"{call.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
+    static = {name: value for name, value in arguments.items() if name in call.statics}
+    return {**static, "key_fn": bucket}
+
+
+def _check_no_references(arguments: Mapping[str, Any], name: str) -> None:
+    """Raises where an argument is a mutable array: every config would write to it, and each in another process.
+
+    Args:
+        arguments: the arguments by parameter.
+        name: the function's name in messages.
+
+    Raises:
+        TypeError: an argument is, or contains, a `jax.Ref`.
+    """
+    for parameter, value in arguments.items():
+        if any(type(leaf) not in SCALARS and isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function that "
+                f"takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or give the "
+                f"tunables by hand"
+            )
+
+
+def _check_arguments(arguments: Mapping[str, Any], name: str) -> None:
+    """Raises where `jax.jit` would refuse an argument.
+
+    Args:
+        arguments: the arguments that are not static, by parameter.
+        name: the function's name in messages.
+
+    Raises:
+        TypeError: an argument is, or contains, something that is neither array nor number.
+    """
+    for parameter, value in arguments.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+            if (reason := _why_not_dynamic(leaf)) is not None:
+                where = f"argument {parameter!r}" if not path else f"{parameter}{jax.tree_util.keystr(path)}"
+                raise TypeError(
+                    f"{name}: {where} is {reprlib.repr(leaf)}, which jax.jit does not take as a dynamic argument "
+                    f"({reason}): {_remedy(parameter, leaf, is_inside=bool(path))}"
+                )
+
+
+def _why_not_dynamic(leaf: Any) -> str | None:
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)):
+        return None
+    try:
+        jax.typeof(leaf)
+    except (TypeError, ValueError):
+        return f"dtype {leaf.dtype}" if isinstance(leaf, (np.ndarray, np.generic)) else type(leaf).__name__
+    return None
+
+
+def _remedy(parameter: str, leaf: Any, *, is_inside: bool) -> str:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return "give an array of numbers"
+    static = (
+        f"pass it as a static argument of its own, or make it a static field of the pytree that {parameter!r} is"
+        if is_inside
+        else f"make it static with static_argnames=[{parameter!r}] in jax.jit"
+    )
+    kind = type(leaf)
+    if kind.__module__ == "builtins":
+        return static
+    return f"{static}, or register {kind.__qualname__} as a pytree (jax.tree_util.register_dataclass)"

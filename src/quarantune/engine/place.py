@@ -1,0 +1,70 @@
+"""The place of a sweep: this machine, or the machines of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from typing import Protocol
+
+from quarantune.devices.targets import Target
+from quarantune.sweep.request import SweepRequest, Swept
+from quarantune.values.configs import Config
+from quarantune.values.settings import Settings
+
+
+class Place(Protocol):
+    """Where configs compile and run."""
+
+    is_here: bool
+    """Whether it is this machine."""
+
+    def device(self) -> Target | None:
+        """Returns the device of the place; None for the one that a call would run on here."""
+
+    def run(self, request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
+        """Runs a sweep; see `sweep.run`."""
+
+
+class Here:
+    """This machine."""
+
+    is_here = True
+
+    def device(self) -> None:
+        """Returns None: the call says which device."""
+
+    def run(self, request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
+        """Runs a sweep in workers of this machine, or in this process."""
+        from quarantune.sweep import sweep  # calls that are not tuned do not need it
+
+        return sweep.run(request, configs)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnEngine:
+    """The machines of an engine.
+
+    Attributes:
+        executor: the engine.
+    """
+
+    executor: Executor
+    is_here = False
+
+    def device(self) -> Target:
+        """Returns the device of the first machine that answers."""
+        from quarantune.engine import distributed  # few programs have an engine
+
+        return distributed.device(self.executor)
+
+    def run(self, request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
+        """Runs a sweep on the machines."""
+        from quarantune.engine import distributed
+
+        return distributed.run(request, configs)
+
+
+def place_of(settings: Settings) -> Place:
+    """Returns where the sweeps of a call run."""
+    return Here() if settings.executor is None else OnEngine(settings.executor)

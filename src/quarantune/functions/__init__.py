@@ -1,0 +1,1 @@
+"""How a config reaches a function, and what is known of its calls."""

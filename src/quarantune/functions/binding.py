@@ -1,0 +1,269 @@
+"""How a config reaches a function: what a function takes, how a call is bound, and a config bound to a function.
+
+Of a config, values are keyword arguments, and compiler options are options of the jit.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import inspect
+import re
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from quarantune import jax_internals
+from quarantune.host.process import warn
+from quarantune.values.configs import COMPILER_OPTIONS as OPTIONS
+from quarantune.values.configs import NO_OPTIONS, Config, check_parameters
+from quarantune.values.texts import shown
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call: the positional ones, and the keyword arguments by name."""
+
+_EMPTY, _KIND = inspect.Parameter.empty, inspect.Parameter
+
+
+def arguments_of(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Returns the arguments of a bound call by name, with the defaults of those that it leaves out."""
+    complete = inspect.BoundArguments(bound.signature, dict(bound.arguments))
+    complete.apply_defaults()
+    return dict(named(complete))
+
+
+def check_complete(bound: inspect.BoundArguments, tunables: Collection[str] = ()) -> None:
+    """Raises the error of Python if a call leaves out an argument that has no default and is no tunable."""
+    parameters, variable = bound.signature.parameters, (_KIND.VAR_POSITIONAL, _KIND.VAR_KEYWORD)
+    lacks = [name for name, it in parameters.items() if it.default is _EMPTY and name not in bound.arguments]
+    if any(name not in tunables and parameters[name].kind not in variable for name in lacks):
+        bound.signature.bind(*bound.args, **bound.kwargs, **{name: None for name in lacks if name in tunables})
+
+
+def describe_function(
+    fn: Callable[..., Any],
+) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
+    """Returns the function to tune, its signature, and its static parameters (None if it is not jitted).
+
+    Raises:
+        TypeError: `fn` cannot be called.
+    """
+    if not callable(fn):
+        raise TypeError(f"{fn!r} cannot be called: give a function")
+    inner = getattr(fn, "__wrapped__", None)
+    if inner is not None and not jax_internals.is_jitted(fn) and jax_internals.is_jitted(inner):
+        fn = inner  # an autotuned function, to be tuned with other configs
+    static_names = jax_internals.jit_options(fn).static_names if jax_internals.is_jitted(fn) else None
+    return fn, signature_of(inspect.unwrap(fn)), static_names
+
+
+def signature_of(fn: Any) -> inspect.Signature:
+    """Returns the signature of any callable; a built-in without one takes all arguments."""
+    try:
+        return inspect.signature(fn)
+    except Exception:  # Python compares the callable, and its class may say anything of equality
+        return inspect.signature(fn.__call__)
+
+
+def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
+    """Yields the arguments by name; `**` precedes the name of one in `**kwargs` that is also a parameter's."""
+    parameters = bound.signature.parameters
+    for name, value in bound.arguments.items():
+        if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((f"**{key}" if key in parameters else key, item) for key, item in value.items())
+        else:
+            yield name, value
+
+
+def fitted(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    statics: Iterable[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Arguments:
+    """Returns the arguments of a call as another function takes them, which may have fewer static parameters or more.
+
+    Args:
+        function: `key_fn`, `prune_fn` or a function that makes configs.
+        signature: of the tuned function.
+        statics: its static parameters.
+        args: the call's positional arguments.
+        kwargs: its keyword arguments.
+    """
+    expected = signature_of(function)
+    try:
+        expected.bind(*args, **kwargs)
+    except TypeError:
+        bound = signature.bind_partial(*args, **kwargs)
+        for name in statics:
+            default = signature.parameters[name].default if name in signature.parameters else _EMPTY
+            if name not in expected.parameters:
+                bound.arguments.pop(name, None)
+            elif default is not _EMPTY:
+                bound.arguments.setdefault(name, default)
+        return bound.args, bound.kwargs
+    return args, dict(kwargs)
+
+
+# --- a function with a config ---
+
+
+def split_config(fn: Callable[..., Any], config: Config) -> tuple[Config, Mapping[str, Any]]:
+    """Returns a config's keyword arguments and its compiler options.
+
+    Args:
+        fn: the function. If it is not jitted, all values of the config are keyword arguments.
+        config: the config.
+    """
+    if OPTIONS not in config or not jax_internals.is_jitted(fn) or OPTIONS in inspect.signature(fn).parameters:
+        return config, NO_OPTIONS
+    keywords = {name: value for name, value in config.items() if name != OPTIONS}
+    return keywords, config[OPTIONS]
+
+
+def jitted_with(fn: Any, config: Config) -> tuple[Any, Config]:
+    """Returns the function to call for a config, with its compiler options, and the keyword arguments for the call.
+
+    Args:
+        fn: the function. If the config has compiler options, it is jitted again, once for the same options.
+        config: the config.
+    """
+    keywords, options = split_config(fn, config)
+    return (jax_internals.with_compiler_options(fn, options) if options else fn), keywords
+
+
+def bind_config(fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    """Returns a function that takes the arguments of a call and runs with a config.
+
+    Args:
+        fn: the function, jitted or not.
+        config: the config. Inside a trace its compiler options are left out with a warning: JAX
+            refuses them for all but the outermost jit.
+    """
+    jitted, keywords = jitted_with(fn, config)
+    return functools.partial(fn, **keywords) if jitted is fn else _WithOptions(fn, jitted, keywords, config[OPTIONS])
+
+
+def function_inside(bound: Callable[..., Any]) -> Any:
+    """Returns the function inside a bound function or another wrapper.
+
+    Args:
+        bound: a function from `bind_config`, or any wrapper.
+    """
+    if isinstance(bound, (functools.partial, _WithOptions)):
+        return bound.func
+    return getattr(bound, "__wrapped__", bound)
+
+
+def check_configs(
+    fn: Callable[..., Any], configs: Sequence[Config], *, name: str, signature: inspect.Signature, need_defaults: bool
+) -> None:
+    """Raises where a function cannot take the keys of its configs.
+
+    Args:
+        fn: the function.
+        configs: its configs, or a few in which every value occurs.
+        name: its name in messages.
+        signature: its signature.
+        need_defaults: whether every tunable must have a default, because the function is also called without it.
+
+    Raises:
+        TypeError: a key is no parameter that can be passed by keyword, or has no default.
+        ValueError: a key is not static.
+    """
+    is_jitted = jax_internals.is_jitted(fn)
+    # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
+    static_names = frozenset(jax_internals.jit_options(fn).static_argnames) if is_jitted else None
+    check_parameters(
+        configs, parameters=signature, static_names=static_names, fn_name=name, need_defaults=need_defaults
+    )
+    if is_jitted:
+        check_compiler_options(fn, configs, name=name)
+
+
+def check_compiler_options(fn: Callable[..., Any], configs: Sequence[Config], *, name: str) -> None:
+    """Checks the compiler options of configs, and that the function can be jitted with them.
+
+    Args:
+        fn: a jitted function.
+        configs: its configs.
+        name: the function's name, for error messages.
+
+    Raises:
+        TypeError: the options are no dict of plain values, or the function was jitted with options tied to devices.
+    """
+    if OPTIONS in inspect.signature(fn).parameters:
+        return
+    given = [config[OPTIONS] for config in configs if OPTIONS in config]
+    for options in given:
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                f"{name}: {OPTIONS} is {shown(options)}; give a dict of XLA's options, as in {{{OPTIONS!r}: "
+                f"{{'xla_cpu_enable_fast_math': True}}}}, or make {OPTIONS!r} a parameter of the function."
+            )
+        for option, value in options.items():
+            if not isinstance(value, (bool, int, float, str)):
+                raise TypeError(
+                    f"{name}: {OPTIONS}[{option!r}] is {shown(value)}; XLA's options are booleans, numbers and strings."
+                )
+    bound = jax_internals.jit_options(fn).cannot_travel
+    if bound and any(given):
+        raise TypeError(
+            f"{name}: its configs have {OPTIONS}, for which it has to be jitted again, and jax.jit was given "
+            f"{' and '.join(bound)}, which would be lost: leave one or the other out."
+        )
+
+
+class _WithOptions:
+    """A jitted function with a config that has compiler options.
+
+    Attributes:
+        func: the function that was given, like `functools.partial.func`.
+        keywords: the keyword arguments bound to it, like `functools.partial.keywords`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], jitted: Callable[..., Any], keywords: Config, options: Any) -> None:
+        self.func = fn
+        self.keywords = keywords
+        self._options = options
+        self._compiled = functools.partial(jitted, **keywords)
+        self._traced = functools.partial(fn, **keywords)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, compiled with the options; inside a trace without them."""
+        if not jax_internals.is_tracing():
+            return self._compiled(*args, **kwargs)
+        name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._options)
+        _warn_once(
+            f"{name}: its config {self.keywords} runs without its {OPTIONS} inside a trace, because JAX takes them at "
+            f"the outermost jit alone: give them to that one, jax.jit(..., {OPTIONS}={options})"
+        )
+        return self._traced(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Pickles the function and the config."""
+        return bind_config, (self.func, {**self.keywords, OPTIONS: self._options})
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message, RuntimeWarning)
+
+
+# --- configs that contextual tuning assigns ---
+
+assignment_in_force: contextvars.ContextVar[Any] = contextvars.ContextVar("assignment_in_force", default=None)
+"""The assignment of configs to kernels (`transport.assignment`) that is in force in a thread; None for none."""
+_NUMBER = re.compile(r" #\d+$")
+_kernels: dict[str, weakref.WeakSet[Any]] = {}
+
+
+def register_kernel(kernel: Any) -> None:
+    """Registers an autotuned function under its name."""
+    _kernels.setdefault(kernel.name, weakref.WeakSet()).add(kernel)
+
+
+def kernels(name: str) -> Sequence[Any]:
+    """Returns the autotuned functions of a name; there may be several from one factory."""
+    return list(_kernels.get(_NUMBER.sub("", name), ()))

@@ -1,0 +1,98 @@
+"""The ledger of one sweep: its trials by index, and the listeners that hear of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import types
+from collections.abc import Callable, Mapping
+
+from quarantune.values.trial import END, UNTUNED, Trial
+
+
+def _ignore(*_: object) -> None:
+    """Receives an event that a listener does not listen to."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listener:
+    """What hears of a sweep: a journal, a display. It is called in the thread that runs the sweep unless stated.
+
+    Attributes:
+        on_trial: called with the index of a config and its trial, once the trial is over.
+        on_tick: called many times a second while the sweep runs.
+        on_provisional: called with the index of a config that runs in the caller's own process, and with the trial that
+            it has if no other event of it follows, because that process has ended: `lost` as it begins, `timeout` at
+            its deadline, which comes from another thread, and `not_run` if an exception interrupts the sweep.
+        on_phase: called with the index of a config and the phase that it enters, with `READY` when it was compiled and
+            waits, and at last with `END`. The function's own defaults have a negative index if they are no config.
+        on_default: called with the time of the function's own defaults in milliseconds, if they are no config; None if
+            they failed.
+    """
+
+    on_trial: Callable[[int, Trial], None] = _ignore
+    on_tick: Callable[[], None] = _ignore
+    on_provisional: Callable[[int, Trial], None] = _ignore
+    on_phase: Callable[[int, str], None] = _ignore
+    on_default: Callable[[float | None], None] = _ignore
+
+
+class Ledger:
+    """The trials of one sweep. Every part of the sweep reads them here, and only the ledger writes them.
+
+    Attributes:
+        trials: the trials so far by the index of the config, with those that were recalled or ruled out.
+    """
+
+    def __init__(self, *listeners: Listener, trials: Mapping[int, Trial] | None = None) -> None:
+        """Opens a ledger.
+
+        Args:
+            *listeners: hear of each event, in this order.
+            trials: the trials of an earlier sweep; their configs do not run again, but may be finalists.
+        """
+        self._listeners = [*listeners]
+        self._trials: dict[int, Trial] = dict(trials or {})
+        self.trials: Mapping[int, Trial] = types.MappingProxyType(self._trials)
+
+    def listen(self, listener: Listener) -> None:
+        """Adds a listener, which hears of what follows."""
+        self._listeners.append(listener)
+
+    def recall(self, trials: Mapping[int, Trial]) -> None:
+        """Enters trials of an earlier sweep, of which no listener hears."""
+        self._trials.update(trials)
+
+    def keep(self, trials: Mapping[int, Trial]) -> None:
+        """Replaces all trials, once the sweep is over."""
+        self._trials.clear()
+        self._trials.update(trials)
+
+    def end(self, index: int, trial: Trial) -> None:
+        """Enters the trial of a config that has ended."""
+        trial = dataclasses.replace(trial, ended_s=time.time())
+        self._trials[index] = trial
+        for listener in self._listeners:
+            listener.on_trial(index, trial)
+        self.enter(index, END)
+
+    def enter(self, index: int, phase: str) -> None:
+        """Reports that a config enters a phase."""
+        for listener in self._listeners:
+            listener.on_phase(index, phase)
+
+    def provisional(self, index: int, trial: Trial) -> None:
+        """Reports the trial that a config has if this process ends now."""
+        for listener in self._listeners:
+            listener.on_provisional(index, trial)
+
+    def untuned(self, trial: Trial) -> None:
+        """Reports the trial of the function's own defaults, if they are no config."""
+        for listener in self._listeners:
+            listener.on_default(trial.time_ms)
+        self.enter(UNTUNED, END)
+
+    def tick(self) -> None:
+        """Reports that the sweep goes on."""
+        for listener in self._listeners:
+            listener.on_tick()

@@ -1,0 +1,348 @@
+"""The claim on a call, and the journal of its trials."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from quarantune import cache, device_table
+from quarantune.answers.answer import Answer, Situation
+from quarantune.cache import CacheWriteError, claims, journal
+from quarantune.cache.claims import Claim
+from quarantune.cache.journal import Journal
+from quarantune.calls.key import KeyedCall
+from quarantune.sweep.limits import SweepLimits
+from quarantune.tuning.compile_verdicts import CompileVerdicts
+from quarantune.values import describe
+from quarantune.values.codec import DamageError, JsonObject, as_json
+from quarantune.values.configs import Config
+from quarantune.values.space import Space
+from quarantune.values.trial import UNSETTLED, DifferentProgramError, Outcome, Phase, Route, Trial, TuningFailedError
+
+_HEARTBEAT_S = 1.0
+"""How often a tuning job refreshes its claim."""
+_WORST_CASE_S = 60.0
+"""A tuning job whose claim has not been refreshed for this long is stopped, or its host is gone."""
+_WAIT_MESSAGE_S = 5.0
+"""How often a waiting job reports that it waits."""
+_FATAL = 2
+"""How often a process must end while it runs a config for the config to be the cause, and not chance."""
+
+
+class ClaimAndJournal:
+    """The claim on one call, its journal, and what is known of its configs on this kind of device.
+
+    Attributes:
+        directory: the cache directory; None where nothing is read or written.
+        has_waited: whether another job had the claim first.
+    """
+
+    def __init__(self, call: KeyedCall, now: Situation, limits: SweepLimits) -> None:
+        """Names the records; nothing is read.
+
+        Args:
+            call: the call.
+            now: its situation.
+            limits: the limits of the sweep.
+        """
+        settings = now.settings
+        self.directory: Path | None = None if settings.disable_cache else settings.cache_dir
+        self.has_waited = False
+        self._id, self._is_jitted = call.id, call.call.function.is_jitted
+        self._settings = settings
+        self._limits = limits
+        self._journal = Journal(settings.cache_dir, *call.id)
+        self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
+        self._verdicts = CompileVerdicts(call, limits, settings.cache_dir, *settings.cache_path)
+        self._ended: collections.Counter[int] = collections.Counter()  # by the config's index, as in `ended_processes`
+        self._unsaved: CacheWriteError | None = None
+        self._claim: Claim | None = None
+        self._next_heartbeat = 0.0
+
+    def claim(
+        self,
+        stack: contextlib.ExitStack,
+        *,
+        done: Callable[[bool], Answer | TuningFailedError | None],
+        failed: Callable[[JsonObject], Answer | TuningFailedError | None],
+        say: Callable[[str], None],
+        is_apart: bool,
+    ) -> Answer | None:
+        """Waits until the right to tune the call is this job's, or until another job has answered.
+
+        Where no claim can be made in the directory, nothing is read or written from now on.
+
+        Args:
+            stack: releases the claim when it is closed.
+            done: returns the answer, if there is one; takes whether to read the cache afresh, see `EntryFile.load`.
+            failed: takes the failure that another job has left, and returns it as an answer if it is one.
+            say: shows that the job waits.
+            is_apart: whether all steps run in workers. If not, nothing refreshes the claim while a config runs here.
+
+        Returns:
+            The other job's answer; None if this job tunes.
+
+        Raises:
+            TuningFailedError: every config failed in that job.
+        """
+        if self.directory is None:
+            return None
+        next_message_s = 0.0
+        # Nothing refreshes the claim while the function is loaded either.
+        worst_case_s = _WORST_CASE_S + self._limits.compile_timeout_s + (0.0 if is_apart else self._limits.timeout_s)
+        claim = Claim(self.directory, *self._id, worst_case_s=worst_case_s)
+
+        def on_wait(holder: str, waited_s: float) -> None:
+            nonlocal next_message_s
+            self.has_waited = True
+            if waited_s >= next_message_s:
+                next_message_s = waited_s + _WAIT_MESSAGE_S
+                trials = sum(1 for _ in self._journal.each())
+                say(f"waiting for {holder} to tune it ({waited_s:.0f} s, {trials:,} trials so far)")
+
+        try:
+            answer: Answer | TuningFailedError | Claim = claims.wait(
+                claim, lambda: done(claim.held), on_wait, failed=failed
+            )
+        except CacheWriteError as error:
+            cache.report_once(f"{self._id.name}: the results of this process are not saved: {error}")
+            self.directory = None
+            return None
+        if isinstance(answer, TuningFailedError):
+            raise answer
+        if not isinstance(answer, Claim):
+            return answer
+        self._claim = stack.enter_context(claim)
+        return None
+
+    def refresh(self) -> None:
+        """Shows other jobs that this one goes on, where it has the claim and the last time was long ago."""
+        now = time.monotonic()
+        if self._claim is not None and now >= self._next_heartbeat:
+            self._next_heartbeat = now + _HEARTBEAT_S
+            self._claim.refresh()
+
+    def leave_failure(self, terms: JsonObject, trials: Sequence[Trial]) -> None:
+        """Leaves the failure of all configs to the jobs that wait, where this job has the claim; forgets its journal.
+
+        Args:
+            terms: what distinguishes the sweep from others that might have succeeded.
+            trials: its trials.
+        """
+        if self.directory is not None:
+            self.discard()  # another process may find the machine in a better state
+        if self._claim is not None:
+            self._claim.leave_failure({**terms, "trials": [trial.to_json() for trial in trials]})
+
+    def read(self, configs: Space) -> dict[int, Trial]:
+        """Returns the trials of an interrupted sweep that settle a config, by the config's index.
+
+        Configs that ended the processes that ran them are settled, too.
+
+        Args:
+            configs: the configs.
+        """
+        trials: dict[int, Trial] = {}
+        refused = 0
+        for record in self._journal.each():
+            try:
+                trial = Trial.from_json(record["trial"])
+                configs.whole()  # any of them may have a trial
+                index = configs.find(trial.config)
+                if index is None:
+                    continue
+                self._ended[index] = ended_processes(self._ended[index], trial)
+                if self._still_counts(trial, record):
+                    trials[index] = dataclasses.replace(trial, config=configs[index])
+            except (KeyError, DamageError):
+                refused += 1
+        if refused:
+            cache.report_once(
+                f"{refused} records of the journal in {str(self._journal.directory)!r} are no trials: they are not used"
+            )
+        for index, times in self._ended.items():
+            if times >= _FATAL:
+                trials[index] = Trial(
+                    config=configs[index],
+                    outcome=Outcome.CRASHED,
+                    phase=Phase.CHECK,
+                    message=f"the process that ran it ended {times} times meanwhile",
+                    route=Route.IN_PROCESS,
+                )
+        return trials
+
+    def discard(self, *, with_failures: bool = False) -> None:
+        """Removes the journal, and the failed compilations too `with_failures`."""
+        with self.saving():
+            self._journal.discard()
+            self._conclusions.discard()
+            if with_failures:
+                self._verdicts.discard()
+
+    def forget_another_program(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Removes all records of the key if a sweep ends because its workers had another program."""
+        if kind is DifferentProgramError:
+            self.discard(with_failures=True)
+
+    def append(self, trial: Trial, *, was_troubled: bool) -> None:
+        """Records a trial.
+
+        Args:
+            trial: the trial.
+            was_troubled: whether its config is known to have crashed or hung.
+        """
+        self.refresh()
+        if self.directory is None:
+            return
+        with self.saving():
+            if self._is_jitted:
+                self._verdicts.note(trial, source="a sweep")
+            self._journal.append(
+                {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": describe.versions()}
+            )
+            is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
+            if is_trouble or (was_troubled and trial.outcome not in UNSETTLED):
+                journal.remember_trouble(
+                    self.directory, self._id.name, self._id.device, as_json(trial.config), trial.outcome.value
+                )
+
+    def append_conclusion(
+        self, finalists: Sequence[Trial], *, best: Config, tie: Sequence[Config], default: Config | None
+    ) -> None:
+        """Records how the sweep ended, for reports.
+
+        Args:
+            finalists: the trials of the configs that were timed in turn, with the times of the final; none where one
+                was far ahead.
+            best: the winner.
+            tie: the configs that the noise cannot tell from it.
+            default: the config that equals the function's own defaults, if there is one.
+        """
+        if self.directory is None:
+            return
+        with self.saving():
+            self._conclusions.append(
+                {
+                    "finalists": [trial.to_json() for trial in finalists],
+                    "best": as_json(best),
+                    "tie": as_json(tuple(tie)),
+                    "default": None if default is None else as_json(default),
+                }
+            )
+
+    def troubled(self, configs: Space) -> set[int]:
+        """Returns the configs that crashed or hung for this function on this device, whatever the shapes.
+
+        Those that may have ended a process that ran them, as the journal says once it was read, are among them.
+        """
+        if self.directory is None:
+            return set()
+        known = journal.troublesome(self.directory, self._id.name, self._id.device)
+        found = map(configs.find_text, known)
+        suspects = {index for index, times in self._ended.items() if 0 < times < _FATAL}
+        return suspects | {index for index in found if index is not None}
+
+    def known_not_to_compile(
+        self, configs: Space, trials: Mapping[int, Trial], *, start_over: bool
+    ) -> dict[int, Trial]:
+        """Returns the trials of further configs that are known not to compile, unless no other config is left.
+
+        If everything is known to fail, something around the configs may have been wrong, and all are tried.
+
+        Args:
+            configs: the configs.
+            trials: the trials that are known already, by index.
+            start_over: whether failures that depend on the machine do not count.
+        """
+        if self.directory is None:
+            return {}
+        found: dict[int, Trial] = {}
+        for text, trial in self._verdicts.known(start_over=start_over).items():
+            index = configs.find_text(text)
+            if index is not None and index not in trials:
+                found[index] = dataclasses.replace(trial, config=configs[index])
+        if not found or any(trial.outcome is Outcome.OK for trial in trials.values()):
+            return found
+        return found if configs.has_more_than(0, besides=found.keys() | trials.keys()) else {}
+
+    def estimates(self, configs: Space) -> dict[int, float]:
+        """Returns how long configs take by the estimates of compile checks, the best one 1, the fastest first."""
+        found: dict[int, tuple[float, float]] = {}
+        for text, trial in self._verdicts.known(with_compiled=True).items() if self.directory else ():
+            order, index = device_table.estimated_order(trial.figures, self._id.device), configs.find_text(text)
+            if 0 < order[1] < math.inf and index is not None and configs.keeps(index):
+                found[index] = order
+        ms, cycles = min(found.values(), default=(math.inf, math.inf))
+        return {
+            index: found[index][0] / ms if ms < math.inf else found[index][1] / cycles
+            for index in sorted(found, key=found.__getitem__)
+        }
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Notes where something in the block could not be saved."""
+        try:
+            yield
+        except CacheWriteError as error:
+            self._unsaved = error
+
+    @property
+    def saved(self) -> str:
+        """What became of the result, in a few words."""
+        if self._settings.disable_cache:
+            return "not saved, because the cache is disabled"
+        return "saved" if self.directory is not None and self._unsaved is None else "not saved"
+
+    def report_unsaved(self) -> None:
+        """Warns once if something could not be saved: of the result if it could not, else of some trials."""
+        if self._unsaved is not None:
+            cache.report_once(str(self._unsaved))
+
+    def _still_counts(self, trial: Trial, record: Mapping[str, object]) -> bool:
+        if trial.outcome in UNSETTLED:
+            return False
+        if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
+            return False
+        return not self._settings.version_check or record["versions"] == describe.versions()
+
+
+def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) -> tuple[Trial, ...] | None:
+    """Returns the trials of a failure that another job has left, if it ran the same sweep.
+
+    Args:
+        about: the failure; anybody may have written it.
+        terms: what distinguishes the sweep of this job.
+        configs: the configs of this job.
+    """
+    raw = about.get("trials")
+    if not isinstance(raw, list) or {name: value for name, value in about.items() if name != "trials"} != terms:
+        return None
+    try:
+        trials = [Trial.from_json(trial) for trial in raw]
+        indices = [configs.find(trial.config) for trial in trials]
+    except DamageError:
+        return None
+    if None in indices:
+        return None
+    pairs = zip(trials, indices, strict=True)
+    return tuple(dataclasses.replace(trial, config=configs[index]) for trial, index in pairs if index is not None)
+
+
+def ended_processes(before: int, trial: Trial) -> int:
+    """Returns how many processes have ended while they ran a config, since it last had an outcome.
+
+    A trial that is `lost` is recorded when a process begins to run a config, and one that is `not_run` when it pauses.
+
+    Args:
+        before: how many they were before.
+        trial: the config's next trial in the journal.
+    """
+    if trial.outcome is Outcome.NOT_RUN:
+        return max(0, before - 1)
+    began = trial.outcome is Outcome.LOST and trial.route in (Route.COMPILED_APART, Route.IN_PROCESS)
+    return before + 1 if began else 0

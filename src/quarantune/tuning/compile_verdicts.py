@@ -1,0 +1,252 @@
+"""Which configs are known not to compile, and what compilers said of the others."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import datetime
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from quarantune import cache
+from quarantune.cache.journal import Journal
+from quarantune.calls.key import KeyedCall
+from quarantune.sweep.limits import SweepLimits
+from quarantune.values import describe
+from quarantune.values.codec import JsonObject, Record, text_of
+from quarantune.values.trial import UNSETTLED, CompilerFigures, Outcome, Phase, Route, Trial
+
+_TRANSIENT = (OSError, ImportError, MemoryError, EOFError, KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Exceptions that tell something about the machine rather than about the config."""
+_PASSING = re.compile(
+    r"\b(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|(CUDA|HIP)_ERROR_\w+"
+    r"|No space left on device|Too many open files|Cannot allocate memory|Resource temporarily unavailable)\b"
+)
+"""Texts of a compiler's errors that do the same."""
+_AT_COMPILE_TIME = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM, Outcome.TIMEOUT, Outcome.OOM, Outcome.CRASHED})
+
+
+class CompileVerdicts:
+    """The failed compilations of one call on one kind of device, whether or not such a device was there.
+
+    Of compile checks, those that did not fail are among them, so that a check need not repeat another.
+    """
+
+    def __init__(self, call: KeyedCall, limits: SweepLimits, directory: Path, *others: Path) -> None:
+        """Names the verdicts on the configs of a call; nothing is read.
+
+        Args:
+            call: the call, with the key of the device that configs are compiled for.
+            limits: the limits of the sweep.
+            directory: the cache directory.
+            *others: further directories where verdicts are looked up.
+        """
+        self._device = call.id.device
+        # These outlive the journal of a sweep, which starts over now and then.
+        self._journal, *self._others = (Journal(each, *call.id, suffix=".uncompiled") for each in (directory, *others))
+        self._limits = limits
+        self._compilers = describe.compilers(call.platform)
+
+    def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
+        """Returns the trials of configs that need not be compiled again, by the text of the config.
+
+        Args:
+            start_over: whether failures that depend on the machine do not count.
+            with_compiled: whether those that a check has compiled are among them.
+        """
+        return {
+            text: self._with_origin(it)
+            for text, it in self._known.items()
+            if (with_compiled or it.trial.outcome is not Outcome.OK) and it.counts(self._limits, start_over=start_over)
+        }
+
+    def note(self, trial: Trial, *, source: str) -> None:
+        """Remembers a trial that failed to compile, or has a compiler's figures; forgets a failure that has passed.
+
+        Args:
+            trial: the trial.
+            source: how it was found: `a sweep` or `a compile check`.
+
+        Raises:
+            CacheWriteError: it cannot be remembered; the message says why.
+        """
+        is_verdict = _is_verdict(trial)
+        if not is_verdict and (not self._known or not _compiled(trial)):
+            return
+        text = text_of(trial.config)
+        before = self._known.get(text)
+        if not is_verdict and (before is None or before.trial.outcome is Outcome.OK):
+            return
+        failure = _FailedCompile(
+            trial=dataclasses.replace(trial, samples_ms=()),
+            source=source,
+            found=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            compilers=self._compilers,
+            compile_timeout_s=self._limits.compile_timeout_s,
+            memory_limit_bytes=self._limits.memory_limit_bytes,
+        )
+        if before is not None and _is_same(before, failure):
+            return
+        self._journal.append(failure.to_json())
+        if is_verdict:
+            self._known[text] = failure
+        else:
+            self._known.pop(text, None)
+
+    def discard(self) -> None:
+        """Forgets all failures in the cache directory.
+
+        Raises:
+            CacheWriteError: they could not be removed; the message says why.
+        """
+        self._journal.discard()
+        vars(self).pop("_known", None)
+
+    @functools.cached_property
+    def _known(self) -> dict[str, _FailedCompile]:
+        """The last verdict on each config under the present versions."""
+        last: dict[str, _FailedCompile] = {}
+        refused = 0
+        for record in (record for source in [*self._others, self._journal] for record in source.records()):
+            try:
+                failure = _FailedCompile.from_json(record)
+                text = cache.canonical_json(failure.trial.config)
+            except ValueError:
+                refused += 1
+                continue
+            if failure.compilers == self._compilers and (text not in last or last[text].found <= failure.found):
+                last[text] = failure
+        if refused:
+            cache.report_once(
+                f"{refused} records of failed compilations in {str(self._journal.directory)!r} cannot be understood: "
+                "their configs are compiled again"
+            )
+        return {text: failure for text, failure in last.items() if _is_verdict(failure.trial)}
+
+    def _with_origin(self, failure: _FailedCompile) -> Trial:
+        trial = failure.trial
+        ended = "compiled" if trial.outcome is Outcome.OK else "failed to compile"
+        origin = f"known since {failure.found[:10]}: {ended} for {self._device} in {failure.source}"
+        return dataclasses.replace(trial, message=f"{origin}: {trial.message}" if trial.message else origin)
+
+
+def note_check(verdicts: CompileVerdicts, trial: Trial) -> None:
+    """Remembers a failure of a compile check; warns where that is not possible."""
+    try:
+        verdicts.note(trial, source="a compile check")
+    except cache.CacheWriteError as error:
+        cache.report_once(f"the failures of a compile check are not remembered: {error}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _FailedCompile(Record):
+    """A failed compilation, or one of a check that did not fail, and the conditions under which it counts.
+
+    Attributes:
+        trial: the trial; of a check that did not fail, it has the compiler's figures.
+        source: how it was found, for messages: `a sweep` or `a compile check`.
+        found: when, in UTC as ISO text.
+        compilers: the versions and flags of the compilers.
+        compile_timeout_s: the deadline that it ran under.
+        memory_limit_bytes: the memory limit that it ran under; None for a share of the memory that was free.
+        figures: in a record, the compiler's figures of its trial.
+    """
+
+    trial: Trial
+    source: str
+    found: Annotated[str, _date]
+    compilers: Mapping[str, Any]
+    compile_timeout_s: float
+    memory_limit_bytes: int | None
+    figures: CompilerFigures | None = None
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Returns the failure that a record describes.
+
+        Raises:
+            DamageError: it describes none.
+        """
+        read = super().from_json(data)
+        if read.figures is None:
+            return read
+        return dataclasses.replace(
+            read, trial=dataclasses.replace(read.trial, outcome=Outcome.OK, figures=read.figures)
+        )
+
+    def to_json(self) -> JsonObject:
+        """Returns the failure as JSON-able data."""
+        data, figures = super().to_json(), self.trial.figures
+        if self.trial.outcome is not Outcome.OK or figures is None:
+            return {name: value for name, value in data.items() if name != "figures"}
+        # In files, a trial that is ok has a time.
+        trial = dataclasses.replace(self.trial, outcome=Outcome.NOT_RUN, figures=None)
+        return data | {"trial": trial.to_json(), "figures": figures.to_json()}
+
+    def counts(self, limits: SweepLimits, *, start_over: bool) -> bool:
+        """Returns whether a config that failed like this need not be compiled again.
+
+        An error of the compiler counts always. How much time and memory there is depends on the machine: such a
+        failure counts only under limits that are no more generous, and not where the sweep starts over.
+        """
+        match self.trial.outcome:
+            case Outcome.OK | Outcome.ERROR | Outcome.DEVICE_OOM:
+                return True
+            case Outcome.TIMEOUT:
+                return not start_over and self.compile_timeout_s >= limits.compile_timeout_s
+            case Outcome.OOM:
+                return not start_over and self._had_as_much_memory(limits)
+            case Outcome.CRASHED:
+                same = self.memory_limit_bytes == limits.memory_limit_bytes
+                return not start_over and (same or self._had_as_much_memory(limits))
+        return False
+
+    def _had_as_much_memory(self, limits: SweepLimits) -> bool:
+        then, now = self.memory_limit_bytes, limits.memory_limit_bytes
+        return then is not None and now is not None and then >= now
+
+
+def _date(text: str) -> str:
+    datetime.datetime.fromisoformat(text)
+    return text
+
+
+def _is_verdict(trial: Trial) -> bool:
+    """Returns whether a trial shows that its config does not compile, or does in a check, and not a fault around it.
+
+    A compiler without a device, or one that names a memory space, has computed that the device's memory is too small.
+    In a worker that holds the device, other programs may have taken the memory.
+    """
+    if trial.outcome is Outcome.OK:
+        return trial.time_ms is None and trial.figures is not None
+    if trial.phase is not Phase.COMPILE or trial.outcome not in _AT_COMPILE_TIME:
+        return False
+    if trial.outcome is Outcome.DEVICE_OOM:
+        return trial.route is Route.APART or "memory space" in trial.message
+    return trial.outcome is not Outcome.ERROR or not _is_transient(trial.message)
+
+
+def _is_transient(message: str) -> bool:
+    name = message.partition(":")[0].strip()
+    kind = getattr(builtins, name, None)
+    is_ours = name.startswith("quarantune.")  # such as `UncheckableError`: the config did not get as far as a compiler
+    is_transient = isinstance(kind, type) and issubclass(kind, _TRANSIENT)
+    return is_ours or is_transient or _PASSING.search(message) is not None
+
+
+def _compiled(trial: Trial) -> bool:
+    has_run = trial.outcome not in UNSETTLED and trial.phase in (Phase.CHECK, Phase.MEASURE)
+    return has_run or trial.outcome is Outcome.OK
+
+
+def _is_same(before: _FailedCompile, after: _FailedCompile) -> bool:
+    """Returns whether a failure adds nothing to what is known."""
+    return (
+        (before.trial.outcome, before.trial.message, before.trial.figures)
+        == (after.trial.outcome, after.trial.message, after.trial.figures)
+        and before.compile_timeout_s >= after.compile_timeout_s
+        and before.memory_limit_bytes == after.memory_limit_bytes
+    )
