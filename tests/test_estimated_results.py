@@ -195,8 +195,8 @@ def test_the_nearest_result_is_rather_a_measured_one(cache_dir: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said once in a process
         call = keyed(fn._tuner.bind((X,), {}))
-        rung = nearest.Nearest(fn._tuner.rungs.layers)
-        known = rung.answer(call, Situation.of(call.call, environment.current()))
+        now = Situation.of(call.call, environment.current())
+        known = nearest.nearest(call, now, fn._tuner.rungs.layers)
     assert known.config == {"n": 3}
 
 

@@ -126,7 +126,7 @@ def test_an_entry_of_changed_code_is_a_seed_and_not_an_answer(tmp_path: Path) ->
     with on_path(tmp_path):
         call = described(fn, X)
         now = Situation.of(call.call, environment.current())
-        assert layers.measured(call, now) is None
+        assert layers.find(call, now) is None
         assert earlier_winners(call, layers.entries(now)) == [{"n": 2}], "once, in the space, of this call"
 
 

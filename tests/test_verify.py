@@ -187,7 +187,7 @@ def measured_as(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             key="",
             device="",
         )
-        monkeypatch.setattr(verification, "_swept", lambda call, configs: result)
+        monkeypatch.setattr(verification, "_swept", lambda call, configs, tune: result)
 
     return give
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from quarantune import jax_internals
 from quarantune.calls.call import BoundCall
@@ -108,12 +109,5 @@ class Situation:
         return not (environment.block_of("on_miss") or self.settings.record)
 
 
-class Rung(Protocol):
-    """One source of answers. A call climbs the rungs in order until one has an answer."""
-
-    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the answer for a call, or None to pass the call to the next rung.
-
-        Raises:
-            TuningFailedError: every config failed, now or earlier in this process.
-        """
+Rung: TypeAlias = Callable[[KeyedCall, Situation], Answer | None]
+"""One source of answers: returns the answer for a call, or None to pass the call to the next rung."""

@@ -21,29 +21,31 @@ _DEFAULTS = Answer(Origin.DEFAULTS, lasts=False)
 class Ladder:
     """The rungs of one function."""
 
-    def __init__(self, free: Rung, rungs: Sequence[Rung], explain: Callable[..., str]) -> None:
-        """Orders the rungs.
+    def __init__(self, explain: Callable[..., str]) -> None:
+        """Sets up a ladder. Each climb brings the rungs along, as a ladder that kept them would refer to itself.
 
         Args:
-            free: the rung that is asked before the lock of a call is taken.
-            rungs: the others, in their order.
             explain: returns the message for a call that no rung has an answer for; see `why_missed.explain`.
         """
-        self._free = free
-        self._rungs = rungs
         self._explain = explain
         self._locks: dict[tuple[int, int], threading.RLock] = {}
 
-    def climb(self, call: KeyedCall, now: Situation) -> Answer:
+    def climb(self, call: KeyedCall, now: Situation, free: Rung, rungs: Sequence[Rung]) -> Answer:
         """Returns the first answer for a call, found by tuning if need be; the defaults if no rung has one.
+
+        Args:
+            call: the call.
+            now: its situation.
+            free: the rung that is asked before the lock of the call is taken.
+            rungs: the others, in their order.
 
         Raises:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is known, and `ON_MISS` is `error`.
         """
-        if (answer := self._free.answer(call, now)) is not None:
+        if (answer := free(call, now)) is not None:
             return answer
-        answer = self.settled(call, now)
+        answer = self.settled(call, now, rungs)
         if answer.origin is Origin.DEFAULTS and now.is_outside:
             if now.settings.on_miss != "tune":
                 self.allow_defaults(call, now, among=("default", "nearest"))
@@ -55,10 +57,10 @@ class Ladder:
                 )
         return answer
 
-    def settled(self, call: KeyedCall, now: Situation) -> Answer:
+    def settled(self, call: KeyedCall, now: Situation, rungs: Sequence[Rung]) -> Answer:
         """Returns the first answer for a call under its lock: of the threads that miss together, one tunes."""
         with self._lock_of(call.id):
-            answer = first(self._rungs, call, now) or _DEFAULTS
+            answer = first(rungs, call, now) or _DEFAULTS
         if answer.origin is Origin.NEAREST and not now.keeps_nearest:
             return dataclasses.replace(answer, lasts=False)
         return answer
@@ -82,4 +84,4 @@ class Ladder:
 
 def first(rungs: Iterable[Rung], call: KeyedCall, now: Situation) -> Answer | None:
     """Returns the answer of the first rung that has one."""
-    return next((answer for rung in rungs if (answer := rung.answer(call, now)) is not None), None)
+    return next((answer for rung in rungs if (answer := rung(call, now)) is not None), None)

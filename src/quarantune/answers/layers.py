@@ -32,7 +32,7 @@ GROUP = "quarantune.tables"
 
 
 class Layers:
-    """The rung that looks for a measured result: in memory, then in the layers in their order."""
+    """Two rungs, which look for a measured result, in memory and then in the layers, and for an estimate."""
 
     def __init__(self, function: TunedFunction, memory: Memory) -> None:
         """Opens nothing yet.
@@ -44,11 +44,15 @@ class Layers:
         self._function = function
         self._memory = memory
 
-    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the result if it is as thorough as the call demands; if not, its search goes on."""
-        if now.start_over or (found := self.measured(call, now)) is None:
+    def measured(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the measured result if it is as thorough as the call demands; if not, its search goes on."""
+        if now.start_over or (found := self.find(call, now)) is None:
             return None
         return found if not now.tunes or self.serves(found, now) else None
+
+    def estimated(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the estimate of a compile check, unless the call will be tuned."""
+        return None if now.tunes else self._first(call, now, Origin.ESTIMATED)
 
     def serves(self, found: Answer, now: Situation) -> bool:
         """Returns whether an answer is as thorough as a call demands that is tuned if it is not.
@@ -65,16 +69,12 @@ class Layers:
         wanted = SearchLimits.of(self._function.options, now.settings).budget(searched.stopped)
         return wanted is None or searched.budget is None or wanted <= searched.budget
 
-    def measured(self, call: KeyedCall, now: Situation) -> Answer | None:
+    def find(self, call: KeyedCall, now: Situation) -> Answer | None:
         """Returns the measured result that memory or a layer holds for a call, however thorough its search was."""
         found = self._memory.answers.get(call.id)
         if found is None and (found := self._first(call, now, Origin.SAVED)) is not None:
             self._memory.keep(call.id, found)
         return found
-
-    def estimated(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the estimate that a layer holds for a call."""
-        return self._first(call, now, Origin.ESTIMATED)
 
     def _first(self, call: KeyedCall, now: Situation, origin: Origin) -> Answer | None:
         for store in self.stores(now):

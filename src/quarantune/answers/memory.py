@@ -57,16 +57,13 @@ class Memory:
         """Returns the error with which tuning for a call ended earlier in this process, if it did."""
         return _without_traceback(self._failures[id]) if id in self._failures else None
 
+    def repeat_failure(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """The rung that raises the error of an earlier sweep of this process; it has no answers.
 
-class EarlierFailure:
-    """The rung that repeats the error of an earlier sweep of this process."""
-
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-
-    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Raises the error, unless `ALWAYS_TUNE` demands another sweep."""
-        if not now.start_over and (failure := self._memory.failure(call.id)) is not None:
+        Raises:
+            TuningFailedError: every config failed.
+        """
+        if not now.start_over and (failure := self.failure(call.id)) is not None:
             raise failure
         return None
 

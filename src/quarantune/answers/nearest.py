@@ -21,35 +21,28 @@ _LARGEST_FACTOR = 4
 _ROUNDING = 9
 
 
-class Nearest:
-    """The rung that takes the config of the entry whose sizes are nearest to the call's; for `ON_MISS=nearest` only."""
+def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
+    """Returns the config of the entry whose sizes are nearest to the call's, with a warning; nothing is remembered.
 
-    def __init__(self, layers: Layers) -> None:
-        self._layers = layers
-
-    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the config without a time, with a warning; nothing is remembered.
-
-        The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
-        config is in the call's config space, and `prune_fn` accepts it. An estimate serves if no measured one does.
-        """
-        candidates = []
-        for store, (key, entry) in self._layers.entries(now):
-            away = distance(key.problem_size, call.id.key) if key.device == call.id.device else None
-            if away is not None:
-                candidates.append(((Findings.from_json(entry).is_estimate, away), store, entry))
-        for _, store, entry in sorted(candidates, key=lambda candidate: candidate[0]):
-            config = kept(entry, call.call)
-            is_own = not store.read_only
-            if config is not None and self._layers.versions_serve(entry, now, is_own=is_own):
-                wanted, there = map(cache.canonical_json, (call.readable, entry.get("key_values")))
-                cache.report_once(
-                    f"{call.id.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
-                    f"{there} in {store.label} (ON_MISS=nearest; this is said once)",
-                    topic=f"nearest {call.id.name}",
-                )
-                return Answer(Origin.NEAREST, config)
-        return None
+    The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
+    config is in the call's config space, and `prune_fn` accepts it. An estimate serves if no measured one does.
+    """
+    candidates = []
+    for store, (key, entry) in layers.entries(now):
+        away = distance(key.problem_size, call.id.key) if key.device == call.id.device else None
+        if away is not None:
+            candidates.append(((Findings.from_json(entry).is_estimate, away), store, entry))
+    for _, store, entry in sorted(candidates, key=lambda candidate: candidate[0]):
+        config = kept(entry, call.call)
+        if config is not None and layers.versions_serve(entry, now, is_own=not store.read_only):
+            wanted, there = map(cache.canonical_json, (call.readable, entry.get("key_values")))
+            cache.report_once(
+                f"{call.id.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
+                f"{there} in {store.label} (ON_MISS=nearest; this is said once)",
+                topic=f"nearest {call.id.name}",
+            )
+            return Answer(Origin.NEAREST, config)
+    return None
 
 
 def kept(entry: Entry, call: BoundCall) -> Config | None:

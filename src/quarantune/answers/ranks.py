@@ -66,40 +66,37 @@ _Ask: TypeAlias = Callable[[], Answer | None]
 class Ranks:
     """The rung of programs with several ranks: it holds the rungs below and asks them on behalf of all ranks."""
 
-    def __init__(self, own: Sequence[Rung], near: Rung, tune: Rung, memory: Memory) -> None:
-        """Agrees on nothing yet.
+    def __init__(self, memory: Memory) -> None:
+        """Agrees on nothing yet; `memory` knows which calls this rank has failed to tune."""
+        self._memory = memory
+        self._agreed: dict[tuple[Any, ProblemId], Answer] = {}
+
+    def answer(self, call: KeyedCall, now: Situation, *, own: Sequence[Rung], near: Rung, tune: Rung) -> Answer | None:
+        """Returns the answer that all ranks use for the life of the program; waits for it if the call may be tuned.
 
         Args:
+            call: the call.
+            now: its situation.
             own: find what this rank knows for the call itself.
             near: finds the answer for a near call, to use if no rank has one for this call.
             tune: tunes.
-            memory: knows which calls this rank has failed to tune.
-        """
-        self._memory = memory
-        self._own, self._near, self._tune = own, near, tune
-        self._agreed: dict[tuple[Any, ProblemId], Answer] = {}
-
-    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the answer that all ranks use for the life of the program; waits for it if the call may be tuned.
 
         Returns:
-            The answer, which may be the defaults, with the reason; None in a program without ranks, or if the call may
-            not be tuned and there is no answer yet.
+            The answer, which may be the defaults, with the reason; None if the call may not be tuned and there is no
+            answer yet.
 
         Raises:
             RuntimeError: this rank cannot use the config of the others.
         """
-        if now.ranks is None:
-            return None
+        assert now.ranks is not None
         agreement = Agreement(call, now.settings, now.ranks, self._agreed)
-        own = functools.partial(first, self._own, call, now)
-        if not now.may_tune:
-            return agreement.compare(own)
         may_tune = now.tunes and self._memory.failure(call.id) is None
+        if not now.may_tune:
+            return agreement.compare(functools.partial(first, own, call, now))
         return agreement.settle(
-            own=own,
-            near=functools.partial(self._near.answer, call, now),
-            tune=functools.partial(self._tune.answer, call, now) if may_tune else None,
+            own=functools.partial(first, own, call, now),
+            near=functools.partial(near, call, now),
+            tune=functools.partial(tune, call, now) if may_tune else None,
         )
 
     def compare(self, call: KeyedCall, now: Situation, found: Answer) -> Answer | None:

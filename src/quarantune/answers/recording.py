@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from quarantune import cache
-from quarantune.answers.answer import Answer, Situation
+from quarantune.answers.answer import Situation
 from quarantune.answers.layers import Layers
 from quarantune.cache import CacheWriteError, journal
 from quarantune.cache.journal import Journal
@@ -170,7 +170,8 @@ class RecordedCall(Record):
         if (now := keyed(call).jax_state) != self.jax_settings:
             met = f"it was met under JAX's settings {self.jax_settings}, and now they are {now}"
             raise ValueError(f"{self}: {met}: tune it in the context in which it was met, or from QUARANTUNE_RECORD")
-        return self._tune(call)
+        result: TuningResult = self._tune(call)
+        return result
 
     def __str__(self) -> str:
         """Returns the call on one line."""
@@ -188,19 +189,11 @@ def _without_values(call: BoundCall) -> Arguments:
     return with_leaves(call.args, call.kwargs, has_shape, struct)
 
 
-class Recording:
-    """The rung that notes calls without a measured result, if the setting `record` asks for it; it never answers."""
-
-    def __init__(self, layers: Layers, tune: Tune) -> None:
-        self._layers = layers
-        self._tune = tune
-
-    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Notes a call that could be tuned later."""
-        is_wanted = now.settings.record is not None and now.is_outside and not call.call.is_symbolic
-        if is_wanted and self._layers.measured(call, now) is None:
-            note(call, self._tune, now.settings.record)
-        return None
+def record(call: KeyedCall, now: Situation, layers: Layers, tune: Tune) -> None:
+    """Notes a call that has no measured result, to be tuned later, if the setting `record` asks for it."""
+    is_wanted = now.settings.record is not None and now.is_outside and not call.call.is_symbolic
+    if is_wanted and layers.find(call, now) is None:
+        note(call, tune, now.settings.record)
 
 
 def note(call: KeyedCall, tune: Tune, record: Path | Callable[..., None] | None) -> None:

@@ -1,118 +1,114 @@
-"""The ladder of a function: the only module that knows all rungs. To add one, write its file and name it here."""
+"""The ladder of a function: the only module that knows all rungs. To add one, write its file and list it here."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from quarantune.answers.answer import Answer, Rung, Situation
-from quarantune.answers.estimated import Estimated
-from quarantune.answers.ladder import Ladder
 from quarantune.answers.layers import Layers
-from quarantune.answers.memory import EarlierFailure, Memory
-from quarantune.calls.call import TunedFunction
+from quarantune.answers.memory import Memory
+from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import assignment_in_force
 from quarantune.host.process import lazy
 
+if TYPE_CHECKING:
+    from quarantune.answers.ranks import Ranks
+    from quarantune.results.result import TuningResult
+    from quarantune.tuning.job import Tuning, TuningJob
+
+Result: TypeAlias = "Callable[[BoundCall], TuningResult]"
+
 
 class Rungs:
-    """The rungs of one function; those that few calls need are imported when they are first climbed."""
+    """The rungs of one function; what few calls need is imported when it is first climbed."""
 
     def __init__(
-        self, function: TunedFunction, *, make_job: Callable[..., Any] | None, on_phase: Callable[[int, str], None]
+        self,
+        function: TunedFunction,
+        *,
+        make_job: Callable[..., TuningJob] | None,
+        on_phase: Callable[[int, str], None],
     ) -> None:
         """Reads and starts nothing.
 
         Args:
             function: the function.
-            make_job: makes what tunes for a call; None for `TuningJob`.
-            on_phase: as for `Tuning`.
+            make_job: as for `Tuning`, like the next.
+            on_phase: called with the index of a config and the phase that it enters.
         """
         self._make_job, self._on_phase = make_job, on_phase
         self.memory = Memory()
         self.layers = Layers(function, self.memory)
-        self.estimated = Estimated(self.layers)
 
-    def ladder(self, tune: Callable[..., Any]) -> Ladder:
-        """Returns the ladder.
+    def in_order(self, result: Result) -> list[Rung]:
+        """Returns the rungs. The first is asked before the lock of a call is taken.
 
         Args:
-            tune: returns the result for a call that was noted to be tuned later.
+            result: returns the result for a call that is noted to be tuned later.
         """
+        return [
+            functools.partial(self._assigned, result),
+            functools.partial(self._recorded, result),
+            self.agreed,
+            self.layers.measured,  # in the memory of this process, too
+            self.layers.estimated,
+            self.memory.repeat_failure,
+            self._nearest,
+            self._tuned,
+        ]
 
-        def recording() -> Rung:
-            from quarantune.answers.recording import Recording
+    def agreed(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the answer of all ranks of this program, for whom it asks rungs below."""
+        if now.ranks is None:
+            return None
+        own = [self.layers.measured, self.layers.estimated]
+        return self.ranks.answer(call, now, own=own, near=self._nearest, tune=self._tuned)
 
-            return Recording(self.layers, tune)
+    def _assigned(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
+        if (assignment := assignment_in_force.get()) is None:
+            return None
+        from quarantune.answers.assigned import assigned
 
-        def assigned() -> Rung:
-            from quarantune.answers.assigned import Assigned
-            from quarantune.answers.recording import Recording
+        if assignment.note is not None:
+            self._recorded(result, call, now)
+        return assigned(call, assignment, result)
 
-            return Assigned(Recording(self.layers, tune), tune)
+    def _recorded(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
+        if now.settings.record is not None:
+            from quarantune.answers.recording import record
 
-        return Ladder(
-            Late(assigned, lambda now: assignment_in_force.get() is not None),
-            [
-                Late(recording, lambda now: now.settings.record is not None),
-                Late(lambda: self.ranks, lambda now: now.ranks is not None),
-                self.layers,  # with the memory of this process
-                self.estimated,
-                EarlierFailure(self.memory),
-                self._nearest,
-                Late(lambda: self.tuning, lambda now: now.tunes),
-            ],
-            explain=self._explain,
-        )
+            record(call, now, self.layers, result)
+        return None
+
+    def _nearest(self, call: KeyedCall, now: Situation) -> Answer | None:
+        if now.settings.on_miss != "nearest" or now.start_over:
+            return None
+        from quarantune.answers.nearest import nearest
+
+        return nearest(call, now, self.layers)
+
+    def _tuned(self, call: KeyedCall, now: Situation) -> Answer | None:
+        return self.tuning.tune(call, now) if now.tunes else None
 
     @lazy
-    def tuning(self) -> Any:
-        """The rung that tunes."""
+    def ranks(self) -> Ranks:
+        """The agreements with the other ranks of this program."""
+        from quarantune.answers.ranks import Ranks
+
+        return Ranks(self.memory)
+
+    @lazy
+    def tuning(self) -> Tuning:
+        """What tunes."""
         from quarantune.tuning.job import Tuning
 
         return Tuning(self.layers, self.memory, job=self._make_job, on_phase=self._on_phase)
 
-    @lazy
-    def ranks(self) -> Any:
-        """The rung that agrees with the other ranks."""
-        from quarantune.answers.ranks import Ranks
-
-        own: list[Rung] = [self.layers, self.estimated]
-        return Ranks(own, self._nearest, Late(lambda: self.tuning, lambda now: now.tunes), self.memory)
-
-    @lazy
-    def _nearest(self) -> Rung:
-        def nearest() -> Rung:
-            from quarantune.answers.nearest import Nearest
-
-            return Nearest(self.layers)
-
-        return Late(nearest, lambda now: now.settings.on_miss == "nearest" and not now.start_over)
-
-    def _explain(self, call: KeyedCall, now: Situation, *, may_run_untuned: bool) -> str:
+    def explain(self, call: KeyedCall, now: Situation, *, may_run_untuned: bool) -> str:
+        """Returns the message for a call that no rung has an answer for."""
         from quarantune.answers import why_missed
 
         return why_missed.explain(self.layers, call, now, may_run_untuned=may_run_untuned)
-
-
-class Late:
-    """A rung that is made when the first call needs it."""
-
-    def __init__(self, make: Callable[[], Rung], is_asked: Callable[[Situation], bool]) -> None:
-        """Makes nothing yet.
-
-        Args:
-            make: imports the rung and makes it.
-            is_asked: returns whether it may have an answer in a situation.
-        """
-        self._make = make
-        self._is_asked = is_asked
-
-    @lazy
-    def _rung(self) -> Rung:
-        return self._make()
-
-    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Asks the rung, if it may have an answer."""
-        return self._rung.answer(call, now) if self._is_asked(now) else None

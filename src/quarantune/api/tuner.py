@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune import cache
 from quarantune.answers.answer import Answer, Origin, Situation
-from quarantune.answers.ladder import first
+from quarantune.answers.ladder import Ladder, first
 from quarantune.answers.layers import open_store
 from quarantune.api.assembly import Rungs
 from quarantune.calls.call import BoundCall, TunedFunction
@@ -43,7 +43,7 @@ class Tuner:
         """
         self.function = function
         self.rungs = Rungs(function, make_job=make_job, on_phase=on_phase or (lambda index, phase: None))
-        self.ladder = self.rungs.ladder(self.result)
+        self.ladder = Ladder(self.rungs.explain)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Returns a call of the function, bound to be resolved."""
@@ -72,7 +72,8 @@ class Tuner:
             )
             return Answer(Origin.DEFAULTS, lasts=False)
         described = keyed(call)
-        return self.ladder.climb(described, self._situation(described, environment.current()))
+        free, *rungs = self.rungs.in_order(self.result)
+        return self.ladder.climb(described, self._situation(described, environment.current()), free, rungs)
 
     def result(self, call: BoundCall) -> TuningResult:
         """Returns the result for a call, remembered or found by tuning.
@@ -83,7 +84,7 @@ class Tuner:
             TypeError: the call sets a tunable parameter by hand.
         """
         described, now = self._to_tune(call)
-        answer = self.ladder.settled(described, now)
+        answer = self.ladder.settled(described, now, self.rungs.in_order(self.result)[1:])
         if answer.result is not None:
             return answer.result
         from quarantune.tuning.outcome import call_result  # a call that is found does not need it
@@ -120,7 +121,7 @@ class Tuner:
         reads_one = is_here and not settings.disable_cache
         earlier = store.get(*described.id) if reads_one else saved.get(device, {}).get(key)
         now = dataclasses.replace(now, start_over=not resume)
-        answer: Answer = self.rungs.tuning.tune(described, now, earlier=earlier)
+        answer = self.rungs.tuning.tune(described, now, earlier=earlier)
         self._share(described, answer, now)
         assert answer.result is not None
         return answer.result
@@ -137,16 +138,16 @@ class Tuner:
         described, rungs = keyed(call), self.rungs
         now = Situation.of(call, environment.current(), only_looks=True)
         if now.ranks is not None:
-            found: Answer | None = rungs.ranks.answer(described, now)
+            found = rungs.agreed(described, now)
         else:
-            found = first([rungs.layers, rungs.estimated], described, now)
+            found = first([rungs.layers.measured, rungs.layers.estimated], described, now)
         return None if found is None else found.config
 
     def is_known(self, call: BoundCall) -> bool:
         """Returns whether a result is remembered for these devices with which no sweep would go on."""
-        described, now = self._to_tune(call)
+        (described, now), layers = self._to_tune(call), self.rungs.layers
         now = dataclasses.replace(now, start_over=False)
-        return first([self.rungs.layers, self.rungs.estimated], described, now) is not None
+        return first([layers.measured, layers.estimated], described, now) is not None
 
     def seeding_compilation(
         self, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -154,10 +155,7 @@ class Tuner:
         """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""
         if "tuning" not in vars(self.rungs):  # nothing was tuned
             return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[None] = self.rungs.tuning.seeds.in_use(
-            self.function.compiled_fn, config, args, kwargs
-        )
-        return context
+        return self.rungs.tuning.seeds.in_use(self.function.compiled_fn, config, args, kwargs)
 
     def _to_tune(self, call: BoundCall, settings: Settings | None = None) -> tuple[KeyedCall, Situation]:
         """Returns a call to tune with its key on the devices that would tune it, and its situation."""

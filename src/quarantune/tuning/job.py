@@ -56,7 +56,7 @@ times at most."""
 
 
 class Tuning:
-    """The last rung: finds the config of a call by a sweep, or waits for the job that does."""
+    """The last rung, `tune`: finds the config of a call by a sweep, or waits for the job that does."""
 
     def __init__(
         self,
@@ -79,10 +79,6 @@ class Tuning:
         self.on_phase = on_phase
         self._memory = memory
         self._job = job or TuningJob
-
-    def answer(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Tunes for a call, if a miss ends in a sweep."""
-        return self.tune(call, now) if now.tunes else None
 
     def tune(self, call: KeyedCall, now: Situation, *, earlier: Entry | None = None) -> Answer:
         """Tunes for a call, and remembers the result or the failure in this process; see `TuningJob`."""
