@@ -314,7 +314,7 @@ if __name__ == "__main__":
     resolver, arrays = product._tuner, (np.ones((512, 512), np.float16),) * 2
     for target, known in (("H200", [1]), ("H100", [])):
         keyed = keyed_to_tune(resolver.bind(arrays, {}), targets.find(target))
-        now = dataclasses.replace(Situation.of(keyed.call, current()), start_over=True)
+        now = dataclasses.replace(Situation.of(keyed.call), start_over=True)
         job = TuningJob(keyed, now, resolver.rungs.tuning)
         assert list(job._known_not_to_compile()) == known, target
 """

@@ -140,14 +140,14 @@ def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
 def job_of(fn: Any) -> Any:
     resolver = fn._tuner
     described = keyed_to_tune(resolver.bind((X,), {}))
-    return tuning_job.TuningJob(described, Situation.of(described.call, environment.current()), resolver.rungs.tuning)
+    return tuning_job.TuningJob(described, Situation.of(described.call), resolver.rungs.tuning)
 
 
 def test_nothing_is_read_where_the_cache_is_off() -> None:
     fn = kernel()
     with quarantune.settings(disable_cache=True):
         call, settings = keyed_to_tune(fn._tuner.bind((X,), {})), environment.current()
-        now = Situation.of(call.call, settings)
+        now = Situation.of(call.call)
         records = ClaimAndJournal(call, now, SweepLimits.of(fn.function.options, settings))
         assert records.estimates(call.call.configs) == {}
 
@@ -195,7 +195,7 @@ def test_the_nearest_result_is_rather_a_measured_one(cache_dir: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said once in a process
         call = keyed(fn._tuner.bind((X,), {}))
-        now = Situation.of(call.call, environment.current())
+        now = Situation.of(call.call)
         known = nearest.nearest(call, now, fn._tuner.rungs.layers)
     assert known.config == {"n": 3}
 

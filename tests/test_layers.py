@@ -22,7 +22,6 @@ from quarantune.answers.answer import Situation
 from quarantune.cache import SCHEMA, Store, canonical_json
 from quarantune.calls.key import keyed
 from quarantune.tuning.starts import earlier_winners
-from quarantune.values import settings as environment
 from quarantune.values.describe import versions
 from quarantune.values.settings import Options, table_directory
 
@@ -125,7 +124,7 @@ def test_an_entry_of_changed_code_is_a_seed_and_not_an_answer(tmp_path: Path) ->
     layers = fn._tuner.rungs.layers
     with on_path(tmp_path):
         call = described(fn, X)
-        now = Situation.of(call.call, environment.current())
+        now = Situation.of(call.call)
         assert layers.find(call, now) is None
         assert earlier_winners(call, layers.entries(now)) == [{"n": 2}], "once, in the space, of this call"
 
@@ -370,7 +369,7 @@ def test_a_package_answers_from_its_tables_without_writing_anything(tmp_path: Pa
             print(error)
         resolver = double._tuner
         call = keyed(resolver.bind((x,), {}))
-        seeds = earlier_winners(call, resolver.rungs.layers.entries(Situation.of(call.call, current())))
+        seeds = earlier_winners(call, resolver.rungs.layers.entries(Situation.of(call.call)))
         print(*seeds, negate.lookup(x))
         """,
         user,

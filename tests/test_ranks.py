@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -232,12 +233,12 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
     one_of_two: Client, caplog: pytest.LogCaptureFixture, no_process: None
 ) -> None:
     resolver = tuner()._tuner
-    described, settings = keyed(resolver.bind((1,), {})), environment.current()
+    described = keyed(resolver.bind((1,), {}))
     with caplog.at_level("INFO", logger="quarantune"):
         for n in (1, 2):
             found = call_result(described, {"n": n}, Findings(1.0, None))
             answer = Answer(Origin.MEASURED, {"n": n}, found.findings.to_json(), result=found)
-            agreed = resolver.rungs.ranks.compare(described, Situation.of(described.call, settings), answer)
+            agreed = resolver.rungs.ranks.compare(described, Situation.of(described.call), answer)
             assert agreed.config == {"n": 1}
     assert resolver.lookup(resolver.bind((1,), {})) == {"n": 1}
     assert caplog.messages == [
@@ -297,7 +298,9 @@ def test_ranks_wait_for_the_longest_sweep_that_limits_and_budgets_allow() -> Non
         autotuner = quarantune.AutoTuner(lambda x, n: x, configs, name="n", compile_timeout=100, timeout=10, **options)
         resolver = autotuner._tuner
         with quarantune.settings(cpu_count=1):
-            return ranks._deadline_s(keyed(resolver.bind((1,), {})), environment.current())
+            call = keyed(resolver.bind((1,), {}))
+            one_of_two: Any = SimpleNamespace(client=None, rank=0, ranks=2)
+            return ranks.Agreement(call, environment.current(), one_of_two, {})._deadline_s()
 
     assert deadline_s(6) == 20 * 110
     assert deadline_s(6, max_trials=2) == 12 * 110

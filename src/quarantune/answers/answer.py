@@ -84,15 +84,14 @@ class Situation:
     start_over: bool = False
 
     @classmethod
-    def of(cls, call: BoundCall, settings: Settings, *, only_looks: bool = False) -> Situation:
-        """Returns the situation of a call.
+    def of(cls, call: BoundCall, *, only_looks: bool = False) -> Situation:
+        """Reads the situation of a call.
 
         Args:
             call: the call.
-            settings: the operator's settings.
             only_looks: whether the caller wants no sweep.
         """
-        is_outside = not in_sandbox()
+        settings, is_outside = environment.current(), not in_sandbox()
         may_tune = is_outside and not (only_looks or call.is_symbolic)
         return cls(
             settings, is_outside, may_tune, jax_internals.coordination() if is_outside and settings.agree else None

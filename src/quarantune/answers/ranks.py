@@ -169,7 +169,7 @@ class Agreement:
                 last=last,
                 tune=None if tune is None else tune_for_all,
                 wait=functools.partial(self._wait, progress),
-                deadline_s=_deadline_s(self.keyed, self.settings),
+                deadline_s=self._deadline_s(),
             )
         return self._outcome(offered)
 
@@ -218,6 +218,23 @@ class Agreement:
         known = self.agreed.setdefault(self._problem, Answer(origin, config, offer.to_json()))
         return self._own if is_ours and self._own is not None and self._own.result is not None else known
 
+    def _deadline_s(self) -> float:
+        """Returns the longest time in seconds that a sweep for the call may take, by the budgets and the deadlines."""
+        call, function = self.keyed.call, self.keyed.call.function
+        search = SearchLimits.of(function.options, self.settings)
+        limits = SweepLimits.of(function.options, self.settings)
+        if (configs := function.most_configs) is None and (call.has_unread_configs and search.search == AUTO):
+            configs = AUTO_MAX_TRIALS
+        configs = len(call.configs) if configs is None else configs
+        if search.search == AUTO and configs > AUTO_EXHAUSTIVE_MOST:
+            configs = AUTO_MAX_TRIALS
+        if search.max_trials is not None:
+            configs = min(configs, search.max_trials)
+        longest_s = limits.longest_sweep_s(configs)
+        if search.time_budget_s is None:
+            return longest_s
+        return min(longest_s, search.time_budget_s + limits.longest_sweep_s(limits.compile_slots))  # those under way
+
     def _besides(self) -> str:
         if self._own is None or self._own.config is None:
             return ""
@@ -243,23 +260,6 @@ class Agreement:
             progress.say(f"{self._who} waits for {whom} to {for_what} ({waited_s:.0f} s, at most {most_s:.0f} s)")
         time.sleep(self._poll_s)
         self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, self.coordination.ranks * _POLL_S_PER_RANK))
-
-
-def _deadline_s(keyed: KeyedCall, settings: Settings) -> float:
-    """Returns the longest time in seconds that a sweep for a call may take, by the budgets and the deadlines."""
-    function = keyed.call.function
-    search, limits = SearchLimits.of(function.options, settings), SweepLimits.of(function.options, settings)
-    if (configs := function.most_configs) is None and (keyed.call.has_unread_configs and search.search == AUTO):
-        configs = AUTO_MAX_TRIALS
-    configs = len(keyed.call.configs) if configs is None else configs
-    if search.search == AUTO and configs > AUTO_EXHAUSTIVE_MOST:
-        configs = AUTO_MAX_TRIALS
-    if search.max_trials is not None:
-        configs = min(configs, search.max_trials)
-    longest_s = limits.longest_sweep_s(configs)
-    if search.time_budget_s is None:
-        return longest_s
-    return min(longest_s, search.time_budget_s + limits.longest_sweep_s(limits.compile_slots))  # those under way
 
 
 def _offer(answer: Answer, rank: int) -> Offer:

@@ -18,8 +18,8 @@ from quarantune.calls.key import keyed_to_tune
 from quarantune.engine.place import place_of
 from quarantune.sweep import sweep
 from quarantune.sweep.ledger import Ledger
-from quarantune.sweep.limits import Isolation, SweepLimits
-from quarantune.sweep.request import Problem, SweepRequest
+from quarantune.sweep.limits import Isolation
+from quarantune.sweep.request import SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.texts import did_you_mean
@@ -59,19 +59,12 @@ def run_alone(
         tempfile.TemporaryDirectory(prefix="quarantune-run-") as logs,
         environment.settings(log_dir=logs, disable_cache=True),
     ):
-        settings, options = environment.current(), call.function.options
+        settings = environment.current()
         # This process traces the defaults to compare them with those of workers; what that prints is not the config's.
         is_here = settings.isolation == Isolation.NONE.value
         aside: Any = contextlib.nullcontext() if is_here else contextlib.redirect_stdout(io.StringIO())
         with aside:
-            request = SweepRequest(
-                problem=Problem.of(keyed_to_tune(call)),
-                options=options,
-                settings=settings,
-                limits=SweepLimits.of(options, settings),
-                ledger=ledger,
-                has_final=False,
-            )
+            request = SweepRequest.of(keyed_to_tune(call), settings, ledger, has_final=False)
             swept = sweep.run(request, {0: call.configs[0]})
         trial = ledger.trials[0]
         # The file begins with the config and the message.

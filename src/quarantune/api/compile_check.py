@@ -25,7 +25,7 @@ from quarantune.results.progress import Progress
 from quarantune.results.report import CompileReport
 from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.request import Problem, SweepRequest, Swept
+from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.transport.executable import from_data
 from quarantune.tuning.compile_verdicts import CompileVerdicts, note_check
 from quarantune.tuning.job import check_outside
@@ -231,14 +231,8 @@ def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | N
             progress.step(trial)
 
         ledger = Ledger(Listener(on_trial=note, on_phase=progress.enter), trials=pruned | known)
-        request = SweepRequest(
-            problem=Problem.of(described),
-            options=call.function.options,
-            settings=settings,
-            limits=limits,
-            ledger=ledger,
-            target=target,
-            compile_only=target is None,
+        request = SweepRequest.of(
+            described, settings, ledger, limits=limits, target=target, compile_only=target is None
         )
         swept = Swept()
         if left:

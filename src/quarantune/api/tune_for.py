@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from quarantune import cache
+from quarantune.answers.answer import Situation
 from quarantune.answers.layers import open_store
 from quarantune.answers.recording import RecordedCall
 from quarantune.api.tuner import Tuner
@@ -49,9 +50,11 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
         raise ValueError(f"by={shown(by)} is not valid: give {TOTAL!r} or {WORST!r}")
     if not tuner.function.options.is_by_time:
         raise ValueError(f"{tuner.function.name}: tune_for compares times: leave out objective, or use tune")
-    settings, many = environment.current(), _weights(calls, weights)
-    device = place_of(settings).device()
-    described = [keyed_to_tune(tuner.bind(*_arguments(call)), device) for call in calls]
+    many = _weights(calls, weights)
+    bound = [tuner.bind(*_arguments(call)) for call in calls]
+    now = Situation.of(bound[0])
+    device = place_of(now.settings).device()
+    described = [keyed_to_tune(call, device) for call in bound]
     labels = [call_text(each.arguments) for each in described]
     first, name = described[0], described[0].call.name
     for label, other in zip(labels, described, strict=True):
@@ -81,14 +84,14 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
     findings = dataclasses.replace(findings, default_time_ms=default_ms)
     shares = tuple(map(CallShare, labels, many, times_ms(best), best_ms))
     result = dataclasses.replace(call_result(first, best.config, findings, trials), calls=shares, by=by)
-    if not settings.disable_cache:
+    if not now.settings.disable_cache:
         entry = entry_for(first, best.config, findings, {"name": f"tune_for by {by}"})
         entry["calls"] = [share.to_json() for share in shares]
         try:
-            open_store(settings).put(*first.id, entry)
+            open_store(now.settings).put(*first.id, entry)
         except CacheWriteError as error:
             cache.report_once(str(error))
-    tuner.adopt(first, result, settings)
+    tuner.adopt(first, result, now)
     return result
 
 

@@ -15,9 +15,7 @@ from quarantune.api.assembly import Rungs
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed, keyed_to_tune
 from quarantune.engine.place import place_of
-from quarantune.values import settings as environment
 from quarantune.values.configs import Config
-from quarantune.values.settings import Settings
 from quarantune.values.trial import Findings, TuningFailedError
 
 if TYPE_CHECKING:
@@ -49,8 +47,7 @@ class Tuner:
         """Returns a call of the function, bound to be resolved."""
         call = BoundCall(self.function, args, kwargs)
         if not self.function.tunables and not call.is_symbolic:
-            now = Situation.of(call, environment.current(), only_looks=True)
-            self.function.tunables = self.rungs.layers.tunables(call, now)
+            self.function.tunables = self.rungs.layers.tunables(call, Situation.of(call, only_looks=True))
         return call
 
     def choice(self, call: BoundCall) -> Answer:
@@ -71,9 +68,9 @@ class Tuner:
                 f"autotune a key_fn that returns the same for these as for the shapes it was tuned for"
             )
             return Answer(Origin.DEFAULTS, lasts=False)
-        described = keyed(call)
+        described, now = keyed(call), Situation.of(call)
         free, *rungs = self.rungs.in_order(self.result)
-        return self.ladder.climb(described, self._situation(described, environment.current()), free, rungs)
+        return self.ladder.climb(described, self._anew_if_due(described, now), free, rungs)
 
     def result(self, call: BoundCall) -> TuningResult:
         """Returns the result for a call, remembered or found by tuning.
@@ -84,6 +81,7 @@ class Tuner:
             TypeError: the call sets a tunable parameter by hand.
         """
         described, now = self._to_tune(call)
+        now = self._anew_if_due(described, now)
         answer = self.ladder.settled(described, now, self.rungs.in_order(self.result)[1:])
         if answer.result is not None:
             return answer.result
@@ -112,23 +110,21 @@ class Tuner:
             TuningFailedError: every config failed.
             TypeError: the call sets a tunable parameter by hand.
         """
-        settings = environment.current()
-        store, is_here = open_store(settings), place_of(settings).is_here
+        now = dataclasses.replace(Situation.of(call), start_over=not resume)
+        place, has_store = place_of(now.settings), not now.settings.disable_cache
+        store = open_store(now.settings)
         # An engine may take long to name its device, without which no key is known: all entries as they are now.
-        saved = {} if is_here or settings.disable_cache else store.read(call.name)
-        described, now = self._to_tune(call, settings)
+        saved = store.read(call.name) if has_store and not place.is_here else {}
+        described = keyed_to_tune(call, place.device())
         _, device, key = described.id
-        reads_one = is_here and not settings.disable_cache
-        earlier = store.get(*described.id) if reads_one else saved.get(device, {}).get(key)
-        now = dataclasses.replace(now, start_over=not resume)
+        earlier = store.get(*described.id) if has_store and place.is_here else saved.get(device, {}).get(key)
         answer = self.rungs.tuning.tune(described, now, earlier=earlier)
         self._share(described, answer, now)
         assert answer.result is not None
         return answer.result
 
-    def adopt(self, described: KeyedCall, result: TuningResult, settings: Settings) -> None:
+    def adopt(self, described: KeyedCall, result: TuningResult, now: Situation) -> None:
         """Remembers a result that was not found by one sweep, and offers it to the other ranks."""
-        now = Situation.of(described.call, settings)
         self._share(described, self.rungs.tuning.remember(described, result, now), now)
 
     def lookup(self, call: BoundCall) -> Config | None:
@@ -136,7 +132,7 @@ class Tuner:
         if call.has_no_key:
             return None
         described, rungs = keyed(call), self.rungs
-        now = Situation.of(call, environment.current(), only_looks=True)
+        now = Situation.of(call, only_looks=True)
         if now.ranks is not None:
             found = rungs.agreed(described, now)
         else:
@@ -146,7 +142,6 @@ class Tuner:
     def is_known(self, call: BoundCall) -> bool:
         """Returns whether a result is remembered for these devices with which no sweep would go on."""
         (described, now), layers = self._to_tune(call), self.rungs.layers
-        now = dataclasses.replace(now, start_over=False)
         return first([layers.measured, layers.estimated], described, now) is not None
 
     def seeding_compilation(
@@ -157,17 +152,15 @@ class Tuner:
             return contextlib.nullcontext()
         return self.rungs.tuning.seeds.in_use(self.function.compiled_fn, config, args, kwargs)
 
-    def _to_tune(self, call: BoundCall, settings: Settings | None = None) -> tuple[KeyedCall, Situation]:
+    def _to_tune(self, call: BoundCall) -> tuple[KeyedCall, Situation]:
         """Returns a call to tune with its key on the devices that would tune it, and its situation."""
-        settings = settings or environment.current()
-        described = keyed_to_tune(call, place_of(settings).device())
-        return described, self._situation(described, settings)
+        now = Situation.of(call)
+        return keyed_to_tune(call, place_of(now.settings).device()), now
 
-    def _situation(self, described: KeyedCall, settings: Settings) -> Situation:
-        now = Situation.of(described.call, settings)
-        if now.may_tune and self.rungs.memory.must_tune(described.id, now):
-            return dataclasses.replace(now, start_over=True)
-        return now
+    def _anew_if_due(self, described: KeyedCall, now: Situation) -> Situation:
+        """Returns the situation, in which a sweep starts over if `ALWAYS_TUNE` demands it."""
+        is_due = now.may_tune and self.rungs.memory.must_tune(described.id, now)
+        return dataclasses.replace(now, start_over=True) if is_due else now
 
     def _share(self, described: KeyedCall, answer: Answer, now: Situation) -> None:
         if now.ranks is not None:

@@ -285,10 +285,9 @@ class ContextualJob(TuningJob):
                 search = Searching(share, space, defaults=0, trial_s=trial_s, run_as=possible)
                 progress.expect(search.total, is_bound=True, budget_s=search.time_budget_s)
                 configs = search.take(1)
-            request = SweepRequest(
+            request = dataclasses.replace(
+                self._request,
                 problem=problem,
-                options=self._options,
-                settings=self._now.settings,
                 limits=self._limits if is_jitted else self._limits.compiling_as_it_runs(),
                 ledger=ledger,
                 space=Space(possible),

@@ -24,7 +24,7 @@ from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, Isolation, SearchLimits, SweepLimits
-from quarantune.sweep.request import Problem, SweepRequest, Swept
+from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
 from quarantune.tuning.outcome import call_result, entry_for, findings_now, more_thorough
@@ -137,13 +137,7 @@ class TuningJob:
             Listener(on_trial=self._record, on_provisional=self._append, on_tick=self._records.refresh),
             Listener(on_phase=self._tell_author),
         )
-        self._request = SweepRequest(
-            problem=Problem.of(keyed),
-            options=self._options,
-            settings=now.settings,
-            limits=self._limits,
-            ledger=self._ledger,
-        )
+        self._request = SweepRequest.of(keyed, now.settings, self._ledger, limits=self._limits)
 
     def run(self) -> TuningResult:
         """Returns the result: of a sweep, or of the job that tuned meanwhile.
