@@ -4,7 +4,7 @@
     python tests/count_code.py --files      # with a row for each file
     python tests/count_code.py tests        # another directory
 
-A line counts once if it holds code: neither comments nor docstrings nor blank lines do.
+A line counts once if it holds code: comments, docstrings (those of constants, too) and blank lines do not.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ def count(file: Path) -> Count:
 
 
 def _lines_of_docstring(node: ast.AST) -> range:
-    if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-        return range(0)
-    if ast.get_docstring(node, clean=False) is None:
-        return range(0)
-    return range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
+    """Returns the lines of a text that stands alone as a statement."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return range(node.lineno, (node.end_lineno or 0) + 1)
+    return range(0)
 
 
 def main() -> None:
