@@ -238,7 +238,8 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
         for n in (1, 2):
             found = call_result(described, {"n": n}, Findings(1.0, None))
             answer = Answer(Origin.MEASURED, {"n": n}, found.findings.to_json(), result=found)
-            agreed = resolver.rungs.ranks.compare(described, Situation.of(described.call), answer)
+            resolver.rungs.share(described, answer, Situation.of(described.call))
+            agreed = resolver.rungs.agreed(described, Situation.of(described.call, only_looks=True))
             assert agreed.config == {"n": 1}
     assert resolver.lookup(resolver.bind((1,), {})) == {"n": 1}
     assert caplog.messages == [

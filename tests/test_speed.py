@@ -5,7 +5,9 @@ Bounds hold for the best of a few attempts, since a busy machine makes any of th
 
 from __future__ import annotations
 
+import collections
 import functools
+import inspect
 import itertools
 import json
 import statistics
@@ -24,8 +26,10 @@ from helpers import python
 import quarantune
 from quarantune.answers import recording as recorded
 from quarantune.cache import Store
+from quarantune.calls import key
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed
+from quarantune.values import settings as environment
 
 ATTEMPTS = 3
 
@@ -202,6 +206,27 @@ def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, Firs
     miss, hit = miss_and_hit
     assert len(hit.ran) <= 15, hit.ran
     assert len(miss.ran) <= 70, miss.ran  # 68, and those that a busy machine needs
+
+
+def test_a_call_that_is_found_is_bound_described_and_situated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.zeros(4, np.float32)
+    trivial(2).tune(x)
+    found, done = trivial(2), collections.Counter[str]()
+
+    def counted(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if name != "bound" or args[0] is found.function.signature:  # JAX has signatures of its own
+                done[name] += 1
+            return fn(*args, **kwargs)
+
+        return count
+
+    for name in ("bind", "bind_partial"):
+        monkeypatch.setattr(inspect.Signature, name, counted("bound", getattr(inspect.Signature, name)))
+    monkeypatch.setattr(key, "describe_arguments", counted("described", key.describe_arguments))
+    monkeypatch.setattr(environment, "current", counted("situated", environment.current))
+    found(x)
+    assert done == {"bound": 1, "described": 1, "situated": 1}
 
 
 @pytest.mark.slow

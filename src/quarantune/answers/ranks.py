@@ -30,15 +30,13 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
 
 from quarantune import cache
-from quarantune.answers.answer import Answer, Origin, Rung, Situation
-from quarantune.answers.ladder import first
-from quarantune.answers.memory import Memory
+from quarantune.answers.answer import Answer, Origin
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.host.process import lazy
 from quarantune.jax_internals import Coordination
@@ -60,49 +58,9 @@ _POLL_S_PER_RANK = 0.0005
 """In a program of over 500 ranks, looks are rarer: one takes two requests, of 0.2 to 0.4 ms on a 2-core machine."""
 _MESSAGE_S = 5.0
 """How often a waiting rank reports that it waits."""
+Agreed: TypeAlias = dict[tuple[Any, ProblemId], Answer]
+"""The answers so far for the calls of a function, by the program of ranks and the call."""
 _Ask: TypeAlias = Callable[[], Answer | None]
-
-
-class Ranks:
-    """The rung of programs with several ranks: it holds the rungs below and asks them on behalf of all ranks."""
-
-    def __init__(self, memory: Memory) -> None:
-        """Agrees on nothing yet; `memory` knows which calls this rank has failed to tune."""
-        self._memory = memory
-        self._agreed: dict[tuple[Any, ProblemId], Answer] = {}
-
-    def answer(self, call: KeyedCall, now: Situation, *, own: Sequence[Rung], near: Rung, tune: Rung) -> Answer | None:
-        """Returns the answer that all ranks use for the life of the program; waits for it if the call may be tuned.
-
-        Args:
-            call: the call.
-            now: its situation.
-            own: find what this rank knows for the call itself.
-            near: finds the answer for a near call, to use if no rank has one for this call.
-            tune: tunes.
-
-        Returns:
-            The answer, which may be the defaults, with the reason; None if the call may not be tuned and there is no
-            answer yet.
-
-        Raises:
-            RuntimeError: this rank cannot use the config of the others.
-        """
-        assert now.ranks is not None
-        agreement = Agreement(call, now.settings, now.ranks, self._agreed)
-        may_tune = now.tunes and self._memory.failure(call.id) is None
-        if not now.may_tune:
-            return agreement.compare(functools.partial(first, own, call, now))
-        return agreement.settle(
-            own=functools.partial(first, own, call, now),
-            near=functools.partial(near, call, now),
-            tune=functools.partial(tune, call, now) if may_tune else None,
-        )
-
-    def compare(self, call: KeyedCall, now: Situation, found: Answer) -> Answer | None:
-        """Offers a result that this rank has just found, and returns the answer of all ranks; never waits."""
-        assert now.ranks is not None
-        return Agreement(call, now.settings, now.ranks, self._agreed).compare(found=found)
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,13 +71,13 @@ class Agreement:
         keyed: the call.
         settings: the operator's settings.
         coordination: the means to agree.
-        agreed: the answers so far for the calls of the function, by the program of ranks and the call.
+        agreed: the answers so far; new ones are added.
     """
 
     keyed: KeyedCall
     settings: Settings
     coordination: Coordination
-    agreed: dict[tuple[Any, ProblemId], Answer]
+    agreed: Agreed
 
     def __post_init__(self) -> None:
         self._problem = self.coordination.client, self.keyed.id

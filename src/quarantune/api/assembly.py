@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from quarantune.answers.answer import Answer, Rung, Situation
+from quarantune.answers.ladder import first
 from quarantune.answers.layers import Layers
 from quarantune.answers.memory import Memory
 from quarantune.calls.call import BoundCall, TunedFunction
@@ -15,7 +16,7 @@ from quarantune.functions.binding import assignment_in_force
 from quarantune.host.process import lazy
 
 if TYPE_CHECKING:
-    from quarantune.answers.ranks import Ranks
+    from quarantune.answers.ranks import Agreed, Agreement
     from quarantune.results.result import TuningResult
     from quarantune.tuning.job import Tuning, TuningJob
 
@@ -41,6 +42,7 @@ class Rungs:
         """
         self._make_job, self._on_phase = make_job, on_phase
         self.memory = Memory()
+        self._agreed_answers: Agreed = {}
         self.layers = Layers(function, self.memory)
 
     def in_order(self, result: Result) -> list[Rung]:
@@ -61,11 +63,40 @@ class Rungs:
         ]
 
     def agreed(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the answer of all ranks of this program, for whom it asks rungs below."""
+        """Returns the answer of all ranks of this program; waits for it if the call may be tuned.
+
+        It asks the rungs below on behalf of all ranks, so these are not climbed if it has an answer.
+
+        Returns:
+            The answer, which may be the defaults, with the reason; None in a program without ranks, or if the call may
+            not be tuned and there is no answer yet.
+
+        Raises:
+            RuntimeError: this rank cannot use the config of the others.
+        """
         if now.ranks is None:
             return None
-        own = [self.layers.measured, self.layers.estimated]
-        return self.ranks.answer(call, now, own=own, near=self._nearest, tune=self._tuned)
+        own = functools.partial(first, [self.layers.measured, self.layers.estimated], call, now)
+        agreement = self._agreement(call, now)
+        if not now.may_tune:
+            return agreement.compare(own)
+        may_tune = now.tunes and self.memory.failure(call.id) is None
+        return agreement.settle(
+            own=own,
+            near=functools.partial(self._nearest, call, now),
+            tune=functools.partial(self._tuned, call, now) if may_tune else None,
+        )
+
+    def share(self, call: KeyedCall, found: Answer, now: Situation) -> None:
+        """Offers a result that was just found to the other ranks; never waits."""
+        if now.ranks is not None:
+            self._agreement(call, now).compare(found=found)
+
+    def _agreement(self, call: KeyedCall, now: Situation) -> Agreement:
+        from quarantune.answers.ranks import Agreement
+
+        assert now.ranks is not None
+        return Agreement(call, now.settings, now.ranks, self._agreed_answers)
 
     def _assigned(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
         if (assignment := assignment_in_force.get()) is None:
@@ -92,13 +123,6 @@ class Rungs:
 
     def _tuned(self, call: KeyedCall, now: Situation) -> Answer | None:
         return self.tuning.tune(call, now) if now.tunes else None
-
-    @lazy
-    def ranks(self) -> Ranks:
-        """The agreements with the other ranks of this program."""
-        from quarantune.answers.ranks import Ranks
-
-        return Ranks(self.memory)
 
     @lazy
     def tuning(self) -> Tuning:

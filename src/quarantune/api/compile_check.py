@@ -98,8 +98,8 @@ def compile_check(
         raise ValueError(f"estimate=True asks the compiler for TPUs, and {found.name} is none: leave it out")
     found = dataclasses.replace(found, estimates=estimate)
     call = BoundCall(TunedFunction.of(fn, configs, options, compiled_by="compile_check"), args, kwargs)
-    compiled = _compile_all(call, found, num_workers=num_workers, again=again)
-    return CompileReport(name=call.name, target=found, trials=compiled.trials, key=compiled.key, known=compiled.known)
+    trials, _, key, known = _compile_all(call, found, num_workers=num_workers, again=again)
+    return CompileReport(name=call.name, target=found, trials=trials, key=key, known=known)
 
 
 def compile_configs(
@@ -148,11 +148,11 @@ def compile_configs(
     function = TunedFunction.of(fn, expanded, Options(), compiled_by="compile_configs")
     call = BoundCall(function, args, kwargs)
     found = None if target is None else targets.usable(target)
-    compiled = _compile_all(call, found, num_workers=num_workers)
+    trials, executables, key, _ = _compile_all(call, found, num_workers=num_workers)
     functions: dict[str, Callable[..., Any] | None] = {}
-    for index, (config, trial) in enumerate(zip(expanded, compiled.trials, strict=True)):
-        executable = compiled.executables.get(index)
-        functions[text_of(config)] = _callable_of(fn, config, executable, (args, kwargs), compiled.key)
+    for index, (config, trial) in enumerate(zip(expanded, trials, strict=True)):
+        executable = executables.get(index)
+        functions[text_of(config)] = _callable_of(fn, config, executable, (args, kwargs), key)
         if not executable and trial.outcome.is_failure:
             ended = f"{format_config(config)} did not compile: {trial.outcome.value}: {trial.message}"
             warnings.warn(f"{label}: {ended}", stacklevel=2)
@@ -183,24 +183,9 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
     return best.config
 
 
-@dataclasses.dataclass(frozen=True)
-class _AllTrials:
-    """The configs of a call, compiled and not run.
-
-    Attributes:
-        trials: their trials, in order.
-        executables: those that can leave their workers, by the indices of their configs; none for a target.
-        key: the key of the call.
-        known: on how many of them an earlier job had the verdict.
-    """
-
-    trials: tuple[Trial, ...]
-    executables: Mapping[int, bytes]
-    key: str
-    known: int
-
-
-def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | None, again: bool = False) -> _AllTrials:
+def _compile_all(
+    call: BoundCall, target: Target | None, *, num_workers: int | None, again: bool = False
+) -> tuple[tuple[Trial, ...], Mapping[int, bytes], str, int]:
     """Compiles the configs of a call in workers; runs none, and remembers those that fail.
 
     Args:
@@ -208,6 +193,10 @@ def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | N
         target: the device, which need not be here; None for the one that the call would run on.
         num_workers: how many configs compile at a time; None follows the settings.
         again: whether configs are compiled for a target although an earlier job has the verdict on them.
+
+    Returns:
+        The trials of all configs, in order; the executables that can leave their workers, by the indices of their
+        configs, none for a target; the key of the call; and on how many configs an earlier job had the verdict.
     """
     check_outside(call)
     described, settings = keyed_to_tune(call, target), environment.current()
@@ -239,7 +228,7 @@ def _compile_all(call: BoundCall, target: Target | None, *, num_workers: int | N
             swept = (Here() if target is None else place_of(settings)).run(request, left)
             progress.conclude_compiling()
     ordered = tuple(dataclasses.replace(ledger.trials[index], ended_s=None) for index in range(len(call.configs)))
-    return _AllTrials(ordered, swept.executables, described.id.key, len(known))
+    return ordered, swept.executables, described.id.key, len(known)
 
 
 def _is_answer(trial: Trial, target: Target) -> bool:

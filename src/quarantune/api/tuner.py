@@ -119,13 +119,13 @@ class Tuner:
         _, device, key = described.id
         earlier = store.get(*described.id) if has_store and place.is_here else saved.get(device, {}).get(key)
         answer = self.rungs.tuning.tune(described, now, earlier=earlier)
-        self._share(described, answer, now)
+        self.rungs.share(described, answer, now)
         assert answer.result is not None
         return answer.result
 
     def adopt(self, described: KeyedCall, result: TuningResult, now: Situation) -> None:
         """Remembers a result that was not found by one sweep, and offers it to the other ranks."""
-        self._share(described, self.rungs.tuning.remember(described, result, now), now)
+        self.rungs.share(described, self.rungs.tuning.remember(described, result, now), now)
 
     def lookup(self, call: BoundCall) -> Config | None:
         """Returns the remembered config for a call, or None; never tunes."""
@@ -161,7 +161,3 @@ class Tuner:
         """Returns the situation, in which a sweep starts over if `ALWAYS_TUNE` demands it."""
         is_due = now.may_tune and self.rungs.memory.must_tune(described.id, now)
         return dataclasses.replace(now, start_over=True) if is_due else now
-
-    def _share(self, described: KeyedCall, answer: Answer, now: Situation) -> None:
-        if now.ranks is not None:
-            self.rungs.ranks.compare(described, now, answer)

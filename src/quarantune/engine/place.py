@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Executor
-from typing import Protocol
 
 from quarantune.devices.targets import Target
 from quarantune.sweep.request import SweepRequest, Swept
@@ -13,23 +12,11 @@ from quarantune.values.configs import Config
 from quarantune.values.settings import Settings
 
 
-class Place(Protocol):
-    """Where configs compile and run."""
-
-    is_here: bool
-    """Whether it is this machine."""
-
-    def device(self) -> Target | None:
-        """Returns the device of the place; None for the one that a call would run on here."""
-
-    def run(self, request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
-        """Runs a sweep; see `sweep.run`."""
-
-
 class Here:
     """This machine."""
 
     is_here = True
+    """Whether the place is this machine."""
 
     def device(self) -> None:
         """Returns None: the call says which device."""
@@ -65,6 +52,6 @@ class OnEngine:
         return distributed.run(request, configs)
 
 
-def place_of(settings: Settings) -> Place:
+def place_of(settings: Settings) -> Here | OnEngine:
     """Returns where the sweeps of a call run."""
     return Here() if settings.executor is None else OnEngine(settings.executor)
