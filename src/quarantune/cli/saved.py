@@ -25,7 +25,7 @@ from quarantune.values.texts import call_text, columns, printable, shown
 from quarantune.values.trial import Findings, ratio_text
 
 if TYPE_CHECKING:
-    from quarantune.results.result import ResultData
+    from quarantune.results.report_data import ResultData
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _HIDDEN = ("schema", "config", "key_values", "kernels", "time_ms", "default_time_ms", "speedup_interval")
@@ -208,7 +208,7 @@ def report(options: argparse.Namespace, out: Output) -> int:
 
 
 def _results(name: str, device: str | None, when: str) -> list[ResultData]:
-    from quarantune.results.html_report import cached_results
+    from quarantune.results.from_cache import cached_results
 
     is_here = not when or safe_name(name) in _opened().names()  # the name of a function may hold a slash
     directory, _, function = ("", "", name) if is_here else name.rpartition("/")
