@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import functools
 import hashlib
 import html
@@ -172,7 +171,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "best": places.get(text_of(result.best_config)),
         "choice": [[_label(name), _label(format_value(value))] for name, value in _flat(result.best_config).items()],
         "bestText": _label(format_config(result.best_config)) or "the only config",
-        "why": printable(report.why_best(trials, dataclasses.replace(result.standing, default_ms=None))),
+        "why": printable(report.why_best(trials, result)),
         "bestMs": _rounded(result.time_ms),
         "default": None if own is None else places.get(own),
         "defaultMs": _rounded(result.default_time_ms),

@@ -6,8 +6,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from quarantune.results.report import Standing
-from quarantune.values.codec import Record, frozen
+from quarantune.values.codec import IN_MEMORY, Record, equal, frozen
 from quarantune.values.configs import Config
 from quarantune.values.texts import printable
 from quarantune.values.trial import (
@@ -17,16 +16,13 @@ from quarantune.values.trial import (
     Interval,
     Millijoules,
     Milliseconds,
+    Outcome,
     Score,
     Searched,
     Trial,
     ratio_text,
 )
 
-_WHY = {
-    "total": "has the least total time over the calls below",
-    "worst": "is the one that is never far behind the best for each of the calls below",
-}
 _SHARED = ("time_ms", "default_time_ms", "speedup_interval", "created", "commit", *SCORES)
 """What a result has of the findings under the same name."""
 FromCache: TypeAlias = bool | Literal["nearest", "default"]
@@ -56,7 +52,11 @@ class CallShare(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PlainResult(Record):
-    """The data of a `TuningResult`, which documents them."""
+    """The data of a `TuningResult`, which documents them.
+
+    Attributes:
+        default_label: a name for the defaults.
+    """
 
     # In the order of the file of a saved result.
     name: str = ""
@@ -84,6 +84,7 @@ class PlainResult(Record):
     energy_mj: Millijoules | None = None
     calls: tuple[CallShare, ...] = ()
     by: str = ""
+    default_label: str = dataclasses.field(default="the function's own defaults", metadata=IN_MEMORY)
 
     @classmethod
     def of(cls, findings: Findings, **fields: Any) -> Self:
@@ -98,17 +99,26 @@ class PlainResult(Record):
         searched = Searched(self.stopped, self.seen, self.space_size)
         return Findings(trials=self.counts, search=searched, **{name: getattr(self, name) for name in _SHARED})
 
-    @property
-    def standing(self) -> Standing:
-        """The winner, its ties and the defaults."""
-        return Standing(
-            best=self.best_config,
-            tie=self.tie,
-            default=self.default_config,
-            default_ms=self.default_time_ms,
-            final=self.finalists,
-            why=_WHY.get(self.by, ""),
-        )
+    def speedup_of(self, trial: Trial) -> float | None:
+        """Returns the time of the defaults divided by a trial's; None unless they were timed side by side."""
+        is_alike = trial.outcome is Outcome.OK and (not self.finalists or self.is_finalist(trial))
+        return self.default_time_ms / trial.time_ms if is_alike and trial.time_ms and self.default_time_ms else None
+
+    def is_finalist(self, trial: Trial) -> bool:
+        """Whether a trial's times are those of the final, where its config or one with its program was in it."""
+        return trial.samples_ms in [finalist.samples_ms for finalist in self.finalists]
+
+    def is_best(self, trial: Trial) -> bool:
+        """Whether a trial is the winner's."""
+        return equal(trial.config, self.best_config)
+
+    def is_tie(self, trial: Trial) -> bool:
+        """Whether the noise cannot tell a trial's config from the winner."""
+        return any(equal(trial.config, config) for config in self.tie)
+
+    def is_default(self, trial: Trial) -> bool:
+        """Whether a trial is that of the function's own defaults."""
+        return equal(trial.config, self.default_config)
 
     def pareto(self) -> tuple[Trial, ...]:
         """Returns the configs that no other beats in time and device memory, the fastest first.

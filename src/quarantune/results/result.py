@@ -21,7 +21,7 @@ from quarantune.devices import discovery
 from quarantune.metrics import KernelMetrics, from_counts
 from quarantune.results import html_report, report, saved_files
 from quarantune.results.from_cache import cached_result
-from quarantune.results.report import Row, Standing
+from quarantune.results.report import Row
 from quarantune.results.report_data import CallShare as CallShare
 from quarantune.results.report_data import FromCache as FromCache
 from quarantune.results.report_data import PlainResult, ResultData
@@ -140,17 +140,17 @@ class TuningResult(PlainResult):
             columns = report.columns_for(width)
             lines = [f"* {_winner(self)}", _sweep(self), "the cache keeps the winner; tune() tries the configs again"]
             return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ") for line in lines)
-        text = report.table(self.trials, standing=self.standing, width=width, flops=flops, moved_bytes=bytes)
+        text = report.table(self, report.by_time(self), width=width, flops=flops, moved_bytes=bytes)
         return "\n".join([text, *(f"  {call}" for call in self.calls)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {_winner(self)}\n  {_sweep(self)}"
 
     def _repr_html_(self) -> str:
-        trials = report.by_time(self.trials, self.standing)
+        trials = report.by_time(self._shown)
         parts = [repr(self)]
         if trials:
-            parts.append(report.table(trials[:_MOST_ROWS], standing=self.standing, width=120))
+            parts.append(report.table(self._shown, trials[:_MOST_ROWS], width=120))
         if len(trials) > _MOST_ROWS:
             parts.append(f"and {len(trials) - _MOST_ROWS:,} more: see table()")
         text = html.escape("\n\n".join(parts))
@@ -163,11 +163,13 @@ class TuningResult(PlainResult):
         tunable with the name of such a column is under `config.<name>`. Of a result from the cache, which has no
         trials, there is the winner alone.
         """
-        known = None if math.isnan(self.time_ms) else self.time_ms
-        config = self.standing.best or self.best_config
-        winner = Trial(config=config, outcome=Outcome.OK, time_ms=known, device=self.device)
-        winner = dataclasses.replace(winner, score=self.score, energy_mj=self.energy_mj)
-        return report.to_dicts(self.trials or [winner], self.standing)
+        shown = self._shown
+        if not shown.trials:
+            known = None if math.isnan(self.time_ms) else self.time_ms
+            winner = Trial(config=shown.best_config, outcome=Outcome.OK, time_ms=known, device=self.device)
+            winner = dataclasses.replace(winner, score=self.score, energy_mj=self.energy_mj)
+            shown = dataclasses.replace(shown, trials=(winner,))
+        return report.to_dicts(shown)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the rows of `to_dicts` as CSV in UTF-8, with a header; values that are no scalars are JSON.
@@ -235,16 +237,25 @@ class TuningResult(PlainResult):
             return None
         return cached_result(settings.current().cache_dir, CacheKey(self.name, self.key, self.device))
 
+    @property
+    def _shown(self) -> PlainResult:
+        """The result as tables and reports show it."""
+        return self._as_shown(self)
+
+    def _as_shown(self, result: PlainResult) -> PlainResult:
+        """Returns this result, also as the cache holds it, for tables: kernels of a function are then tunables."""
+        return result
+
     def _report_data(self) -> ResultData:
         if (found := self._cached()) is not None:
-            return found
+            return dataclasses.replace(found, result=self._as_shown(found.result))
         note = {
             True: "The result is from the cache, which holds no trials.",
             "nearest": "The config of a near call stands in for this one, which was never tuned.",
             "default": "The call was never tuned: the function's own defaults stand in.",
             False: "",
         }[self.from_cache]
-        return ResultData(self, _key_values(self.key), "; ".join(filter(None, (note, *map(str, self.calls)))))
+        return ResultData(self._shown, _key_values(self.key), "; ".join(filter(None, (note, *map(str, self.calls)))))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
@@ -433,8 +444,8 @@ class ContextualResult(TuningResult):
         parts, width = [], report.columns_for(width)
         for name, choice in zip(self.labels, self.kernels, strict=True):
             if choice.trials:
-                standing = dataclasses.replace(self.standing, best=choice.config, tie=choice.tie)
-                table = report.table(choice.trials, standing=standing, width=width, flops=flops, moved_bytes=bytes)
+                of = dataclasses.replace(self._shown, best_config=choice.config, tie=choice.tie, trials=choice.trials)
+                table = report.table(of, report.by_time(of), width=width, flops=flops, moved_bytes=bytes)
                 parts.append(f"{name}\n{table}")
             else:
                 parts.append(f"{name}: {format_config(choice.config)}")
@@ -451,24 +462,16 @@ class ContextualResult(TuningResult):
         """The choices for all kernels as one config, as trials have it."""
         return {name: format_config(it.config) for name, it in zip(self.labels, self.kernels, strict=True)}
 
-    @property
-    def standing(self) -> Standing:
-        """The choices for all kernels, which the function with every kernel's first config is compared with."""
-        label = "the whole function with every kernel's first config"
-        return Standing(best=self._together, default_ms=self.baseline_ms, default_label=label)
-
-    def _report_data(self) -> ResultData:
-        """Returns the data of the report: kernels are tunables, and the defaults are their first configs."""
-        data = super()._report_data()
-        result = dataclasses.replace(
-            data.result,
+    def _as_shown(self, result: PlainResult) -> PlainResult:
+        return dataclasses.replace(
+            result,
             best_config=self._together,
             default_config=None,
             default_time_ms=self.baseline_ms,
+            default_label="the whole function with every kernel's first config",
             speedup_interval=None,
             finalists=(),
         )
-        return dataclasses.replace(data, result=result)
 
     @property
     def labels(self) -> list[str]:
