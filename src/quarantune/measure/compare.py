@@ -19,7 +19,6 @@ from jax.sharding import SingleDeviceSharding
 
 from quarantune.measure import rounding
 from quarantune.measure.rounding import (
-    CHUNK_ELEMENTS,
     NEVER,
     Allowance,
     HostArray,
@@ -322,10 +321,7 @@ def _are_same_bytes(got: HostArray, wanted: HostArray) -> bool:
     if got.dtype != wanted.dtype or got.dtype.hasobject or not (got.flags.c_contiguous and wanted.flags.c_contiguous):
         return False
     mine, its = (array.reshape(-1).view(np.uint8) for array in (got, wanted))
-    return all(
-        np.array_equal(mine[start : start + CHUNK_ELEMENTS], its[start : start + CHUNK_ELEMENTS])
-        for start in range(0, mine.size, CHUNK_ELEMENTS)
-    )
+    return all(np.array_equal(ours, theirs) for _, ours, theirs in chunks(mine, its))
 
 
 def _describe_mismatches(

@@ -25,20 +25,10 @@ from quarantune.values.configs import Config, format_config, format_value
 from quarantune.values.texts import call_size, call_text, printable
 from quarantune.values.trial import NO_FIGURES, Outcome, Trial, interval_text
 
-_SCRIPTS = (
-    "base",
-    "model",
-    "summary",
-    "finals",
-    "pareto",
-    "progress",
-    "map",
-    "effects",
-    "parallel",
-    "table",
-    "shapes",
-    "main",
-)
+_SCRIPTS = [
+    *("base", "model", "summary", "finals", "pareto", "progress"),
+    *("map", "effects", "parallel", "table", "shapes", "main"),
+]
 """The parts of the page's program, each after those that it needs."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
 """The dtypes in the description of a call; the table of devices has one name for those of 8 bits."""
