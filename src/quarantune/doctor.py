@@ -457,10 +457,7 @@ def _nvidia(row: list[str]) -> Check:
     index, _, _, clock, most, reasons, used, busy = row
     name = f"clocks and tenants of GPU {index}"
     found = f"{clock} of {most} MHz, {used} MiB in use, {busy}% busy"
-    try:
-        mask = int(reasons, 16)
-    except ValueError:
-        mask = 0
+    mask = int(reasons, 16) if reasons.startswith("0x") else 0
     if hindered := [reason for bit, reason in _HINDERED.items() if mask & bit]:
         return warn(name, f"{found}; slowed down by {' and '.join(hindered)}", "wait until it is cool and idle")
     if _whole(used) > _TENANT_MIB or _whole(busy) > 0:

@@ -112,12 +112,7 @@ def filter_valid_configs(
     listed: Iterable[Mapping[str, Any]] = generate_configs(configs) if isinstance(configs, Mapping) else configs
     n = intermediate_dim if N is None else N
     k = hidden_dim if K is None else K
-    most = {
-        "BLOCK_SIZE": hidden_dim,
-        "BLOCK_M": None if M is None else 2 * M,
-        "BLOCK_N": None if n is None else 2 * n,
-        "BLOCK_K": k,
-    }
+    most = {"BLOCK_SIZE": hidden_dim, "BLOCK_M": M and 2 * M, "BLOCK_N": n and 2 * n, "BLOCK_K": k}
     limits = {name: limit for name, limit in most.items() if limit is not None}
     return [
         dict(config)

@@ -355,22 +355,13 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
     if not isinstance(tuned, Autotuned):
         raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
     function = ahead.function_of(tuned)
+    limits = {name: getattr(options, name) for name in ("compile_timeout", "memory_limit", "again", "estimate")}
+    limits["num_workers"] = options.jobs
     records: list[JsonObject] = []
     ended_well = True
     for call in calls.make(function, options):
         with input_errors(TypeError, ValueError, ImportError):
-            report = compile_check(
-                tuned,
-                function.configs,
-                *call.args,
-                target=target,
-                num_workers=options.jobs,
-                compile_timeout=options.compile_timeout,
-                memory_limit=options.memory_limit,
-                again=options.again,
-                estimate=options.estimate,
-                **call.kwargs,
-            )
+            report = compile_check(tuned, function.configs, *call.args, target=target, **limits, **call.kwargs)
         described = calls.describe(call, function.signature)
         if records:
             out.line()

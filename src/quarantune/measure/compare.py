@@ -425,11 +425,7 @@ def is_far(xp: Any, excess: Any, limit: Any, far: Any) -> Any:
 
 def _excess_of_integers(got: HostArray, wanted: HostArray, tolerance: Allowance) -> HostArray:
     if got.dtype == object:  # Python integers, which may be larger than any float
-        atol, rtol, most = (
-            Fraction(float(tolerance.atol)),
-            Fraction(float(tolerance.rtol)),
-            Fraction(sys.float_info.max),
-        )
+        atol, rtol, most = map(Fraction, (float(tolerance.atol), float(tolerance.rtol), sys.float_info.max))
         pairs = zip(got, wanted, strict=True)
         return np.array([float(max(-most, min(most, abs(mine - its) - atol - rtol * abs(its)))) for mine, its in pairs])
     excess: HostArray = _distances(got, wanted) - (tolerance.atol + tolerance.rtol * np.abs(wanted.astype(np.float64)))

@@ -235,14 +235,9 @@ def _lines(cells: Sequence[str], widths: Sequence[int], figures: int) -> list[st
         [part for line in cell.split("\n") for part in textwrap.wrap(line, max(width, 1)) or [""]]
         for cell, width in zip(cells, widths, strict=True)
     ]
-    lines = []
-    for at in itertools.zip_longest(*parts, fillvalue=""):
-        padded = [
-            cell.rjust(width) if index >= len(cells) - figures else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(at, widths, strict=True))
-        ]
-        lines.append(_GAP.join(padded).rstrip())
-    return lines
+    sides = "<" * (len(cells) - figures) + ">" * figures
+    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
+    return [_GAP.join(map(format, line, forms)).rstrip() for line in itertools.zip_longest(*parts, fillvalue="")]
 
 
 def _wrapped(note: str, indent: str, width: int) -> str:
