@@ -21,6 +21,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import quarantune.ray
 from quarantune import cache
 from quarantune.api import ahead
 from quarantune.api.autotune import Autotuned, Tuned
@@ -42,6 +43,7 @@ from quarantune.cli.output import (
     printable_lines,
 )
 from quarantune.devices import discovery, targets
+from quarantune.engine import distributed
 from quarantune.host.shared_files import Directory, advice
 from quarantune.resolve import recorded
 from quarantune.resolve.call_key import BoundCall
@@ -213,8 +215,6 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
     if (executor := environment.current().executor) is None:
         here = discovery.platform_and_kind(None)[1]
     else:
-        from quarantune.engine import distributed
-
         at_a_time, here = MOST, distributed.device(executor).device_kind
     loaded = functools.cache(_loaded) if named is None else lambda *_: named
     ends_s = math.inf if options.time_budget is None else time.monotonic() + options.time_budget
@@ -324,11 +324,9 @@ def _connected(address: str) -> Iterator[Executor]:
                 # Not pure: Dask would take two calls with equal arguments for one.
                 executor = client.get_executor(pure=False)
             else:
-                from quarantune.ray import executor as ray_executor
-
                 engine.init("auto" if place == "auto" else address, log_to_driver=False)
                 connection.callback(engine.shutdown)
-                executor = ray_executor()
+                executor = quarantune.ray.executor()
         except ImportError as error:
             raise InputError(f"--executor {address} needs Ray's client: pip install 'ray[client]'") from error
         except (OSError, ValueError, RuntimeError) as error:

@@ -74,14 +74,8 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
     found = entries.compare(entries.records(_opened()), entries.records(_another(options.other)))
     out.line(printable_lines(str(found)))
-    out.json(
-        {
-            "only_here": _keys(found.only_here),
-            "only_there": _keys(found.only_there),
-            "different": _pairs(found.different, "here", "there"),
-            "same": _keys(found.same),
-        }
-    )
+    only = {name: _keys(getattr(found, name)) for name in ("only_here", "only_there")}
+    out.json({**only, "different": _pairs(found.different, "here", "there"), "same": _keys(found.same)})
     return FAILED if found.only_here or found.only_there or found.different else DONE
 
 

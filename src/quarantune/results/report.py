@@ -376,23 +376,20 @@ def to_dicts(result: PlainResult) -> list[Row]:
 
 
 def _fields(trial: Trial, result: PlainResult) -> Row:
+    data = trial.to_json() | {"device_memory_bytes": trial.device_memory_bytes}
+
     def own(*names: str) -> Row:
-        return {name: getattr(trial, name) for name in names}
+        return {name: data[name] for name in names}
 
     roles = ("is_finalist", "is_best", "is_tie", "is_default")
     return {
-        "outcome": trial.outcome.value,
-        "phase": None if trial.phase is None else trial.phase.value,
-        "time_ms": trial.time_ms,
+        **own("outcome", "phase", "time_ms"),
         "speedup": result.speedup_of(trial),
         **{name: getattr(result, name)(trial) for name in roles},
-        "samples_ms": list(trial.samples_ms),
-        **own("own_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes"),
+        **own("samples_ms", "own_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes"),
         "flops": (trial.figures or NO_FIGURES).flops,
         "moved_bytes": (trial.figures or NO_FIGURES).moved_bytes,
-        **own("device", "clock"),
-        "route": None if trial.route is None else trial.route.value,
-        **own("ended_s", "message", "log_tail"),
+        **own("device", "clock", "route", "ended_s", "message", "log_tail"),
     }
 
 

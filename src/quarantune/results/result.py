@@ -183,8 +183,7 @@ class TuningResult(PlainResult):
         rows, text = self.to_dicts(), io.StringIO(newline="")
         writer = csv.DictWriter(text, list(rows[0]))
         writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _cell(value) for name, value in row.items()})
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
         saved_files.write(path, text.getvalue().encode("utf-8", "backslashreplace"))
 
     def to_dataframe(self) -> Any:
