@@ -1,4 +1,4 @@
-"""The data of results, which reports are made of: all but the function and its program."""
+"""Results as data alone, for tables and reports."""
 
 from __future__ import annotations
 
@@ -52,10 +52,12 @@ class CallShare(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class PlainResult(Record):
-    """The data of a `TuningResult`, which documents them.
+    """The result of tuning one problem as data alone, without the function and its program.
+
+    `TuningResult` documents the fields.
 
     Attributes:
-        default_label: a name for the defaults.
+        default_label: a name for the defaults in tables.
     """
 
     # In the order of the file of a saved result.

@@ -242,7 +242,7 @@ class TuningResult(PlainResult):
         return self._as_shown(self)
 
     def _as_shown(self, result: PlainResult) -> PlainResult:
-        """Returns this result, also as the cache holds it, for tables: kernels of a function are then tunables."""
+        """Returns this result, or the cache's data of it, in the form of tables."""
         return result
 
     def _report_data(self) -> ResultData:
@@ -462,6 +462,7 @@ class ContextualResult(TuningResult):
         return {name: format_config(it.config) for name, it in zip(self.labels, self.kernels, strict=True)}
 
     def _as_shown(self, result: PlainResult) -> PlainResult:
+        """Returns the result of the whole function: its kernels are tunables, whose first configs are the defaults."""
         return dataclasses.replace(
             result,
             best_config=self._together,
