@@ -419,7 +419,7 @@ def test_the_result_is_remembered_until_a_kernels_configs_change(
         make([80, 1])(X)
     assert len(sweeps) == 6
     # Only new kernels are to be found by their name now.
-    monkeypatch.setattr("quarantune.transport.problem._kernels", {})
+    monkeypatch.setattr("quarantune.functions.binding._kernels", {})
     wider = make([80, 1, 5])
     assert wider.lookup(X) is None
 

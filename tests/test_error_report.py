@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from test_report import table_of
 
 import quarantune
-from quarantune.results.report import failure_message, table
+from quarantune.results.report import failure_message
 from quarantune.values.trial import Outcome, Phase, Trial
 from quarantune.worker.failures import describe_error
 
@@ -116,4 +117,4 @@ def test_many_reasons_are_cut_to_those_of_the_first_configs() -> None:
     lines = failure_message("f", trials).splitlines()
     assert len(lines) < 25
     assert re.fullmatch(r"  \.\.\. and \d+ other reasons", lines[-1])
-    assert "[59] error (compile): E: " in table(trials, width=120)
+    assert "[59] error (compile): E: " in table_of(trials, width=120)

@@ -23,8 +23,10 @@ from browser import CHROMEDRIVER, CHROMIUM, MISSING, Browser, browser
 
 import quarantune
 from quarantune.results import html_report
-from quarantune.results.html_report import cached_results, page_data
-from quarantune.results.result import ContextualResult, KernelChoice, ResultData, TuningResult
+from quarantune.results.from_cache import cached_results
+from quarantune.results.html_report import page_data
+from quarantune.results.report_data import ResultData
+from quarantune.results.result import ContextualResult, KernelChoice, TuningResult
 from quarantune.values.configs import Config
 from quarantune.values.texts import call_text
 from quarantune.values.trial import CompilerFigures, Outcome, Phase, Trial

@@ -26,7 +26,8 @@ from quarantune import TuningResult
 from quarantune.cache.journal import Journal, conclusions
 from quarantune.cli import functions
 from quarantune.measure import finals
-from quarantune.results.html_report import cached_results, page_data
+from quarantune.results.from_cache import cached_results
+from quarantune.results.html_report import page_data
 from quarantune.values.trial import UNTUNED, Findings, Outcome, Trial, ratio_text
 
 pytestmark = pytest.mark.usefixtures("two_slots")

@@ -16,7 +16,6 @@ import pytest
 
 from quarantune import ContextualResult, KernelChoice, TuningResult
 from quarantune.results import report
-from quarantune.results.report import Standing
 from quarantune.values.trial import Outcome, Phase, Trial
 
 CLEAR = "\x1b[2J\x1b]0;title\x07"
@@ -46,6 +45,11 @@ def result_of(*trials: Trial, best: int = 1, **rest: Any) -> TuningResult:
     return TuningResult(
         best_config=won.config, time_ms=won.time_ms, trials=trials, key="{}", device="H200", fn=print, **rest
     )
+
+
+def table_of(trials: list[Trial], width: int | None = None, **fields: Any) -> str:
+    fields = {"best_config": {}, "key": "", "device": "cpu", **fields}
+    return TuningResult(trials=tuple(trials), **fields).table(width=width)
 
 
 def first_words(table: str) -> list[list[str]]:
@@ -104,8 +108,8 @@ def test_the_reason_for_the_winners_star_is_in_words(
     best: int, tie: tuple[int, ...], default: int, expected: str
 ) -> None:
     trials = [trial(n, time_ms=1 + n / 1000, samples_ms=(1.0,)) for n in (1, 2, 3)]
-    standing = Standing(best={"n": best}, tie=tuple({"n": n} for n in tie), default={"n": default}, default_ms=1.0)
-    table = report.table(trials, standing=standing, width=300)
+    others = {"tie": tuple({"n": n} for n in tie), "default_config": {"n": default}, "default_time_ms": 1.0}
+    table = table_of(trials, width=300, best_config={"n": best}, **others)
     assert expected in table
     marks = dict(re.findall(r"^([*=]?) +(\d)  ok", table, re.MULTILINE))
     assert {mark for mark in marks if mark} == ({"*", "="} if tie else {"*"})
@@ -113,7 +117,7 @@ def test_the_reason_for_the_winners_star_is_in_words(
 
 def test_a_config_that_is_too_long_for_its_column_is_wrapped_not_cut() -> None:
     long = Trial(config={"tiles": "of eight by a hundred and twenty-eight"}, outcome=Outcome.OK, time_ms=1.0)
-    table = report.table([long], standing=Standing(best=long.config), width=40)
+    table = table_of([long], width=40, best_config=long.config)
     assert max(map(len, table.splitlines())) <= 40
     rows = table.split("\n\n")[0].splitlines()[1:]
     assert " ".join(re.sub("ok.*", "", line[3:]).strip() for line in rows) == long.config["tiles"]
@@ -126,8 +130,8 @@ def test_eight_tunables_are_shown_by_column_and_those_of_one_value_once() -> Non
         Trial(config=dict.fromkeys(names, 32 << n) | fixed, outcome=Outcome.OK, time_ms=1.0 + n, compile_s=0.5)
         for n in range(3)
     ]
-    standing = Standing(best=trials[1].config, final=[trials[1]], default=trials[0].config, default_ms=1.0)
-    wide, narrow = (report.table(trials, standing=standing, width=width).splitlines() for width in (120, 60))
+    roles = {"best_config": trials[1].config, "finalists": (trials[1],), "default_config": trials[0].config}
+    wide, narrow = (table_of(trials, width, default_time_ms=1.0, **roles).splitlines() for width in (120, 60))
     assert wide[0] == narrow[0] == "all: GROUP_SIZE_M=8 layout=row"
     assert wide[1].split()[:7] == ["BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "split_k", "outcome"]
     assert wide[2].split()[:8] == ["*", *["64"] * 6, "ok"]  # the winner, though not the lowest time
@@ -249,7 +253,7 @@ def test_a_data_frame_has_a_column_for_each_tunable() -> None:
 
 
 def test_a_table_shows_surrogates_and_terminal_escapes_as_text() -> None:
-    shown = report.table(hostile(), width=200)
+    shown = table_of(hostile(), width=200)
     assert all(line.isprintable() for line in shown.splitlines())
     print(shown, file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     assert "a\\udc80\\x1b[2J" in shown
@@ -275,8 +279,8 @@ ALIKE = [(1, True), (1, 1.0), (True, 1.0), (1, "1"), (None, "None"), ((1,), (Tru
 
 @pytest.mark.parametrize(("best", "own"), ALIKE)
 def test_a_table_shows_a_difference_between_values_that_look_alike(best: Any, own: Any) -> None:
-    standing = Standing(best={"n": best}, default={"n": own}, default_ms=2.0)
-    heading, first, second, *_ = report.table([of(best, 1.0), of(own, 2.0)], standing=standing, width=100).splitlines()
+    roles = {"best_config": {"n": best}, "default_config": {"n": own}, "default_time_ms": 2.0}
+    heading, first, second, *_ = table_of([of(best, 1.0), of(own, 2.0)], width=100, **roles).splitlines()
     assert "all: " not in heading
     assert (first[0], first.split()[-1]) == ("*", "2.00x")
     assert second.split()[-1] == "defaults"
@@ -285,7 +289,8 @@ def test_a_table_shows_a_difference_between_values_that_look_alike(best: Any, ow
 
 @pytest.mark.parametrize(("best", "own"), ALIKE)
 def test_defaults_that_are_no_config_do_not_win_by_being_equal_in_python(best: Any, own: Any) -> None:
-    text = report.table([of(best, 1.0)], standing=Standing(best={"n": best}, default={"n": own}, default_ms=2.0))
+    roles = {"best_config": {"n": best}, "default_config": {"n": own}, "default_time_ms": 2.0}
+    text = table_of([of(best, 1.0)], **roles)
     assert "speed-up: against the function's own defaults: 2 ms" in text
     assert "beat every config" not in text
 

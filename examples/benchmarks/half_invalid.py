@@ -8,6 +8,7 @@ starts. Then another process sweeps over the winners alone, several times. It ne
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gzip
 import json
@@ -19,13 +20,11 @@ from typing import Any
 
 import jax
 import jobs
-import numpy as np
 import record_spaces
+from record_spaces import Recipe
 
 import quarantune
 
-_SIZE = 4096
-_GROUPS = 8
 _ROUNDS = 3
 
 
@@ -94,46 +93,35 @@ def _attention() -> Callable[..., Any]:
     return jax.jit(mha, static_argnames=["block_q", "block_k", "warps", "stages"])
 
 
-_TILES = {name: values for name, values in record_spaces.RECIPES["hopper_matmul"].space.items() if name != "cluster"}
-PROBLEMS: dict[str, tuple[Callable[[], Any], Any, list[tuple[tuple[int, ...], str]]]] = {
-    "matmul": (record_spaces.hopper_matmul, _TILES, [((_SIZE, _SIZE), "float16")] * 2),
-    "ragged dot": (
-        _ragged_dot,
-        {
+_HOPPER = record_spaces.RECIPES["hopper_matmul"]
+_TILES = {name: values for name, values in _HOPPER.space.items() if name != "cluster"}
+PROBLEMS = {
+    "matmul": dataclasses.replace(_HOPPER, space=_TILES),
+    "ragged dot": Recipe(
+        kernel=_ragged_dot,
+        space={
             "block_m": [64, 128, 192, 256],
             "block_n": [64, 128, 256],
             "block_k": [64, 128],
             "steps": [2, 4, 5, 6],
             "width": [1, 2, 4, 8, 16],
         },
-        [((_SIZE, 2048), "float16"), ((_GROUPS, 2048, _SIZE), "float16"), ((_GROUPS,), "int32")],
+        arrays=[((4096, 2048), "float16"), ((8, 2048, 4096), "float16"), ((8,), "int32")],
     ),
-    "mixed matmul": (_mixed_matmul, _TILES, [((_SIZE, _SIZE), "int8"), ((_SIZE, _SIZE), "bfloat16")]),
-    "attention": (
-        _attention,
-        {
+    "mixed matmul": Recipe(
+        kernel=_mixed_matmul, space=_TILES, arrays=[((4096, 4096), "int8"), ((4096, 4096), "bfloat16")]
+    ),
+    "attention": Recipe(
+        kernel=_attention,
+        space={
             "block_q": [16, 32, 64, 128],
             "block_k": [16, 32, 64, 128, 256],
             "warps": [4, 8, 16],
             "stages": [1, 2, 3, 4, 5, 6],
         },
-        [((2, 2048, 8, 256), "bfloat16")] * 3,
+        arrays=[((2, 2048, 8, 256), "bfloat16")] * 3,
     ),
 }
-"""The function, the space, and the shapes and dtypes of the arguments of each kernel."""
-
-
-def _arguments(name: str) -> list[jax.Array]:
-    rng = np.random.default_rng(0)
-
-    def made(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        if dtype == "int8":
-            return rng.integers(-128, 127, shape, np.int8)
-        if dtype == "int32":  # the sizes of groups, as JAX's own benchmark draws them
-            return np.diff(np.sort(rng.integers(0, _SIZE, _GROUPS - 1)), prepend=0, append=_SIZE).astype(np.int32)
-        return (rng.standard_normal(shape, np.float32) / 8).astype(dtype)
-
-    return jax.block_until_ready([jax.device_put(made(*each)) for each in PROBLEMS[name][2]])
 
 
 def sweep(*, name: str, options: dict[str, Any], keep: str = "") -> dict[str, Any]:
@@ -147,9 +135,9 @@ def sweep(*, name: str, options: dict[str, Any], keep: str = "") -> dict[str, An
     Returns:
         `sweep_s`, the seconds of the sweep, `config`, the winner, `tried`, `worked` and `stopped`.
     """
-    make, space, _ = PROBLEMS[name]
-    args = _arguments(name)
-    tuner = quarantune.AutoTuner(make(), space, name="half_invalid", **options)
+    problem = PROBLEMS[name]
+    args = problem.arguments()
+    tuner = quarantune.AutoTuner(problem.kernel(), problem.space, name="half_invalid", **options)
     start = time.perf_counter()
     result = tuner.run(*args)
     sweep_s = time.perf_counter() - start
@@ -176,7 +164,7 @@ def exhaust(*, name: str, configs: list[dict[str, Any]]) -> dict[str, Any]:
     Returns:
         `configs` and `times_ms`, one list for each config, with its time in each sweep.
     """
-    fn, args = PROBLEMS[name][0](), _arguments(name)
+    fn, args = PROBLEMS[name].kernel(), PROBLEMS[name].arguments()
     times: list[list[float]] = [[] for _ in configs]
     for turn in range(_ROUNDS):
         result = quarantune.AutoTuner(fn, configs, name=f"again_{turn}", ref_fn=None, search="exhaustive").run(*args)

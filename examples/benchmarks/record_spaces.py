@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # for the examples' own kern
 
 import gated_mlp
 import jax
-import jax.numpy as jnp
 import kernels
 import numpy as np
 from jax.experimental.pallas.ops.gpu import decode_attention
@@ -41,16 +40,28 @@ class Recipe:
     Attributes:
         kernel: returns a jitted function of the arguments.
         space: the values of each of its tunables.
-        shapes: the shapes of its arguments.
-        dtype: their dtype.
+        arrays: the shapes and dtypes of its arguments.
         statics: further arguments by keyword.
     """
 
     kernel: Callable[[], Callable[..., Any]]
     space: Mapping[str, Sequence[Any]]
-    shapes: Sequence[tuple[int, ...]]
-    dtype: str
+    arrays: Sequence[tuple[tuple[int, ...], str]]
     statics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def arguments(self) -> list[jax.Array]:
+        """Returns the arguments, on the device."""
+        rng = np.random.default_rng(0)
+
+        def drawn(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+            if dtype == "int8":
+                return rng.integers(-128, 127, shape, np.int8)
+            if dtype == "int32":  # the sizes of groups of rows, as JAX's own benchmark draws them
+                rows = self.arrays[0][0][0]
+                return np.diff(np.sort(rng.integers(0, rows, shape[0] - 1)), prepend=0, append=rows).astype(np.int32)
+            return (rng.standard_normal(shape, np.float32) / 8).astype(dtype)
+
+        return jax.block_until_ready([jax.device_put(drawn(*array)) for array in self.arrays])
 
 
 def hopper_matmul() -> Callable[..., Any]:
@@ -100,11 +111,12 @@ RECIPES = {
     "matmul_bf16": Recipe(
         kernel=lambda: kernels.matmul_gpu,
         space=_TRITON_MATMUL,
-        shapes=[(2048, 2048), (2048, 2048)],
-        dtype="bfloat16",
+        arrays=[((2048, 2048), "bfloat16")] * 2,
     ),
     "matmul_f32_wide": Recipe(
-        kernel=lambda: kernels.matmul_gpu, space=_TRITON_MATMUL, shapes=[(512, 2048), (2048, 8192)], dtype="float32"
+        kernel=lambda: kernels.matmul_gpu,
+        space=_TRITON_MATMUL,
+        arrays=[((512, 2048), "float32"), ((2048, 8192), "float32")],
     ),
     "gated_mlp": Recipe(
         kernel=lambda: gated_mlp.gated_mlp.__wrapped__,
@@ -115,8 +127,7 @@ RECIPES = {
             "warps": [2, 4, 8, 16],
             "stages": [1, 2, 3, 4, 5],
         },
-        shapes=[(2048, 2048), (2048, 4096), (2048, 4096)],
-        dtype="bfloat16",
+        arrays=[((2048, 2048), "bfloat16"), *[((2048, 4096), "bfloat16")] * 2],
         statics={"interpret": False},
     ),
     "decode_attention": Recipe(
@@ -128,8 +139,7 @@ RECIPES = {
             "num_warps": [1, 2, 4, 8],
             "num_stages": [1, 2, 3, 4],
         },
-        shapes=[(8, 64, 128), (8, 8192, 128), (8, 8192, 128)],
-        dtype="bfloat16",
+        arrays=[((8, 64, 128), "bfloat16"), *[((8, 8192, 128), "bfloat16")] * 2],
     ),
     "hopper_matmul": Recipe(
         kernel=hopper_matmul,
@@ -143,16 +153,14 @@ RECIPES = {
             "wg": ["M", "N"],
             "cluster": ["none", "M", "N"],
         },
-        shapes=[(4096, 4096), (4096, 4096)],
-        dtype="float16",
+        arrays=[((4096, 4096), "float16")] * 2,
     ),
 }
 
 
 def record(name: str, recipe: Recipe, directory: Path) -> None:
     """Measures every config of a space and writes `<name>.json.gz`."""
-    rng = np.random.default_rng(0)
-    args = [jnp.asarray(rng.standard_normal(shape, np.float32) / 8, dtype=recipe.dtype) for shape in recipe.shapes]
+    args = recipe.arguments()
     # Outputs are not compared: the comparison would take most of the time, and the kernels are not in question.
     tuner = quarantune.AutoTuner(recipe.kernel(), recipe.space, name=f"record_{name}", ref_fn=None, search="exhaustive")
     began = time.monotonic()

@@ -457,10 +457,7 @@ def _nvidia(row: list[str]) -> Check:
     index, _, _, clock, most, reasons, used, busy = row
     name = f"clocks and tenants of GPU {index}"
     found = f"{clock} of {most} MHz, {used} MiB in use, {busy}% busy"
-    try:
-        mask = int(reasons, 16)
-    except ValueError:
-        mask = 0
+    mask = int(reasons, 16) if reasons.startswith("0x") else 0
     if hindered := [reason for bit, reason in _HINDERED.items() if mask & bit]:
         return warn(name, f"{found}; slowed down by {' and '.join(hindered)}", "wait until it is cool and idle")
     if _whole(used) > _TENANT_MIB or _whole(busy) > 0:
@@ -583,17 +580,13 @@ def _clock(trial: Trial) -> list[Check]:
         return []
     if trial.clock == "device":
         return [ok("device clock", "CUPTI gives the device's own times")]
-    found = "so short kernels are timed by the wall clock"
+    by_wall = "short kernels are timed by the wall clock"
     if importlib.util.find_spec("absl") is None:
-        found = f"absl-py is not installed, so CUPTI is not used, and {found.removeprefix('so ')}"
+        found = f"absl-py is not installed, so CUPTI is not used, and {by_wall}"
         return [warn("device clock", found, "run `pip install 'quarantune[cuda]'`")]
-    return [
-        warn(
-            "device clock",
-            f"CUPTI cannot be used, {found}: another profiler has it, or the driver lets only root profile",
-            "end nsys, ncu or JAX's profiler, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
-        )
-    ]
+    found = f"CUPTI cannot be used, so {by_wall}: another profiler has it, or the driver lets only root profile"
+    remedy = "end nsys, ncu or JAX's profiler, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
+    return [warn("device clock", found, remedy)]
 
 
 @contextlib.contextmanager

@@ -49,14 +49,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "matmul": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
     "rmsnorm_rope": {"BLOCK_SIZE": 128, "num_warps": 4, "num_stages": 2},
     "gated_mlp": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
-    "fp8_gemm": {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 32,
-        "GROUP_SIZE_M": 8,
-        "num_warps": 4,
-        "num_stages": 4,
-    },
+    "fp8_gemm": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 4},
 }
 
 
@@ -119,12 +112,7 @@ def filter_valid_configs(
     listed: Iterable[Mapping[str, Any]] = generate_configs(configs) if isinstance(configs, Mapping) else configs
     n = intermediate_dim if N is None else N
     k = hidden_dim if K is None else K
-    most = {
-        "BLOCK_SIZE": hidden_dim,
-        "BLOCK_M": None if M is None else 2 * M,
-        "BLOCK_N": None if n is None else 2 * n,
-        "BLOCK_K": k,
-    }
+    most = {"BLOCK_SIZE": hidden_dim, "BLOCK_M": M and 2 * M, "BLOCK_N": n and 2 * n, "BLOCK_K": k}
     limits = {name: limit for name, limit in most.items() if limit is not None}
     return [
         dict(config)

@@ -18,7 +18,8 @@ from quarantune.cache import CacheWriteError
 from quarantune.calls.key import KeyedCall, keyed_to_tune
 from quarantune.engine.place import place_of
 from quarantune.functions.binding import Arguments
-from quarantune.results.result import CallShare, TuningResult
+from quarantune.results.report_data import CallShare
+from quarantune.results.result import TuningResult
 from quarantune.tuning.outcome import call_result, entry_for, findings_now
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject, equal, text_of

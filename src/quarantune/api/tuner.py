@@ -19,7 +19,8 @@ from quarantune.values.configs import Config
 from quarantune.values.trial import Findings, TuningFailedError
 
 if TYPE_CHECKING:
-    from quarantune.results.result import FromCache, TuningResult
+    from quarantune.results.report_data import FromCache
+    from quarantune.results.result import TuningResult
 
 
 class Tuner:

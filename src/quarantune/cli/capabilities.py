@@ -18,10 +18,9 @@ def doctor(options: argparse.Namespace, out: Output) -> int:
 
     def show(check: checks.Check) -> None:
         mark, style = _MARKS[check.status]
-        first, *rest = textwrap.wrap(
-            printable(f"{mark}  {check.name}: {check.found}"), out.width, subsequent_indent=" " * 6
-        )
-        out.line("\n".join([first.replace(mark, out.styled(mark, style), 1), *rest]))
+        found = printable(f"{mark}  {check.name}: {check.found}")
+        text = textwrap.fill(found, out.width, subsequent_indent=" " * 6)
+        out.line(text.replace(mark, out.styled(mark, style), 1))
         if check.remedy:
             remedy = printable(f"      -> {check.remedy}")
             out.line(textwrap.fill(remedy, out.width, subsequent_indent=" " * 9))

@@ -21,6 +21,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import quarantune.ray
 from quarantune import cache
 from quarantune.answers import recording as recorded
 from quarantune.answers.recording import RecordedCall
@@ -47,6 +48,7 @@ from quarantune.cli.output import (
     printable_lines,
 )
 from quarantune.devices import discovery, targets
+from quarantune.engine import distributed
 from quarantune.host.shared_files import Directory, advice
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
@@ -215,8 +217,6 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
     if (executor := environment.current().executor) is None:
         here = discovery.platform_and_kind(None)[1]
     else:
-        from quarantune.engine import distributed
-
         at_a_time, here = MOST, distributed.device(executor).device_kind
     loaded = functools.cache(_loaded) if named is None else lambda *_: named
     ends_s = math.inf if options.time_budget is None else time.monotonic() + options.time_budget
@@ -326,11 +326,9 @@ def _connected(address: str) -> Iterator[Executor]:
                 # Not pure: Dask would take two calls with equal arguments for one.
                 executor = client.get_executor(pure=False)
             else:
-                from quarantune.ray import executor as ray_executor
-
                 engine.init("auto" if place == "auto" else address, log_to_driver=False)
                 connection.callback(engine.shutdown)
-                executor = ray_executor()
+                executor = quarantune.ray.executor()
         except ImportError as error:
             raise InputError(f"--executor {address} needs Ray's client: pip install 'ray[client]'") from error
         except (OSError, ValueError, RuntimeError) as error:
@@ -357,22 +355,13 @@ def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> i
     if not isinstance(tuned, Autotuned):
         raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
     function = tuned.function
+    limits = {name: getattr(options, name) for name in ("compile_timeout", "memory_limit", "again", "estimate")}
+    limits["num_workers"] = options.jobs
     records: list[JsonObject] = []
     ended_well = True
     for call in calls.make(function, options):
         with input_errors(TypeError, ValueError, ImportError):
-            report = compile_check(
-                tuned,
-                function.configs,
-                *call.args,
-                target=target,
-                num_workers=options.jobs,
-                compile_timeout=options.compile_timeout,
-                memory_limit=options.memory_limit,
-                again=options.again,
-                estimate=options.estimate,
-                **call.kwargs,
-            )
+            report = compile_check(tuned, function.configs, *call.args, target=target, **limits, **call.kwargs)
         described = calls.describe(call, function.signature)
         if records:
             out.line()

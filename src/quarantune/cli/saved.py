@@ -11,21 +11,20 @@ import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import Contents, Entry, Store, entries, safe_name
 from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, printable_lines, wrapped
 from quarantune.host.shared_files import advice
+from quarantune.results.from_cache import cached_results
+from quarantune.results.report_data import ResultData
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import format_config
 from quarantune.values.texts import call_text, columns, printable, shown
 from quarantune.values.trial import Findings, ratio_text
-
-if TYPE_CHECKING:
-    from quarantune.results.result import ResultData
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _HIDDEN = ("schema", "config", "key_values", "kernels", "time_ms", "default_time_ms", "speedup_interval")
@@ -75,14 +74,8 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
     found = entries.compare(entries.records(_opened()), entries.records(_another(options.other)))
     out.line(printable_lines(str(found)))
-    out.json(
-        {
-            "only_here": _keys(found.only_here),
-            "only_there": _keys(found.only_there),
-            "different": _pairs(found.different, "here", "there"),
-            "same": _keys(found.same),
-        }
-    )
+    only = {name: _keys(getattr(found, name)) for name in ("only_here", "only_there")}
+    out.json({**only, "different": _pairs(found.different, "here", "there"), "same": _keys(found.same)})
     return FAILED if found.only_here or found.only_there or found.different else DONE
 
 
@@ -207,8 +200,6 @@ def report(options: argparse.Namespace, out: Output) -> int:
 
 
 def _results(name: str, device: str | None, when: str) -> list[ResultData]:
-    from quarantune.results.html_report import cached_results
-
     is_here = not when or safe_name(name) in _opened().names()  # the name of a function may hold a slash
     directory, _, function = ("", "", name) if is_here else name.rpartition("/")
     store = _another(directory) if directory else _opened()
@@ -222,13 +213,8 @@ def replay(options: argparse.Namespace, out: Output) -> int:
     from quarantune.results.replay import replay as run
 
     with input_errors(ValueError, TypeError, ImportError, OSError):
-        result = run(
-            options.recorded,
-            options.search,
-            seeds=range(options.seeds),
-            max_trials=options.max_trials,
-            batch=options.batch,
-        )
+        limits = {"max_trials": options.max_trials, "batch": options.batch}
+        result = run(options.recorded, options.search, seeds=range(options.seeds), **limits)
     out.line(result.table())
     searches = {
         name: [

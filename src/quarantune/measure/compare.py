@@ -19,7 +19,6 @@ from jax.sharding import SingleDeviceSharding
 
 from quarantune.measure import rounding
 from quarantune.measure.rounding import (
-    CHUNK_ELEMENTS,
     NEVER,
     Allowance,
     HostArray,
@@ -322,10 +321,7 @@ def _are_same_bytes(got: HostArray, wanted: HostArray) -> bool:
     if got.dtype != wanted.dtype or got.dtype.hasobject or not (got.flags.c_contiguous and wanted.flags.c_contiguous):
         return False
     mine, its = (array.reshape(-1).view(np.uint8) for array in (got, wanted))
-    return all(
-        np.array_equal(mine[start : start + CHUNK_ELEMENTS], its[start : start + CHUNK_ELEMENTS])
-        for start in range(0, mine.size, CHUNK_ELEMENTS)
-    )
+    return all(np.array_equal(ours, theirs) for _, ours, theirs in chunks(mine, its))
 
 
 def _describe_mismatches(
@@ -429,11 +425,7 @@ def is_far(xp: Any, excess: Any, limit: Any, far: Any) -> Any:
 
 def _excess_of_integers(got: HostArray, wanted: HostArray, tolerance: Allowance) -> HostArray:
     if got.dtype == object:  # Python integers, which may be larger than any float
-        atol, rtol, most = (
-            Fraction(float(tolerance.atol)),
-            Fraction(float(tolerance.rtol)),
-            Fraction(sys.float_info.max),
-        )
+        atol, rtol, most = map(Fraction, (float(tolerance.atol), float(tolerance.rtol), sys.float_info.max))
         pairs = zip(got, wanted, strict=True)
         return np.array([float(max(-most, min(most, abs(mine - its) - atol - rtol * abs(its)))) for mine, its in pairs])
     excess: HostArray = _distances(got, wanted) - (tolerance.atol + tolerance.rtol * np.abs(wanted.astype(np.float64)))

@@ -79,7 +79,13 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     close = [index for index in ranked if _ratio(best, trials[index].merit or 0.0) <= contender]
     if is_scored or (noise := _noise(trials)) < MARGINS["wall"]:
         return close[:count]
-    again = sorted(_ruled_out_by_few(trials, noise * best), key=lambda index: trials[index].merit or 0.0)
+    # Few samples ruled these out, and others may have disturbed all of their runs.
+    few = {
+        index: trial.merit
+        for index, trial in trials.items()
+        if trial.outcome is Outcome.SLOW and trial.merit is not None and len(trial.samples_ms) <= FEW
+    }
+    again = sorted((index for index, merit in few.items() if merit <= noise * best), key=few.__getitem__)
     # Ranks by many samples are more reliable than ranks by few.
     most = max(count, MOST_FINALISTS)
     seconds = again[: most - count]
@@ -97,18 +103,6 @@ def _noise(trials: Mapping[int, Trial]) -> float:
         if trial.outcome is Outcome.OK and trial.merit and trial.clock != "device" and trial.samples_ms
     ]
     return statistics.median(shares) if shares else 1.0
-
-
-def _ruled_out_by_few(trials: Mapping[int, Trial], limit_ms: float) -> list[int]:
-    """Returns the configs that few samples ruled out, and that may be fast: others may have disturbed all runs."""
-    return [
-        index
-        for index, trial in trials.items()
-        if trial.outcome is Outcome.SLOW
-        and trial.merit is not None
-        and len(trial.samples_ms) <= FEW
-        and trial.merit <= limit_ms
-    ]
 
 
 def with_same_program(rounds: Mapping[int, Sequence[float]], trials: Mapping[int, Trial]) -> dict[int, Sequence[float]]:

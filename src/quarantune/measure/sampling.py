@@ -197,7 +197,9 @@ def measure(
         all_disturbed = bool(samples) and all(sample.is_disturbed for sample in samples)
         is_late = clock() - started_s > (_DISTURBED_BUDGET_S if all_disturbed else _SOFT_BUDGET_S)
         is_over = len(samples) >= (2 if before else FEW) and (is_late or least_ms > _BEHIND * best_ms)
-        is_enough = is_over or (not all_disturbed and _is_steady(samples))
+        cpu_ms = [sample.cpu for sample in samples]
+        is_steady = len(samples) >= ENOUGH and standard_error(cpu_ms) < _STEADY and not all_disturbed
+        is_enough = is_over or is_steady
         if len(samples) >= rep or (is_enough and not is_slow):
             return Sampled(tuple(samples[:rep]))
         further = more(min(rep - len(samples), 1 if before or all_disturbed or is_slow else ENOUGH))
@@ -210,10 +212,6 @@ def measure(
 
 def _least_ms(runs: Sequence[RunTime]) -> float:
     return min((run.least for run in runs), default=math.inf)
-
-
-def _is_steady(samples: Sequence[RunTime]) -> bool:
-    return len(samples) >= ENOUGH and standard_error([sample.cpu for sample in samples]) < _STEADY
 
 
 def is_unreliable(samples_ms: Sequence[float], cpu_ms: Sequence[float]) -> bool:

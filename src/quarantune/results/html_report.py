@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
-import dataclasses
 import functools
 import hashlib
 import html
@@ -16,34 +14,21 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.cache import Entry, Store, canonical_json, entries, safe_name
-from quarantune.cache.entries import CacheKey
-from quarantune.cache.journal import Journal, conclusions
+from quarantune.cache import canonical_json
 from quarantune.results import report, saved_files
-from quarantune.results.result import ResultData, TuningResult
-from quarantune.values.codec import JsonObject, as_json, frozen, is_number, text_of
+from quarantune.results.report_data import ResultData
+from quarantune.values.codec import JsonObject, as_json, is_number, text_of
 from quarantune.values.configs import Config, format_config, format_value
-from quarantune.values.texts import call_size, call_text, printable, shown
-from quarantune.values.trial import NO_FIGURES, Findings, Outcome, Trial, interval_text
+from quarantune.values.texts import call_size, call_text, printable
+from quarantune.values.trial import NO_FIGURES, Outcome, Trial, interval_text
 
-_SCRIPTS = (
-    "base",
-    "model",
-    "summary",
-    "finals",
-    "pareto",
-    "progress",
-    "map",
-    "effects",
-    "parallel",
-    "table",
-    "shapes",
-    "main",
-)
+_SCRIPTS = [
+    *("base", "model", "summary", "finals", "pareto", "progress"),
+    *("map", "effects", "parallel", "table", "shapes", "main"),
+]
 """The parts of the page's program, each after those that it needs."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
 """The dtypes in the description of a call; the table of devices has one name for those of 8 bits."""
@@ -176,7 +161,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "best": places.get(text_of(result.best_config)),
         "choice": [[_label(name), _label(format_value(value))] for name, value in _flat(result.best_config).items()],
         "bestText": _label(format_config(result.best_config)) or "the only config",
-        "why": printable(report.why_best(trials, dataclasses.replace(result.standing, default_ms=None))),
+        "why": printable(report.why_best(trials, result)),
         "bestMs": _rounded(result.time_ms),
         "default": None if own is None else places.get(own),
         "defaultMs": _rounded(result.default_time_ms),
@@ -344,72 +329,3 @@ def _cut(text: str, limit_bytes: int) -> str:
     data = text.encode()
     tail = data[len(data) - half :].decode(errors="ignore") if half else ""
     return f"{data[:half].decode(errors='ignore')} … {tail}"
-
-
-def cached_results(directory: Path, name: str, *, device: str | None = None) -> list[ResultData]:
-    """Returns the results of a function; of one call tuned under several versions of the function, the newest.
-
-    Args:
-        directory: the cache directory, which is only read.
-        name: the function's name in the cache, or the stem of its file.
-        device: the kind of device; None for all.
-
-    Raises:
-        ValueError: nothing is cached for it; the message says what is.
-    """
-    store = Store(directory, read_only=True)
-    devices = None if device is None else [device]
-    contents = dict(entries.chosen(store, names=[name], devices=devices)).get(safe_name(name))
-    if contents is None:  # its file is empty, or the name is a pattern for those of others
-        raise ValueError(f"no function {shown(name)} has results. `quarantune cache list` shows all names.")
-    # Of one call, the last one of these, which is the newest.
-    found = sorted(entries.entries_of(name, contents), key=lambda it: str(it.entry.get("created", "")))
-    newest = {(it.key.device, canonical_json(it.entry.get("key_values") or it.key.problem_size)): it for it in found}
-    return [result_of(directory, *record) for record in newest.values()]
-
-
-def cached_result(directory: Path, key: CacheKey) -> ResultData | None:
-    """Returns the result of one problem, or None where nothing is cached for it."""
-    entry = Store(directory, read_only=True).get(key.kernel_type, key.device, key.problem_size)
-    return None if entry is None else result_of(directory, key, entry)
-
-
-def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
-    """Returns the result that an entry holds, with its trials where the journals have them."""
-    name, key, device = cache_key
-    trials = {text_of(trial.config): trial for trial in Journal(directory, name, device, key).trials()}
-    finalists, tie, default = [], [], None
-    findings, is_concluded = Findings.from_json(entry), False
-    for record in conclusions(directory, name, device, key).records()[-1:]:
-        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            default = None if record["default"] is None else frozen(record["default"])
-            found = [Trial.from_json(trial) for trial in record["finalists"]]
-            # A final and a tie belong to their winner, and another job may have saved another winner since.
-            is_winner = canonical_json(record["best"]) == canonical_json(entry["config"])
-            is_concluded = is_winner and (not found or findings.time_ms in [trial.time_ms for trial in found])
-            if is_concluded:
-                finalists, tie = found, [frozen(config) for config in record["tie"]]
-    trials |= {text: trial for trial in finalists if (text := text_of(trial.config)) in trials}
-    result = TuningResult.of(
-        findings,
-        name=name,
-        device=device,
-        key=key,
-        from_cache=True,
-        best_config=frozen(entry["config"]),
-        default_config=default,
-        finalists=tuple(finalists),
-        trials=tuple(trials.values()),
-        tie=tuple(tie),
-        versions=entry.get("versions") or {},
-    )
-    origin = findings.text() if findings.is_estimate else _origin(trials, is_concluded=is_concluded)
-    return ResultData(result, entry.get("key_values"), origin)
-
-
-def _origin(trials: dict[str, Trial], *, is_concluded: bool) -> str:
-    if not trials:
-        return "The cache holds its choice alone, without trials."
-    if is_concluded:
-        return ""
-    return "Times of the trials are from their first measurement, before the finalists were compared."

@@ -287,8 +287,8 @@ def _duration(seconds: float) -> str:
 
 _MOST_SWEEPS = 4
 _BAR_WIDTH = 60
-_releases: list[Callable[[], None]] = []
-"""Functions that give streams back their own methods."""
+_hooked = contextlib.ExitStack()
+"""Gives streams back their own methods when it is closed."""
 
 
 class View(NamedTuple):
@@ -474,7 +474,7 @@ class Terminal(Screen):
             if live is not None:
                 live.stop()
         finally:  # the terminal may be gone
-            _release_hooks()
+            _hooked.close()
 
     def _open(self) -> Live:
         from rich.console import Console
@@ -554,12 +554,7 @@ def _hook(stream: TextIO, console: Console, writing: threading.RLock) -> None:
                 raw(rest)
 
     stream.write = write  # type: ignore[method-assign]
-    _releases.append(release)
-
-
-def _release_hooks() -> None:
-    while _releases:
-        _releases.pop()()
+    _hooked.callback(release)
 
 
 def _after_fork() -> None:
@@ -568,7 +563,7 @@ def _after_fork() -> None:
     _making = threading.Lock()
     for screen in list(_shared.values()):
         screen.reset()
-    _release_hooks()
+    _hooked.close()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -16,6 +16,7 @@ from quarantune.cache import Store, journal
 from quarantune.cache.entries import entries_of
 from quarantune.cache.store import problem_hash
 from quarantune.results.result import TuningResult
+from quarantune.results.saved_files import JSON
 from quarantune.search import Space, make
 from quarantune.values.codec import has_tag, is_number, is_whole, text_of
 from quarantune.values.configs import Config
@@ -185,8 +186,7 @@ def _checked(search: Strategy | Iterable[Strategy]) -> dict[str, Strategy]:
     Raises:
         TypeError, ValueError: one is neither a name nor a function, or two have the same name.
     """
-    given: Sequence[Any]
-    given = [search] if isinstance(search, str) or not isinstance(search, Iterable) else list(search)
+    given: Sequence[Any] = [search] if isinstance(search, str) or not isinstance(search, Iterable) else list(search)
     if not given:
         raise ValueError("search is empty: give at least one name, as in ('surrogate', 'random')")
     named: dict[str, Strategy] = {}
@@ -238,9 +238,8 @@ def read(recorded: Any) -> list[Trial]:
 
 def _read_path(path: Path) -> list[Trial]:
     if path.is_dir():
-        if (path / "result.json").exists():
-            return list(TuningResult.load(path).trials)
-        return _read_journals(path)
+        is_result = (path / JSON).exists()
+        return list(TuningResult.load(path).trials) if is_result else _read_journals(path)
     if path.suffix == ".jsonl" or not path.exists():
         return _read_journal(path)
     raise ValueError(

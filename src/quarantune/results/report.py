@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import operator
 import os
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.measure import finals
+from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
 from quarantune.values.configs import Config, ConfigValue, format_config, format_value
 from quarantune.values.texts import cut, printable, shown
@@ -45,90 +45,46 @@ UNSET: JsonObject = {"$unset": None}
 Figures: TypeAlias = Mapping[str, Sequence[str]]
 """Columns of numbers as texts, by their headings."""
 _MOST_NAMED = 4
+_WHY = {
+    "total": "has the least total time over the calls below",
+    "worst": "is the one that is never far behind the best for each of the calls below",
+}
 _SCORED = {"energy_mj": "mJ", "watts": "W", "score": "objective"}
 """The headings of columns that there are only where the objective is not time."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Standing:
-    """The outcome of a sweep as a whole.
-
-    Attributes:
-        best: the winner; None where there is none.
-        tie: the configs that the noise cannot tell from the winner, without it.
-        default: the config that equals the function's own defaults; None where there is none.
-        default_ms: the time that speed-ups are relative to, in milliseconds; None where it is not known.
-        default_label: a name for the defaults.
-        final: the trials of the configs that were timed in turn in the end; empty where that is not known.
-        why: why the winner won, where that was not for its time alone.
-    """
-
-    best: Config | None = None
-    tie: tuple[Config, ...] = ()
-    default: Config | None = None
-    default_ms: float | None = None
-    default_label: str = "the function's own defaults"
-    final: Sequence[Trial] = ()
-    why: str = ""
-
-    def speedup(self, trial: Trial) -> float | None:
-        """Returns the time of the defaults divided by a trial's; None unless they were timed side by side."""
-        is_alike = trial.outcome is Outcome.OK and (not self.final or self.is_finalist(trial))
-        return self.default_ms / trial.time_ms if is_alike and trial.time_ms and self.default_ms else None
-
-    def is_finalist(self, trial: Trial) -> bool:
-        """Whether a trial's times are those of the final, where its config or one with its program was in it."""
-        return trial.samples_ms in self._final_samples
-
-    @functools.cached_property
-    def _final_samples(self) -> frozenset[tuple[float, ...]]:
-        return frozenset(trial.samples_ms for trial in self.final)
-
-    def is_best(self, trial: Trial) -> bool:
-        """Whether a trial is the winner's."""
-        return equal(trial.config, self.best)
-
-    def is_tie(self, trial: Trial) -> bool:
-        """Whether the noise cannot tell a trial's config from the winner."""
-        return any(equal(trial.config, config) for config in self.tie)
-
-    def is_default(self, trial: Trial) -> bool:
-        """Whether a trial is that of the function's own defaults."""
-        return equal(trial.config, self.default)
-
-
-_NO_STANDING = Standing()
-
-
 def table(
+    result: PlainResult,
     trials: Sequence[Trial],
     *,
-    standing: Standing = _NO_STANDING,
     width: int | None = None,
     flops: float | None = None,
     moved_bytes: float | None = None,
-    figures: Figures | None = None,
 ) -> str:
-    """Returns trials as a table, the fastest first, with notes below it.
+    """Returns trials of a result as a table, with notes below it.
 
     The notes say why the winner won, and why configs failed; one note covers all configs with the same reason.
 
     Args:
-        trials: the trials.
-        standing: the winner, which gets a star, its ties and the defaults.
+        result: the result, whose winner gets a star.
+        trials: its trials, in the order of the rows.
         width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
         flops: floating-point operations of one call, for a column of TFLOP/s.
         moved_bytes: bytes that one call must move, for a column of GB/s.
-        figures: the columns of numbers; None for the times and rates of a sweep, whose trials are sorted by time.
     """
-    width = columns_for(width)
-    ordered = list(trials) if figures is not None else by_time(trials, standing)
-    figures = _figures(ordered, standing, flops, moved_bytes) if figures is None else figures
-    alike = _alike(ordered)
-    lines = _grid(ordered, standing, figures, alike, width)
-    notes = [_wrapped(note, "  ", width) for note in map(printable, explain(ordered, standing))]
-    notes += [_wrapped(note, "    ", width) for note in itertools.starmap(_note, enumerate(alike, 1))]
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+    marks = ["*" if result.is_best(trial) else "=" if result.is_tie(trial) else "" for trial in trials]
+    figures = _figures(trials, result, flops, moved_bytes)
+    return _with_notes(trials, marks, figures, columns_for(width), explain(trials, result))
+
+
+def _with_notes(
+    trials: Sequence[Trial], marks: Sequence[str], figures: Figures, width: int, notes: Iterable[str] = ()
+) -> str:
+    """Returns a table of trials with some notes, and with the reasons of failures, below it."""
+    alike = _alike(trials)
+    below = [_wrapped(note, "  ", width) for note in map(printable, notes)]
+    below += [_wrapped(note, "    ", width) for note in itertools.starmap(_note, enumerate(alike, 1))]
+    return "\n".join([*_grid(trials, marks, figures, alike, width), *([""] if below else []), *below])
 
 
 def columns_for(width: int | None) -> int:
@@ -143,16 +99,16 @@ def columns_for(width: int | None) -> int:
         raise TypeError(f"width is {shown(width)}: give a whole number of columns, or None for the terminal") from None
 
 
-def by_time(trials: Iterable[Trial], standing: Standing) -> list[Trial]:
+def by_time(result: PlainResult) -> list[Trial]:
     """Returns the winner, the other finalists by their figures, the rest by theirs, and those without, by outcome."""
     outcomes = list(Outcome)
 
     def rank(trial: Trial) -> tuple[bool, bool, bool, float, int]:
         figure = shown_ms(trial) if trial.score is None else trial.score
-        is_other, place = not standing.is_finalist(trial), outcomes.index(trial.outcome) if figure is None else 0
-        return (not standing.is_best(trial), figure is None, is_other, figure or 0.0, place)
+        is_other, place = not result.is_finalist(trial), outcomes.index(trial.outcome) if figure is None else 0
+        return (not result.is_best(trial), figure is None, is_other, figure or 0.0, place)
 
-    return sorted(trials, key=rank)
+    return sorted(result.trials, key=rank)
 
 
 def shown_ms(trial: Trial) -> float | None:
@@ -160,12 +116,12 @@ def shown_ms(trial: Trial) -> float | None:
     return trial.merit if trial.outcome is Outcome.SLOW else trial.time_ms
 
 
-def _figures(trials: Sequence[Trial], standing: Standing, flops: float | None, moved_bytes: float | None) -> Figures:
+def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, moved_bytes: float | None) -> Figures:
     """Returns the table's columns of numbers, by their headings; device memory has one where it differs."""
     figures = {"ms": [_time_text(trial) for trial in trials]}
     figures |= {_SCORED[name]: [_number(getattr(trial, name)) for trial in trials] for name in scored_by(trials)}
-    if standing.default_ms is not None or standing.default is not None:
-        figures["speed-up"] = [_speedup_text(trial, standing) for trial in trials]
+    if result.default_time_ms is not None or result.default_config is not None:
+        figures["speed-up"] = [_speedup_text(trial, result) for trial in trials]
     if any(trial.compile_s is not None for trial in trials):
         figures[_COMPILE_HEADING] = [_number(trial.compile_s, form=".2f") for trial in trials]
     if len({trial.device_memory_bytes for trial in trials} - {None}) > 1:
@@ -183,9 +139,9 @@ def _time_text(trial: Trial) -> str:
     return "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}"
 
 
-def _speedup_text(trial: Trial, standing: Standing) -> str:
-    speedup = standing.speedup(trial)
-    return "defaults" if standing.is_default(trial) else "" if speedup is None else ratio_text(speedup)
+def _speedup_text(trial: Trial, result: PlainResult) -> str:
+    speedup = result.speedup_of(trial)
+    return "defaults" if result.is_default(trial) else "" if speedup is None else ratio_text(speedup)
 
 
 def _number(value: float | None, unit: float = 1, form: str = ".4g") -> str:
@@ -227,7 +183,7 @@ def _ending(trial: Trial) -> str:
 
 
 def _grid(
-    trials: Sequence[Trial], standing: Standing, figures: Figures, alike: Sequence[Sequence[Trial]], width: int
+    trials: Sequence[Trial], marks: Sequence[str], figures: Figures, alike: Sequence[Sequence[Trial]], width: int
 ) -> list[str]:
     """Returns the lines of the table itself: tunables of one value above it, and a column for each other one.
 
@@ -239,7 +195,6 @@ def _grid(
     same = [name for name in names if len(trials) > 1 and len(set(values[name])) == 1]
     above = [_wrapped(f"all: {' '.join(f'{printable(name)}={values[name][0]}' for name in same)}", "  ", width)]
     varied = [[printable(name), *values[name]] for name in names if name not in same]
-    marks = ["*" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "" for trial in trials]
     outcomes = ["outcome", *(f"{trial.outcome.value}{notes.get(id(trial), '')}" for trial in trials)]
     sizes = {heading: _width(cells) for heading, cells in figures.items()}
     for per_row, dropped, is_broken in itertools.product(
@@ -280,14 +235,9 @@ def _lines(cells: Sequence[str], widths: Sequence[int], figures: int) -> list[st
         [part for line in cell.split("\n") for part in textwrap.wrap(line, max(width, 1)) or [""]]
         for cell, width in zip(cells, widths, strict=True)
     ]
-    lines = []
-    for at in itertools.zip_longest(*parts, fillvalue=""):
-        padded = [
-            cell.rjust(width) if index >= len(cells) - figures else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(at, widths, strict=True))
-        ]
-        lines.append(_GAP.join(padded).rstrip())
-    return lines
+    sides = "<" * (len(cells) - figures) + ">" * figures
+    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
+    return [_GAP.join(map(format, line, forms)).rstrip() for line in itertools.zip_longest(*parts, fillvalue="")]
 
 
 def _wrapped(note: str, indent: str, width: int) -> str:
@@ -330,30 +280,30 @@ def _place(trial: Trial) -> str:
     return f" ({os.path.basename(found[1])}:{found[2]})" if found else ""
 
 
-def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
+def explain(trials: Sequence[Trial], result: PlainResult) -> list[str]:
     """Returns sentences for below a table: why the winner won, and how the defaults did.
 
     Args:
-        trials: the trials.
-        standing: their standing.
+        trials: the trials of the table.
+        result: their result.
     """
     notes = []
-    best = next(filter(standing.is_best, trials), None)
-    if best is not None and (why := why_best(trials, standing)):
+    best = next(filter(result.is_best, trials), None)
+    if best is not None and (why := why_best(trials, result)):
         notes.append(f"* {format_config(best.config)} {why}")
-    default = next(filter(standing.is_default, trials), None)
+    default = next(filter(result.is_default, trials), None)
     if default is not None and default.outcome.is_failure:
-        notes.append(f"{standing.default_label} ended as {default.outcome.value}, so there is no speed-up")
-    elif default is None and standing.default is not None and equal(standing.default, standing.best):
-        own = f"{standing.default_label} ({format_config(standing.default)})"
+        notes.append(f"{result.default_label} ended as {default.outcome.value}, so there is no speed-up")
+    elif default is None and result.default_config is not None and equal(result.default_config, result.best_config):
+        own = f"{result.default_label} ({format_config(result.default_config)})"
         notes.append(f"{own} beat every config: calls run with them")
-    elif default is None and standing.default_ms is not None:
-        notes.append(f"speed-up: against {standing.default_label}: {standing.default_ms:.4g} ms")
-    timed = next(filter(standing.is_default, standing.final), None)
-    if timed is not None and best is not None and not standing.is_default(best):
+    elif default is None and result.default_time_ms is not None:
+        notes.append(f"speed-up: against {result.default_label}: {result.default_time_ms:.4g} ms")
+    timed = next(filter(result.is_default, result.finalists), None)
+    if timed is not None and best is not None and not result.is_default(best):
         if len(timed.samples_ms) < len(best.samples_ms):
             rounds = f"{len(timed.samples_ms)} of the {len(best.samples_ms)} rounds of the final"
-            notes.append(f"{standing.default_label} are far behind, so that they took part in {rounds}")
+            notes.append(f"{result.default_label} are far behind, so that they took part in {rounds}")
         if interval := finals.speedup_interval(best.samples_ms, timed.samples_ms):
             notes.append(f"speed-up of *: {interval_text(interval)}, as far as the noise of the final tells")
     if any(trial.outcome is Outcome.SLOW and trial.merit is not None for trial in trials):
@@ -361,18 +311,18 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
     return notes
 
 
-def why_best(trials: Sequence[Trial], standing: Standing) -> str:
+def why_best(trials: Sequence[Trial], result: PlainResult) -> str:
     """Returns the reason why the winner won, as the rest of a sentence about it; empty where it has no trial."""
-    best = next(filter(standing.is_best, trials), None)
+    best = next(filter(result.is_best, trials), None)
     if best is None or best.time_ms is None:
         return ""
-    if standing.why:
-        return standing.why
+    if why := _WHY.get(result.by):
+        return why
     timed = sorted(
         (trial.figure, index)
         for index, trial in enumerate(trials)
-        if trial.outcome is Outcome.OK and trial.figure is not None and not standing.is_best(trial)
-        if standing.is_finalist(trial) or not standing.final
+        if trial.outcome is Outcome.OK and trial.figure is not None and not result.is_best(trial)
+        if result.is_finalist(trial) or not result.finalists
     )
     if not timed:
         return "is the only config that was measured to the end"
@@ -380,12 +330,12 @@ def why_best(trials: Sequence[Trial], standing: Standing) -> str:
     other = format_config(trials[index].config)
     if best.score is not None:
         what = "energy" if best.score == best.energy_mj else "objective"
-        alike = f"ties with {_named(standing.tie)} (=) in its {what}" if standing.tie else f"has the lowest {what}"
+        alike = f"ties with {_named(result.tie)} (=) in its {what}" if result.tie else f"has the lowest {what}"
         return f"{alike}: {best.score:.4g}, where {other} has {following:.4g}"
     is_fastest = best.time_ms <= following
-    if standing.tie:
-        level = f"is as fast as {_named(standing.tie)} (=) as far as the noise tells"
-        if standing.is_default(best):
+    if result.tie:
+        level = f"is as fast as {_named(result.tie)} (=) as far as the noise tells"
+        if result.is_default(best):
             return f"{level}; among equals the function's own defaults win"
         return f"{level}, and has the lowest time" if is_fastest else f"{level}; among equals the first config wins"
     if is_fastest:
@@ -405,14 +355,14 @@ def _named(configs: Sequence[Config]) -> str:
 Row: TypeAlias = dict[str, Any]
 
 
-def to_dicts(trials: Sequence[Trial], standing: Standing) -> list[Row]:
+def to_dicts(result: PlainResult) -> list[Row]:
     """Returns a flat dict for each trial; all have the same keys, those of energy and scores only where some has them.
 
     Args:
-        trials: the trials.
-        standing: their standing.
+        result: the result with the trials.
     """
-    parts = [_fields(trial, standing) for trial in trials]
+    trials = result.trials
+    parts = [_fields(trial, result) for trial in trials]
     for name in scored_by(trials):
         parts = [part | {name: getattr(trial, name)} for part, trial in zip(parts, trials, strict=True)]
     own = parts[0].keys() if parts else frozenset()
@@ -425,23 +375,21 @@ def to_dicts(trials: Sequence[Trial], standing: Standing) -> list[Row]:
     ]
 
 
-def _fields(trial: Trial, standing: Standing) -> Row:
-    def own(*names: str) -> Row:
-        return {name: getattr(trial, name) for name in names}
+def _fields(trial: Trial, result: PlainResult) -> Row:
+    data = trial.to_json() | {"device_memory_bytes": trial.device_memory_bytes}
 
-    roles = ("speedup", "is_finalist", "is_best", "is_tie", "is_default")
+    def own(*names: str) -> Row:
+        return {name: data[name] for name in names}
+
+    roles = ("is_finalist", "is_best", "is_tie", "is_default")
     return {
-        "outcome": trial.outcome.value,
-        "phase": None if trial.phase is None else trial.phase.value,
-        "time_ms": trial.time_ms,
-        **{name: getattr(standing, name)(trial) for name in roles},
-        "samples_ms": list(trial.samples_ms),
-        **own("own_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes"),
+        **own("outcome", "phase", "time_ms"),
+        "speedup": result.speedup_of(trial),
+        **{name: getattr(result, name)(trial) for name in roles},
+        **own("samples_ms", "own_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes"),
         "flops": (trial.figures or NO_FIGURES).flops,
         "moved_bytes": (trial.figures or NO_FIGURES).moved_bytes,
-        **own("device", "clock"),
-        "route": None if trial.route is None else trial.route.value,
-        **own("ended_s", "message", "log_tail"),
+        **own("device", "clock", "route", "ended_s", "message", "log_tail"),
     }
 
 
@@ -539,7 +487,7 @@ class CompileReport:
         Args:
             width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
         """
-        columns, same = self._columns(), []
+        trials, columns, same = self._briefly(), self._columns(), []
         notes = [_HONESTLY] if _CYCLES in columns else []
         for heading, cells in [*columns.items()]:
             known = [cell for cell in cells if cell]
@@ -547,7 +495,7 @@ class CompileReport:
                 same.append(f"{heading} {known[0]}")
                 del columns[heading]
         above = [f"all that compile: {', '.join(same)}"] if same else []
-        text = "\n".join([*above, table(self._briefly(), width=width, figures=columns), *notes])
+        text = "\n".join([*above, _with_notes(trials, [""] * len(trials), columns, columns_for(width)), *notes])
         if self.known:
             text += f"\n{self.known} of {len(self.trials)} known from earlier checks or sweeps, and not compiled again"
         return text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import functools
+import html
 import io
 import json
 import math
@@ -13,51 +14,24 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import Any, Self
 
+from quarantune.cache.entries import CacheKey
+from quarantune.devices import discovery
 from quarantune.functions.binding import Arguments, bind_config, function_inside, jitted_with
-from quarantune.results import report, saved_files
-from quarantune.results.report import Row, Standing
+from quarantune.metrics import KernelMetrics, from_counts
+from quarantune.results import html_report, report, saved_files
+from quarantune.results.from_cache import cached_result
+from quarantune.results.report import Row
+from quarantune.results.report_data import PlainResult, ResultData
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
-from quarantune.values.codec import (
-    IN_MEMORY,
-    DamageError,
-    JsonObject,
-    Record,
-    as_json,
-    decode_json,
-    frozen,
-    originals,
-    restore,
-)
+from quarantune.transport import pickling
+from quarantune.transport.executable import from_pickle
+from quarantune.values import describe, settings
+from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, as_json, decode_json, originals, restore
 from quarantune.values.configs import Config, format_config
 from quarantune.values.texts import printable
-from quarantune.values.trial import (
-    SCORES,
-    Counts,
-    Findings,
-    Interval,
-    Millijoules,
-    Milliseconds,
-    Outcome,
-    Score,
-    Searched,
-    Trial,
-    count_outcomes,
-    ratio_text,
-)
-
-if TYPE_CHECKING:
-    from quarantune.metrics import KernelMetrics
-
-_WHY = {
-    "total": "has the least total time over the calls below",
-    "worst": "is the one that is never far behind the best for each of the calls below",
-}
-_SHARED = ("time_ms", "default_time_ms", "speedup_interval", "created", "commit", *SCORES)
-"""What a result has of the findings under the same name."""
-FromCache: TypeAlias = bool | Literal["nearest", "default"]
-_Config: TypeAlias = Annotated[Config, frozen]
+from quarantune.values.trial import SCORES, Outcome, Trial, count_outcomes
 
 
 def _refuse(folder: Path, *_: object, **__: object) -> None:
@@ -67,29 +41,8 @@ def _refuse(folder: Path, *_: object, **__: object) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class CallShare(Record):
-    """One of several calls that share a config.
-
-    Attributes:
-        call: its arguments as text.
-        weight: how much it counts.
-        time_ms: the time of the config in this call, in milliseconds.
-        best_ms: that of the best config for this call alone.
-    """
-
-    call: str
-    weight: float
-    time_ms: Milliseconds
-    best_ms: Milliseconds
-
-    def __str__(self) -> str:
-        times = f"{self.time_ms:.4g} ms, {ratio_text(self.time_ms / self.best_ms)} of its own best"
-        return f"{printable(self.call)}: {times}, weight {self.weight:g}"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class TuningResult(Record):
+class TuningResult(PlainResult):
     """The result of tuning one problem.
 
     Attributes:
@@ -130,49 +83,10 @@ class TuningResult(Record):
         structs: the call with a `jax.ShapeDtypeStruct` for each array; None for a result that was loaded.
     """
 
-    # In the order of the file of a saved result.
-    name: str = ""
-    best_config: _Config
-    time_ms: Milliseconds = math.nan
-    default_config: _Config | None = None
-    default_time_ms: Milliseconds | None = None
-    speedup_interval: Interval | None = None
-    noise: float | None = None
-    finalists: tuple[Trial, ...] = ()
-    counts: Counts = dataclasses.field(default_factory=dict)
-    created: str = ""
-    commit: str = ""
-    device: str
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    stopped: str = ""
-    seen: int | None = None
-    space_size: int | None = None
-    tie: tuple[_Config, ...] = ()
-    key: str
-    from_cache: FromCache = False
-    trials: tuple[Trial, ...]
-    score: Score | None = None
-    default_score: Score | None = None
-    energy_mj: Millijoules | None = None
-    calls: tuple[CallShare, ...] = ()
-    by: str = ""
     fn: Callable[..., Any] = dataclasses.field(default=_refuse, compare=False, metadata=IN_MEMORY)
     executable: bytes | None = dataclasses.field(default=None, compare=False, metadata=IN_MEMORY)
     call: Arguments = dataclasses.field(default=((), {}), compare=False, metadata=IN_MEMORY)
     structs: Arguments | None = dataclasses.field(default=None, compare=False, metadata=IN_MEMORY)
-
-    @classmethod
-    def of(cls, findings: Findings, **fields: Any) -> Self:
-        """Returns a result with the findings of a sweep, and with further fields."""
-        searched = {name: getattr(findings.search, name) for name in ("stopped", "seen", "space_size")}
-        shared = {name: getattr(findings, name) for name in _SHARED}
-        return cls(counts=dict(findings.trials), **searched, **shared, **fields)
-
-    @property
-    def findings(self) -> Findings:
-        """The findings of the sweep."""
-        searched = Searched(self.stopped, self.seen, self.space_size)
-        return Findings(trials=self.counts, search=searched, **{name: getattr(self, name) for name in _SHARED})
 
     @property
     def speedup(self) -> float | None:
@@ -189,18 +103,6 @@ class TuningResult(Record):
         """The number of configs that ended in each outcome other than `ok`."""
         counts = count_outcomes(self.trials) or self.counts
         return {outcome: count for outcome, count in counts.items() if outcome != "ok"}
-
-    @property
-    def standing(self) -> Standing:
-        """The winner, its ties and the defaults."""
-        return Standing(
-            best=self.best_config,
-            tie=self.tie,
-            default=self.default_config,
-            default_ms=self.default_time_ms,
-            final=self.finalists,
-            why=_WHY.get(self.by, ""),
-        )
 
     def lowered_text(self) -> str:
         """Returns the text of the winner's compiled program for the call that was tuned, compiled in this process.
@@ -236,40 +138,21 @@ class TuningResult(Record):
             columns = report.columns_for(width)
             lines = [f"* {_winner(self)}", _sweep(self), "the cache keeps the winner; tune() tries the configs again"]
             return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ") for line in lines)
-        text = report.table(self.trials, standing=self.standing, width=width, flops=flops, moved_bytes=bytes)
+        text = report.table(self, report.by_time(self), width=width, flops=flops, moved_bytes=bytes)
         return "\n".join([text, *(f"  {call}" for call in self.calls)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {_winner(self)}\n  {_sweep(self)}"
 
     def _repr_html_(self) -> str:
-        import html  # needed here only, and no part of the import of this package
-
-        trials = report.by_time(self.trials, self.standing)
+        trials = report.by_time(self._shown)
         parts = [repr(self)]
         if trials:
-            parts.append(report.table(trials[:_MOST_ROWS], standing=self.standing, width=120))
+            parts.append(report.table(self._shown, trials[:_MOST_ROWS], width=120))
         if len(trials) > _MOST_ROWS:
             parts.append(f"and {len(trials) - _MOST_ROWS:,} more: see table()")
         text = html.escape("\n\n".join(parts))
         return f'<pre style="margin:0">{text}</pre>'
-
-    def pareto(self) -> tuple[Trial, ...]:
-        """Returns the configs that no other beats in time and device memory, the fastest first.
-
-        Each further one is slower and takes less memory. One that was stopped early counts with the time that it had by
-        then. Configs whose device memory is not known are left out; a result from the cache has no trials.
-        """
-        sized = [
-            (trial.time_ms, size, trial)
-            for trial in self.trials
-            if trial.time_ms is not None and (size := trial.device_memory_bytes) is not None
-        ]
-        kept, least = list[Trial](), math.inf
-        for _, size, trial in sorted(sized, key=lambda it: it[:2]):
-            if size < least:
-                kept, least = [*kept, trial], size
-        return tuple(kept)
 
     def to_dicts(self) -> list[Row]:
         """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
@@ -278,11 +161,13 @@ class TuningResult(Record):
         tunable with the name of such a column is under `config.<name>`. Of a result from the cache, which has no
         trials, there is the winner alone.
         """
-        known = None if math.isnan(self.time_ms) else self.time_ms
-        config = self.standing.best or self.best_config
-        winner = Trial(config=config, outcome=Outcome.OK, time_ms=known, device=self.device)
-        winner = dataclasses.replace(winner, score=self.score, energy_mj=self.energy_mj)
-        return report.to_dicts(self.trials or [winner], self.standing)
+        shown = self._shown
+        if not shown.trials:
+            known = None if math.isnan(self.time_ms) else self.time_ms
+            winner = Trial(config=shown.best_config, outcome=Outcome.OK, time_ms=known, device=self.device)
+            winner = dataclasses.replace(winner, score=self.score, energy_mj=self.energy_mj)
+            shown = dataclasses.replace(shown, trials=(winner,))
+        return report.to_dicts(shown)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the rows of `to_dicts` as CSV in UTF-8, with a header; values that are no scalars are JSON.
@@ -296,8 +181,7 @@ class TuningResult(Record):
         rows, text = self.to_dicts(), io.StringIO(newline="")
         writer = csv.DictWriter(text, list(rows[0]))
         writer.writeheader()
-        for row in rows:
-            writer.writerow({name: _cell(value) for name, value in row.items()})
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
         saved_files.write(path, text.getvalue().encode("utf-8", "backslashreplace"))
 
     def to_dataframe(self) -> Any:
@@ -324,9 +208,7 @@ class TuningResult(Record):
             bytes: bytes that one call must move.
             dtype: the dtype that it computes in, which decides the device's peak; None gives no share of the peak.
         """
-        from quarantune import metrics
-
-        return metrics.from_counts(self.time_ms, flops=flops, bytes=bytes, dtype=dtype, device=self.device)
+        return from_counts(self.time_ms, flops=flops, bytes=bytes, dtype=dtype, device=self.device)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the result as one self-contained HTML page: the winner, all trials and charts of them.
@@ -339,30 +221,38 @@ class TuningResult(Record):
         Raises:
             OSError: the file cannot be written; an earlier one is as it was.
         """
-        from quarantune.results import html_report
-
         html_report.write(path, [self._report_data()])
 
-    def with_trials(self) -> TuningResult:
+    def with_trials(self) -> Self:
         """Returns the same; of a result from the cache, with the trials of its journal, if that is there."""
-        return self if self.trials else self._report_data().result
+        found = self._cached()
+        return self if found is None else dataclasses.replace(self, **vars(found.result))
+
+    def _cached(self) -> ResultData | None:
+        """Returns the data that the cache holds of a result from it; None if there are none, or it has its trials."""
+        if self.from_cache is not True or self.trials or not self.name:
+            return None
+        return cached_result(settings.current().cache_dir, CacheKey(self.name, self.key, self.device))
+
+    @property
+    def _shown(self) -> PlainResult:
+        """The result as tables and reports show it."""
+        return self._as_shown(self)
+
+    def _as_shown(self, result: PlainResult) -> PlainResult:
+        """Returns this result, or the cache's data of it, in the form of tables."""
+        return result
 
     def _report_data(self) -> ResultData:
-        from quarantune.cache.entries import CacheKey
-        from quarantune.results.html_report import cached_result
-        from quarantune.values import settings
-
-        if self.from_cache is True and not self.trials and self.name:
-            found = cached_result(settings.current().cache_dir, CacheKey(self.name, self.key, self.device))
-            if found is not None:
-                return found
+        if (found := self._cached()) is not None:
+            return dataclasses.replace(found, result=self._as_shown(found.result))
         note = {
             True: "The result is from the cache, which holds no trials.",
             "nearest": "The config of a near call stands in for this one, which was never tuned.",
             "default": "The call was never tuned: the function's own defaults stand in.",
             False: "",
         }[self.from_cache]
-        return ResultData(self, _key_values(self.key), "; ".join(filter(None, (note, *map(str, self.calls)))))
+        return ResultData(self._shown, _key_values(self.key), "; ".join(filter(None, (note, *map(str, self.calls)))))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
@@ -376,8 +266,6 @@ class TuningResult(Record):
                 another program.
             OSError: the directory cannot be written to.
         """
-        from quarantune.transport import pickling
-
         folder = Path(directory)
         if isinstance(self.fn, functools.partial) and self.fn.func is _refuse:
             raise SavedResultError(
@@ -425,11 +313,7 @@ class TuningResult(Record):
         return loaded._with_function(contents) if trusted else loaded
 
     def _with_function(self, contents: dict[str, bytes]) -> TuningResult:
-        from quarantune.devices import discovery
-        from quarantune.results.compiled_winner import Winner
-        from quarantune.transport import pickling
-        from quarantune.transport.executable import from_pickle as load
-        from quarantune.values import describe
+        from quarantune.results.compiled_winner import Winner  # and with it jax.extend
 
         plain, call, *rest = pickling.loads(contents[FUNCTION])  # results of earlier versions hold no config values
         values = rest[0] if rest else {}
@@ -446,7 +330,7 @@ class TuningResult(Record):
             reason = f"was compiled for {self.device} under {self.versions}, and this is {here} under {now}"
             if (here, now) == (self.device, self.versions):
                 try:
-                    fn, reason = Winner(plain, best, load(executable), call, self.key), ""
+                    fn, reason = Winner(plain, best, from_pickle(executable), call, self.key), ""
                 except Exception as error:
                     reason = f"cannot be loaded: {error!r:.500}"
             if reason:
@@ -467,23 +351,6 @@ class TuningResult(Record):
 
 def _cell(value: object) -> object:
     return json.dumps(value) if isinstance(value, (Mapping, list, tuple, bool)) else value
-
-
-@dataclasses.dataclass(frozen=True)
-class ResultData:
-    """The result of tuning one problem, as a report takes it.
-
-    Attributes:
-        result: the result, whose trials have the times of the final where they took part in it.
-        key_values: the description of the call, as an entry of the cache holds it.
-        note: a sentence on the origin of the data; may be empty.
-        when: `before` or `after`, where two are compared; else empty.
-    """
-
-    result: TuningResult
-    key_values: Any
-    note: str = ""
-    when: str = ""
 
 
 def _key_values(key: str) -> Any:
@@ -574,8 +441,8 @@ class ContextualResult(TuningResult):
         parts, width = [], report.columns_for(width)
         for name, choice in zip(self.labels, self.kernels, strict=True):
             if choice.trials:
-                standing = dataclasses.replace(self.standing, best=choice.config, tie=choice.tie)
-                table = report.table(choice.trials, standing=standing, width=width, flops=flops, moved_bytes=bytes)
+                of = dataclasses.replace(self._shown, best_config=choice.config, tie=choice.tie, trials=choice.trials)
+                table = report.table(of, report.by_time(of), width=width, flops=flops, moved_bytes=bytes)
                 parts.append(f"{name}\n{table}")
             else:
                 parts.append(f"{name}: {format_config(choice.config)}")
@@ -592,24 +459,17 @@ class ContextualResult(TuningResult):
         """The choices for all kernels as one config, as trials have it."""
         return {name: format_config(it.config) for name, it in zip(self.labels, self.kernels, strict=True)}
 
-    @property
-    def standing(self) -> Standing:
-        """The choices for all kernels, which the function with every kernel's first config is compared with."""
-        label = "the whole function with every kernel's first config"
-        return Standing(best=self._together, default_ms=self.baseline_ms, default_label=label)
-
-    def _report_data(self) -> ResultData:
-        """Returns the data of the report: kernels are tunables, and the defaults are their first configs."""
-        data = super()._report_data()
-        result = dataclasses.replace(
-            data.result,
+    def _as_shown(self, result: PlainResult) -> PlainResult:
+        """Returns the result of the whole function: its kernels are tunables, whose first configs are the defaults."""
+        return dataclasses.replace(
+            result,
             best_config=self._together,
             default_config=None,
             default_time_ms=self.baseline_ms,
+            default_label="the whole function with every kernel's first config",
             speedup_interval=None,
             finalists=(),
         )
-        return dataclasses.replace(data, result=result)
 
     @property
     def labels(self) -> list[str]:

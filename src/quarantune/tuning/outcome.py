@@ -15,7 +15,8 @@ from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import Arguments, bind_config
 from quarantune.functions.description import as_structs, is_array
 from quarantune.host.process import commit_of
-from quarantune.results.result import FromCache, TuningResult
+from quarantune.results.report_data import FromCache
+from quarantune.results.result import TuningResult
 from quarantune.values import describe
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given

@@ -1,0 +1,157 @@
+"""Results as data alone, for tables and reports."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from quarantune.values.codec import IN_MEMORY, Record, equal, frozen
+from quarantune.values.configs import Config
+from quarantune.values.texts import printable
+from quarantune.values.trial import (
+    SCORES,
+    Counts,
+    Findings,
+    Interval,
+    Millijoules,
+    Milliseconds,
+    Outcome,
+    Score,
+    Searched,
+    Trial,
+    ratio_text,
+)
+
+_SHARED = ("time_ms", "default_time_ms", "speedup_interval", "created", "commit", *SCORES)
+"""What a result has of the findings under the same name."""
+FromCache: TypeAlias = bool | Literal["nearest", "default"]
+_Config: TypeAlias = Annotated[Config, frozen]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallShare(Record):
+    """One of several calls that share a config.
+
+    Attributes:
+        call: its arguments as text.
+        weight: how much it counts.
+        time_ms: the time of the config in this call, in milliseconds.
+        best_ms: that of the best config for this call alone.
+    """
+
+    call: str
+    weight: float
+    time_ms: Milliseconds
+    best_ms: Milliseconds
+
+    def __str__(self) -> str:
+        times = f"{self.time_ms:.4g} ms, {ratio_text(self.time_ms / self.best_ms)} of its own best"
+        return f"{printable(self.call)}: {times}, weight {self.weight:g}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class PlainResult(Record):
+    """The result of tuning one problem as data alone, without the function and its program.
+
+    `TuningResult` documents the fields.
+
+    Attributes:
+        default_label: a name for the defaults in tables.
+    """
+
+    # In the order of the file of a saved result.
+    name: str = ""
+    best_config: _Config
+    time_ms: Milliseconds = math.nan
+    default_config: _Config | None = None
+    default_time_ms: Milliseconds | None = None
+    speedup_interval: Interval | None = None
+    noise: float | None = None
+    finalists: tuple[Trial, ...] = ()
+    counts: Counts = dataclasses.field(default_factory=dict)
+    created: str = ""
+    commit: str = ""
+    device: str
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    stopped: str = ""
+    seen: int | None = None
+    space_size: int | None = None
+    tie: tuple[_Config, ...] = ()
+    key: str
+    from_cache: FromCache = False
+    trials: tuple[Trial, ...]
+    score: Score | None = None
+    default_score: Score | None = None
+    energy_mj: Millijoules | None = None
+    calls: tuple[CallShare, ...] = ()
+    by: str = ""
+    default_label: str = dataclasses.field(default="the function's own defaults", metadata=IN_MEMORY)
+
+    @classmethod
+    def of(cls, findings: Findings, **fields: Any) -> Self:
+        """Returns a result with the findings of a sweep, and with further fields."""
+        searched = {name: getattr(findings.search, name) for name in ("stopped", "seen", "space_size")}
+        shared = {name: getattr(findings, name) for name in _SHARED}
+        return cls(counts=dict(findings.trials), **searched, **shared, **fields)
+
+    @property
+    def findings(self) -> Findings:
+        """The findings of the sweep."""
+        searched = Searched(self.stopped, self.seen, self.space_size)
+        return Findings(trials=self.counts, search=searched, **{name: getattr(self, name) for name in _SHARED})
+
+    def speedup_of(self, trial: Trial) -> float | None:
+        """Returns the time of the defaults divided by a trial's; None unless they were timed side by side."""
+        is_alike = trial.outcome is Outcome.OK and (not self.finalists or self.is_finalist(trial))
+        return self.default_time_ms / trial.time_ms if is_alike and trial.time_ms and self.default_time_ms else None
+
+    def is_finalist(self, trial: Trial) -> bool:
+        """Whether a trial's times are those of the final, where its config or one with its program was in it."""
+        return trial.samples_ms in [finalist.samples_ms for finalist in self.finalists]
+
+    def is_best(self, trial: Trial) -> bool:
+        """Whether a trial is the winner's."""
+        return equal(trial.config, self.best_config)
+
+    def is_tie(self, trial: Trial) -> bool:
+        """Whether the noise cannot tell a trial's config from the winner."""
+        return any(equal(trial.config, config) for config in self.tie)
+
+    def is_default(self, trial: Trial) -> bool:
+        """Whether a trial is that of the function's own defaults."""
+        return equal(trial.config, self.default_config)
+
+    def pareto(self) -> tuple[Trial, ...]:
+        """Returns the configs that no other beats in time and device memory, the fastest first.
+
+        Each further one is slower and takes less memory. One that was stopped early counts with the time that it had by
+        then. Configs whose device memory is not known are left out; a result from the cache has no trials.
+        """
+        sized = [
+            (trial.time_ms, size, trial)
+            for trial in self.trials
+            if trial.time_ms is not None and (size := trial.device_memory_bytes) is not None
+        ]
+        kept, least = list[Trial](), math.inf
+        for _, size, trial in sorted(sized, key=lambda it: it[:2]):
+            if size < least:
+                kept, least = [*kept, trial], size
+        return tuple(kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultData:
+    """The result of tuning one problem, as a report takes it.
+
+    Attributes:
+        result: the result, whose trials have the times of the final where they took part in it.
+        key_values: the description of the call, as an entry of the cache holds it.
+        note: a sentence on the origin of the data; may be empty.
+        when: `before` or `after`, where two are compared; else empty.
+    """
+
+    result: PlainResult
+    key_values: Any
+    note: str = ""
+    when: str = ""
