@@ -68,8 +68,7 @@ def test_the_isolation_follows_the_platform_and_its_holder(
 ) -> None:
     monkeypatch.setattr(jax_internals, "backends_initialized", lambda: is_held)
     fn: Callable[..., Any] = jax.jit(jnp.negative) if is_jitted else lambda x: -x
-    problem = Problem(name="f", fn=fn, args=(), kwargs={}, platform=platform, device_kind="any")
-    assert isolation_of(dataclasses.replace(current(), isolation=setting), problem) is Isolation(chosen)
+    assert isolation_of(dataclasses.replace(current(), isolation=setting), platform, fn) is Isolation(chosen)
 
 
 def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:

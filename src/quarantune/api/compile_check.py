@@ -16,7 +16,7 @@ from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import keyed_to_tune
 from quarantune.devices import targets
 from quarantune.devices.targets import Target
-from quarantune.engine.place import Here, place_of
+from quarantune.engine.place import ThisMachine, place_of
 from quarantune.functions.binding import Arguments, bind_config, describe_function, fitted
 from quarantune.functions.description import as_structs
 from quarantune.host.process import cache_name
@@ -225,7 +225,7 @@ def _compile_all(
         )
         swept = Swept()
         if left:
-            swept = (Here() if target is None else place_of(settings)).run(request, left)
+            swept = (ThisMachine() if target is None else place_of(settings)).run(request, left)
             progress.conclude_compiling()
     ordered = tuple(dataclasses.replace(ledger.trials[index], ended_s=None) for index in range(len(call.configs)))
     return ordered, swept.executables, described.id.key, len(known)

@@ -16,7 +16,7 @@ from quarantune.values.configs import Config
 from quarantune.values.settings import ContextualKeywords, Options, checked_options, unwrapped
 
 if TYPE_CHECKING:
-    from quarantune.tuning.contextual import ContextualFunction
+    from quarantune.tuning.contextual_job import ContextualFunction
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -103,7 +103,7 @@ class Contextual(TunedCallable[_P, _R]):
 
     @lazy
     def _tuner(self) -> Tuner:
-        from quarantune.tuning.contextual import ContextualFunction, ContextualJob
+        from quarantune.tuning.contextual_job import ContextualFunction, ContextualJob
 
         signature, static_names = self._signature, self._static_names
         function = ContextualFunction(
@@ -152,7 +152,7 @@ class Contextual(TunedCallable[_P, _R]):
 
     def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
-        from quarantune.tuning.contextual import chosen_in
+        from quarantune.tuning.contextual_job import chosen_in
 
         config = self._tuner.lookup(self._tuner.bind(args, kwargs))
         return None if config is None else chosen_in(config)

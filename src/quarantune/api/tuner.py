@@ -84,6 +84,10 @@ class Tuner:
         described, now = self._to_tune(call)
         now = self._anew_if_due(described, now)
         answer = self.ladder.settled(described, now, self.rungs.in_order(self.result)[1:])
+        if answer.config is None and not now.is_outside:
+            from quarantune.tuning.job import check_outside
+
+            check_outside(call)
         if answer.result is not None:
             return answer.result
         from quarantune.tuning.outcome import call_result  # a call that is found does not need it

@@ -12,7 +12,7 @@ from quarantune.values.configs import Config
 from quarantune.values.settings import Settings
 
 
-class Here:
+class ThisMachine:
     """This machine."""
 
     is_here = True
@@ -52,6 +52,6 @@ class OnEngine:
         return distributed.run(request, configs)
 
 
-def place_of(settings: Settings) -> Here | OnEngine:
+def place_of(settings: Settings) -> ThisMachine | OnEngine:
     """Returns where the sweeps of a call run."""
-    return Here() if settings.executor is None else OnEngine(settings.executor)
+    return ThisMachine() if settings.executor is None else OnEngine(settings.executor)

@@ -59,6 +59,10 @@ class Ledger:
         """Adds a listener, which hears of what follows."""
         self._listeners.append(listener)
 
+    def close(self) -> None:
+        """Dismisses the listeners: they belong to objects that hold the ledger, which would keep each other alive."""
+        self._listeners.clear()
+
     def recall(self, trials: Mapping[int, Trial]) -> None:
         """Enters trials of an earlier sweep, of which no listener hears."""
         self._trials.update(trials)

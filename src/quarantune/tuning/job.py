@@ -154,6 +154,7 @@ class TuningJob:
                 on_default=progress.note_default,
             )
             self._ledger.listen(shown)
+            stack.callback(self._ledger.close)
             stack.callback(self._records.report_unsaved)
             stack.push(self._keep_best)
             if (answer := self._take_claim(progress, stack)) is not None:

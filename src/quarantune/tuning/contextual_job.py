@@ -103,6 +103,7 @@ class ContextualJob(TuningJob):
                 f"that gives an executor"
             )
         with self._shown_progress() as progress, contextlib.ExitStack() as stack:
+            stack.callback(self._ledger.close)
             stack.callback(self._records.report_unsaved)
             # All sweeps run the same function on the same arguments, so one reference serves them.
             self._outputs: list[int] = []
