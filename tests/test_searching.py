@@ -21,14 +21,13 @@ from quarantune.resolve.call_key import space_of
 from quarantune.resolve.call_results import more_thorough
 from quarantune.resolve.similar import difference
 from quarantune.scheduler.loop import Scheduler
-from quarantune.search import Space
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values import settings as environment
 from quarantune.values.codec import text_of
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options
-from quarantune.values.space import expand
+from quarantune.values.space import Space, expand
 from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes

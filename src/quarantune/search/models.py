@@ -69,13 +69,6 @@ class Models:
         self._process = GaussianProcess(features.groups, features.ordered)
         self._adapted = -_ADAPT_AFTER
         self._rng = rng
-        # Of the forecast: the process at the candidates, and at other points after them; the logarithms of the known
-        # times in order, and the process's values for them; how much less than the others each candidate promises,
-        # because it may fail; and the densities, as from `log_densities`.
-        self._prediction: Prediction
-        self._scale: tuple[Floats, Floats]
-        self._rank: Floats
-        self._densities: tuple[Floats, Floats]
 
     def forecast(self, known: Codes, logs: Floats, candidates: Codes, pending: Codes) -> None:
         """Makes a forecast of some candidates.
@@ -91,11 +84,12 @@ class Models:
             points = self._features.points(known)
             self._scale = self._learn(points[works], logs[works], known=len(known))
             there = self._features.points(np.concatenate([candidates, pending]))
-            self._prediction = self._process.predict(there)
+            self._prediction = self._process.predict(there)  # at the candidates, and at the pending after them
             ordered = slice(self._features.ordered)
             succeeds = np.ones(len(there))
             if not works.all():
                 succeeds = _success(points[:, ordered], works, there[:, ordered])
+            # How much less than the others each candidate promises, because it may fail.
             self._rank = (2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0))[: len(candidates)]
             self.gain = self._gain(np.where(succeeds < _DOUBTFUL, 0, succeeds))
             for index in range(len(candidates), len(there)):
@@ -230,11 +224,6 @@ class GaussianProcess:
         self._prior: Floats = np.append(np.where(apart, _SCALE_APART, _SCALE), _NOISE)
         self._theta = self._prior
 
-    @property
-    def noise(self) -> float:
-        """The variance of the noise, as a share of the function's."""
-        return float(np.exp(self._theta[-1]))
-
     def learn(self, points: Floats, values: Floats, *, steps: int) -> None:
         """Takes the values at some points, after adapting the length scales to them.
 
@@ -247,8 +236,9 @@ class GaussianProcess:
             self._adapt(points, values, steps)
         self._stretch = np.exp(-self._theta[:-1])[self._groups]
         self._points = points * self._stretch
+        self._noise = float(np.exp(self._theta[-1]))  # as a share of the function's variance
         kernel = _matern(_squares(self._points, self._points))
-        kernel[np.diag_indices(len(points))] += self.noise + _JITTER
+        kernel[np.diag_indices(len(points))] += self._noise + _JITTER
         self._factor = linalg.cholesky(kernel, lower=True, check_finite=False)
         self._weights = linalg.cho_solve((self._factor, True), values, check_finite=False)
         self.variance = max(float(values @ self._weights) / len(values), 1e-6)
@@ -258,7 +248,7 @@ class GaussianProcess:
         stretched = points * self._stretch
         kernel = _matern(_squares(self._points, stretched))
         solved = linalg.solve_triangular(self._factor, kernel, lower=True, check_finite=False)
-        return Prediction(stretched, kernel.T @ self._weights, solved, self.noise)
+        return Prediction(stretched, kernel.T @ self._weights, solved, self._noise)
 
     def _adapt(self, points: Floats, values: Floats, steps: int) -> None:
         """Moves the length scales and the noise towards their most likely values."""
@@ -465,10 +455,9 @@ def _openblas_functions() -> list[tuple[Callable[[], int], Callable[[int], None]
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
             for prefix, suffix in itertools.product(("scipy_openblas", "openblas"), ("64_", "")):
-                names = [f"{prefix}_{verb}_num_threads{suffix}" for verb in ("get", "set")]
-                if all(hasattr(library, name) for name in names):
-                    get, put = (getattr(library, name) for name in names)
-                    get.argtypes, get.restype, put.argtypes, put.restype = [], ctypes.c_int, [ctypes.c_int], None
+                get = getattr(library, f"{prefix}_get_num_threads{suffix}", None)
+                put = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
+                if get and put:
                     found.append((get, put))
                     break
     return found

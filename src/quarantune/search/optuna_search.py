@@ -7,13 +7,13 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Iterable
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from quarantune.search import Strategy, log_time, shuffled
+from quarantune.search.drawing import RandomSearch
 from quarantune.search.fields import Fields, by_size
+from quarantune.search.strategy import log_time
 from quarantune.values.configs import Config
 from quarantune.values.settings import OPTUNA
 from quarantune.values.space import Space
@@ -28,7 +28,7 @@ _NEEDED = {"cmaes": "cmaes", "gp": "torch"}
 """Modules that Optuna imports only after some trials."""
 
 
-class OptunaSearch(Strategy):
+class OptunaSearch(RandomSearch):
     """Asks a sampler for configs; numbers are ordered by size, words are categories."""
 
     def __init__(self, sampler: str, space: Space, seed: int, starts: Iterable[Config] = ()) -> None:
@@ -44,9 +44,14 @@ class OptunaSearch(Strategy):
             ImportError: Optuna is not installed, or a module that the sampler needs.
             ValueError: it has no such sampler.
         """
-        self._optuna = _import()
+        try:
+            self._optuna: Any = importlib.import_module("optuna")
+        except ImportError as error:
+            raise ImportError(
+                f"search='{OPTUNA}...' needs Optuna, which is not installed: pip install 'quarantune[optuna]'"
+            ) from error
         made = _make_sampler(self._optuna, sampler, seed)
-        super().__init__(space, starts, shuffled(space, np.random.default_rng(seed)))
+        super().__init__(space, seed, starts)
         self._fields = Fields(space)
         kinds = self._optuna.distributions
         self._orders: dict[str, list[int]] = {}
@@ -81,13 +86,8 @@ class OptunaSearch(Strategy):
             self._finish(proposal, value)
         yield from super().pick(n)
 
-    def tell(self, config: Config, trial: Trial) -> None:
-        """Takes note of a trial, whoever asked for it."""
-        position = self.space.find(config)
-        known = position in self.trials
-        super().tell(config, trial)
-        if position is None or known:
-            return
+    def learn(self, position: int, trial: Trial) -> None:
+        """Tells the study of a trial, whoever asked for it."""
         value = self._value(trial)
         if (proposal := self._asked.pop(position, None)) is not None:
             self._finish(proposal, value)
@@ -110,22 +110,10 @@ class OptunaSearch(Strategy):
         return max((log for log in logs if log is not None), default=None)
 
     def _finish(self, proposal: Any, value: float | None) -> None:
-        if value is None:
-            self._study.tell(proposal, state=self._optuna.trial.TrialState.FAIL)
-        else:
-            self._study.tell(proposal, value)
+        self._study.tell(proposal, value, self._optuna.trial.TrialState.FAIL if value is None else None)
 
 
-def _import() -> ModuleType:
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise ImportError(
-            f"search='{OPTUNA}...' needs Optuna, which is not installed: pip install 'quarantune[optuna]'"
-        ) from error
-
-
-def _make_sampler(optuna: ModuleType, name: str, seed: int) -> Any:
+def _make_sampler(optuna: Any, name: str, seed: int) -> Any:
     classes = {
         attribute.removesuffix("Sampler").lower(): getattr(optuna.samplers, attribute)
         for attribute in optuna.samplers.__all__
