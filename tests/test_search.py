@@ -18,9 +18,10 @@ from helpers import python
 
 import quarantune
 from quarantune import Outcome, Trial
-from quarantune.search import models, optuna_search, searches
+from quarantune.search import models, optuna_search, searches, surrogate
 from quarantune.search.fields import Features, Fields
 from quarantune.search.models import GaussianProcess, levels_of, log_densities
+from quarantune.search.strategy import Strategy
 from quarantune.values.configs import Config
 from quarantune.values.settings import check_search
 from quarantune.values.space import Space
@@ -298,7 +299,7 @@ def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
     space = Space(GRID).where(lambda config: config["BN"] == 16 or config["BM"] == 64)
     defaults, start = {"BM": 64, "BN": 32, "fast": False}, {"BM": 32, "BN": 16, "fast": True}
     elsewhere, dropped = {"BM": 128, "BN": 16, "fast": True}, {"BM": 16, "BN": 32, "fast": True}
-    made = searches.make(name, space, defaults=defaults, seed=3, starts=[elsewhere, dropped, start, defaults])
+    made = searches.make(name, space, seed=3, starts=[defaults, elsewhere, dropped, start, defaults])
     known = {"BM": 16, "BN": 16, "fast": True}
     made.tell(known, ok(known))  # from a journal
     made.tell(elsewhere, ok(elsewhere))
@@ -315,8 +316,8 @@ def test_the_same_seed_asks_the_same(name: str) -> None:
 
 def test_auto_tries_a_small_space_whole_after_pruning() -> None:
     grid = {"BM": list(range(40)), "BN": list(range(20))}
-    assert searches.chosen("auto", Space(grid)) == "surrogate"
-    assert searches.chosen("auto", Space(grid).where(lambda config: config["BN"] < 7)) == "exhaustive"
+    assert isinstance(searches.make("auto", Space(grid)), surrogate.Surrogate)
+    assert type(searches.make("auto", Space(grid).where(lambda config: config["BN"] < 7))) is Strategy
 
 
 class Backwards:
@@ -341,7 +342,7 @@ def test_an_object_of_the_users_searches_and_repeats_nothing() -> None:
     listed = quarantune.grid(**GRID)
     mine = Backwards(listed)
     assert isinstance(mine, quarantune.Search)
-    asked = drained(searches.make(mine, Space(GRID), defaults=listed[0]))
+    asked = drained(searches.make(mine, Space(GRID), starts=listed[:1]))
     assert asked[0] == listed[0]
     assert len(asked) == 12
     assert sorted(map(str, asked)) == sorted(map(str, listed))
@@ -378,7 +379,7 @@ def test_samplers_of_optuna_search_and_repeat_nothing(monkeypatch: pytest.Monkey
     pytest.importorskip("optuna")
     for name in ("optuna:tpe", "optuna:random", "optuna:nsgaii"):
         space = Space({**GRID, "via": ["a", "b", "c"]}).where(lambda config: config["BN"] == 16)
-        made = searches.make(name, space, seed=2**70 + 1, defaults={"BM": 64, "BN": 16, "fast": True, "via": "c"})
+        made = searches.make(name, space, seed=2**70 + 1, starts=[{"BM": 64, "BN": 16, "fast": True, "via": "c"}])
         known = {"BM": 16, "BN": 16, "fast": True, "via": "a"}
         made.tell(known, ok(known))
         asked = drained(made)

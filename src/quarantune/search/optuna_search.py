@@ -6,22 +6,20 @@ import importlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from quarantune.search.drawing import RandomSearch
 from quarantune.search.fields import Fields, by_size
-from quarantune.search.strategy import log_time
+from quarantune.search.random_search import RandomSearch
+from quarantune.search.strategy import MOST_REPEATS, log_time
 from quarantune.values.configs import Config
 from quarantune.values.settings import OPTUNA
 from quarantune.values.space import Space
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Outcome, Trial
 
-_MOST_REPEATS = 100
-"""After so many proposals in a row that cannot be tried, a random config is asked."""
 _LEFT_OUT = frozenset({"base", "basega", "bruteforce", "grid", "partialfixed"})
 """Base classes, samplers that need further arguments, and one that stops a study that nobody has started."""
 _NEEDED = {"cmaes": "cmaes", "gp": "torch"}
@@ -54,14 +52,13 @@ class OptunaSearch(RandomSearch):
         super().__init__(space, seed, starts)
         self._fields = Fields(space)
         kinds = self._optuna.distributions
-        self._orders: dict[str, list[int]] = {}
-        self._distributions = {}
+        self._orders: dict[str, Sequence[int]] = {}
+        self._distributions: dict[str, Any] = {}
         for name, values in zip(self._fields.names, self._fields.values, strict=True):
-            order = by_size(values)
-            self._orders[name] = words = list(range(len(values))) if order is None else order
-            self._distributions[name] = (
-                kinds.CategoricalDistribution(words) if order is None else kinds.IntDistribution(0, len(values) - 1)
-            )
+            order, words = by_size(values), range(len(values))
+            self._orders[name] = order or words
+            numbers = kinds.IntDistribution(0, len(values) - 1)
+            self._distributions[name] = numbers if order else kinds.CategoricalDistribution(words)
         verbosity = self._optuna.logging.get_verbosity()
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         try:
@@ -73,7 +70,7 @@ class OptunaSearch(RandomSearch):
     def pick(self, n: int) -> Iterable[int]:
         """Yields the sampler's next configs that can be tried; random ones where it only repeats itself."""
         repeats = 0
-        while repeats < _MOST_REPEATS:
+        while repeats < MOST_REPEATS:
             proposal = self._study.ask(self._distributions)
             position = self._position(proposal.params)
             if position is not None and self.is_free(position):
@@ -134,6 +131,5 @@ def _make_sampler(optuna: Any, name: str, seed: int) -> Any:
     with warnings.catch_warnings():
         # Optuna warns that samplers, and the option for several trials at a time, are experimental.
         warnings.simplefilter("ignore")
-        if name == "tpe":
-            return classes[name](seed=seed, constant_liar=True)
-        return classes[name](seed=seed)
+        more = {"constant_liar": True} if name == "tpe" else {}
+        return classes[name](seed=seed, **more)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from quarantune.search.drawing import RandomSearch
+from quarantune.search.random_search import RandomSearch
 from quarantune.search.strategy import Strategy, UsersSearch
 from quarantune.values.configs import Config
 from quarantune.values.settings import (
@@ -33,29 +33,14 @@ def reads_on(space: Space) -> bool:
     return space.size is None
 
 
-def chosen(search: str | Search, space: Space) -> str | Search:
-    """Returns the search that `auto` stands for in a space; any other one as it is."""
-    if search != AUTO:
-        return search
-    return SURROGATE if space.has_more_than(AUTO_EXHAUSTIVE_MOST) else EXHAUSTIVE
-
-
-def make(
-    search: str | Search,
-    space: Space,
-    *,
-    defaults: Config | None = None,
-    seed: int = 0,
-    starts: Iterable[Config] = (),
-) -> Search:
-    """Returns a search that begins with the defaults and the starts, and asks for no config twice.
+def make(search: str | Search, space: Space, *, seed: int = 0, starts: Sequence[Config] = ()) -> Search:
+    """Returns a search that begins with the starts, and asks for no config twice.
 
     Args:
         search: a name, or an object with the methods of `Search`.
         space: the configs.
-        defaults: the config of the function's own defaults, which is tried first if it is in the space.
         seed: the same seed and the same trials give the same search; an object of the user's has its own.
-        starts: configs to try next, such as the best ones of similar problems; those outside the space are left out.
+        starts: configs to try first, such as the best ones of similar problems; those outside the space are left out.
 
     Raises:
         TypeError: `search` is neither a name nor such an object.
@@ -63,23 +48,21 @@ def make(
         ImportError: the search needs an extra that is not installed.
     """
     check_search(search)
-    search = chosen(search, space)
-    first = [*([] if defaults is None else [defaults]), *starts]
+    if search == AUTO:
+        search = SURROGATE if space.has_more_than(AUTO_EXHAUSTIVE_MOST) else EXHAUSTIVE
     if not isinstance(search, str):
-        return UsersSearch(search, space, first)
+        return UsersSearch(search, space, starts)
     if search == EXHAUSTIVE:
-        return Strategy(space, first)
+        return Strategy(space, starts)
     if reads_on(space):
-        return UsersSearch(
-            Strategy(space), space, first, make_next=lambda: make(search, space, seed=seed, starts=first)
-        )
+        return UsersSearch(Strategy(space), space, starts, lambda: make(search, space, seed=seed, starts=starts))
     if search == RANDOM:
-        return RandomSearch(space, seed, first)
+        return RandomSearch(space, seed, starts)
     # Imported where they are used: scipy and optuna take time.
     if search == SURROGATE:
         from quarantune.search.surrogate import Surrogate
 
-        return Surrogate(space, seed, first)
+        return Surrogate(space, seed, starts)
     from quarantune.search.optuna_search import OptunaSearch
 
-    return OptunaSearch(search.removeprefix(OPTUNA), space, seed, first)
+    return OptunaSearch(search.removeprefix(OPTUNA), space, seed, starts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from quarantune.values.configs import Config
 from quarantune.values.settings import Search
@@ -22,7 +23,7 @@ def log_time(trial: Trial) -> float | None:
     return math.nan if trial.outcome.is_failure and trial.outcome is not Outcome.LOST else None
 
 
-_MOST_REPEATS = 100
+MOST_REPEATS = 100
 """A search that returns so many configs in a row which were asked before, or are dropped, has nothing new to try."""
 
 
@@ -81,17 +82,13 @@ class Strategy:
         return position
 
 
+Make: TypeAlias = Callable[[], Search]
+
+
 class UsersSearch(Strategy):
     """Passes on what another search asks, mostly an object of the user's, without configs that were asked before."""
 
-    def __init__(
-        self,
-        search: Search,
-        space: Space,
-        starts: Iterable[Config] = (),
-        *,
-        make_next: Callable[[], Search] | None = None,
-    ) -> None:
+    def __init__(self, search: Search, space: Space, starts: Iterable[Config], make_next: Make | None = None) -> None:
         """Wraps the object.
 
         Args:
@@ -110,14 +107,13 @@ class UsersSearch(Strategy):
             if self.pending:
                 return
             if self.trials:
-                self.space.whole()
                 self._search, self._make_next = self._make_next(), None
                 for position, trial in self.trials.items():
                     self._search.tell(self.space[position], trial)
             else:
                 n = 1
         repeats = 0
-        while n and repeats < _MOST_REPEATS:
+        while n and repeats < MOST_REPEATS:
             asked = self._search.ask(n)
             if not isinstance(asked, (list, tuple)) or len(asked) > n:
                 raise TypeError(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.search.drawing import RandomSearch
 from quarantune.search.fields import Features, Fields, Floats
+from quarantune.search.random_search import RandomSearch
 from quarantune.search.strategy import log_time
 from quarantune.values.configs import Config
 from quarantune.values.settings import LEAST_GAIN
@@ -95,12 +95,9 @@ class Surrogate(RandomSearch):
 
     def _start(self, told: Sequence[int], works: NDArray[np.bool_]) -> int | None:
         """Returns one of a few random configs: far from all others, and rather near those that work."""
-        drawn = self.drawing.draw(_SPREAD_OVER).tolist()
-        if not drawn:
-            return None
-        known = [*told, *self.pending]
-        if not known:
-            return int(drawn[0])
+        drawn, known = self.draw(_SPREAD_OVER).tolist(), [*told, *self.pending]
+        if not drawn or not known:
+            return drawn[0] if drawn else None
         squares = ((self._points(drawn)[:, None] - self._points(known)[None]) ** 2).sum(-1)
         near = np.exp(-squares[:, : len(told)] / 0.3)
         works_there = (near @ works + 0.5) / (near.sum(1) + 1)
@@ -142,7 +139,7 @@ class Surrogate(RandomSearch):
         near = np.array(list(filter(self.is_free, found)), np.int64)
         if len(near) > _CANDIDATES // 2:
             near = self.rng.choice(near, _CANDIDATES // 2, replace=False)
-        return sorted({*near.tolist(), *self.drawing.draw(_CANDIDATES - len(near)).tolist()})
+        return sorted({*near.tolist(), *self.draw(_CANDIDATES - len(near)).tolist()})
 
     def _points(self, positions: Sequence[int]) -> Floats:
         """Returns configs as points, where only sizes and words count."""

@@ -1,9 +1,9 @@
-"""Random configs of a space, and the search that asks for nothing else."""
+"""A search that asks for random configs, as the first ones of others are."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,8 @@ _MOST_LOOKED_AT = 1_000_000
 """Where nearly all configs of a smaller space are dropped or were asked already, they are looked at in order."""
 
 
-class Drawing:
-    """Random configs of a space.
+class RandomSearch(Strategy):
+    """Asks for random configs.
 
     Where nearly all configs of a grid are dropped, one that is dropped is repaired: predicates mostly look at a few
     names, and drop the config as soon as these do not fit together, so that only the last of these names has to change,
@@ -33,39 +33,42 @@ class Drawing:
     drawing at random grows with the product.
     """
 
-    def __init__(self, space: Space, rng: np.random.Generator, is_free: Callable[[int], bool]) -> None:
-        """Draws nothing yet.
+    def __init__(self, space: Space, seed: int, starts: Iterable[Config] = ()) -> None:
+        """Runs a generator to its end, because any of its configs may be the next.
 
         Args:
-            space: the configs, all of them known.
-            rng: the source of randomness.
-            is_free: whether the config at a position can be asked.
+            space: the configs.
+            seed: the same seed and the same trials give the same configs.
+            starts: as for `Strategy`.
         """
-        self._space = space
-        self._size = len(space)
-        self._rng = rng
-        self._is_free = is_free
-        self._sizes = [len(values) for values in space.values]
+        self._size = space.whole()
+        super().__init__(space, starts)
+        self.rng = np.random.default_rng(seed)
+        self._counts = [len(values) for values in space.values]
         self._depths: dict[int, int] = {}
         self._dropped: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+
+    def pick(self, n: int) -> Iterable[int]:
+        """Returns random positions."""
+        return map(int, self.draw(n))
 
     def draw(self, count: int) -> NDArray[np.int64]:
         """Returns up to so many random configs that can be asked."""
         found: set[int] = set()
         if self._size > 4 * count:
             for drawn in range(1, _ROUNDS + 1):
-                found.update(filter(self._is_free, self._rng.integers(self._size, size=count).tolist()))
+                found.update(filter(self.is_free, self.rng.integers(self._size, size=count).tolist()))
                 if len(found) >= count:
                     break
                 is_rare = drawn * count >= _ENOUGH and len(found) < _RARE * drawn * count
-                if is_rare and self._space.is_grid and (self._space.dropped or self._size > _MOST_LOOKED_AT):
+                if is_rare and self.space.is_grid and (self.space.dropped or self._size > _MOST_LOOKED_AT):
                     found |= self._repaired(count)
                     break
         if not found and self._size <= _MOST_LOOKED_AT:
-            first = int(self._rng.integers(self._size))
+            first = int(self.rng.integers(self._size))
             ahead = ((first + step) % self._size for step in range(self._size))
-            found.update(itertools.islice(filter(self._is_free, ahead), 4 * count))
-        return self._rng.permutation(np.array(sorted(found), np.int64))[:count]
+            found.update(itertools.islice(filter(self.is_free, ahead), 4 * count))
+        return self.rng.permutation(np.array(sorted(found), np.int64))[:count]
 
     def _repaired(self, count: int) -> set[int]:
         found: set[int] = set()
@@ -73,25 +76,25 @@ class Drawing:
         while len(found) < count and asked < (_MOST_REPAIRS if found else _MOST_IN_VAIN):
             position, steps = self._repair()
             # A predicate may look at all values before it decides, and a config be found sooner at random.
-            drawn = self._rng.integers(self._size, size=steps).tolist()
-            found.update(filter(self._is_free, drawn if position is None else [position, *drawn]))
+            drawn = self.rng.integers(self._size, size=steps).tolist()
+            found.update(filter(self.is_free, drawn if position is None else [position, *drawn]))
             asked += 2 * steps
         return found
 
     def _repair(self) -> tuple[int | None, int]:
         """Returns a config that is kept, if one is found, and how many steps that took."""
-        row: list[int] = self._rng.integers(self._sizes).tolist()
+        row: list[int] = self.rng.integers(self._counts).tolist()
         untried: dict[int, list[int]] = {}
         blamed: dict[int, set[int]] = {}
         for step in range(1, _MOST_REPAIRS + 1):
             to_blame = self._to_blame(row)
             if not to_blame:
-                return self._space.positions_of(np.array([row], np.int64))[0], step
+                return self.space.positions_of(np.array([row], np.int64))[0], step
             while to_blame:
                 last = max(to_blame, key=self._depths.__getitem__)
                 blamed[last] = blamed.get(last, set()) | to_blame - {last}
-                others = untried.setdefault(last, self._others(last, row[last]))
-                if others:
+                shuffled = self.rng.permutation(self._counts[last]).tolist()
+                if others := untried.setdefault(last, [code for code in shuffled if code != row[last]]):
                     row[last] = others.pop()
                     break
                 to_blame = blamed.pop(last)
@@ -109,8 +112,8 @@ class Drawing:
         for columns, dropped in self._dropped.items():
             if tuple([row[column] for column in columns]) in dropped:
                 return set(columns)
-        position = self._space.positions_of(np.array([row], np.int64))[0]
-        to_blame = list(map(self._space.names.index, self._space.blamed(position)))
+        position = self.space.positions_of(np.array([row], np.int64))[0]
+        to_blame = list(map(self.space.names.index, self.space.blamed(position)))
         for column in to_blame:
             self._depths.setdefault(column, len(self._depths))
         self._note(set(to_blame), row)
@@ -121,28 +124,3 @@ class Drawing:
         if 0 < len(columns) < len(row):
             key = tuple(sorted(columns))
             self._dropped.setdefault(key, set()).add(tuple([row[column] for column in key]))
-
-    def _others(self, column: int, code: int) -> list[int]:
-        """Returns the other values of a name in random order."""
-        return [other for other in self._rng.permutation(self._sizes[column]).tolist() if other != code]
-
-
-class RandomSearch(Strategy):
-    """Asks for random configs."""
-
-    def __init__(self, space: Space, seed: int, starts: Iterable[Config] = ()) -> None:
-        """Runs a generator to its end, because any of its configs may be the next.
-
-        Args:
-            space: the configs.
-            seed: the same seed and the same trials give the same configs.
-            starts: as for `Strategy`.
-        """
-        space.whole()
-        super().__init__(space, starts)
-        self.rng = np.random.default_rng(seed)
-        self.drawing = Drawing(space, self.rng, self.is_free)
-
-    def pick(self, n: int) -> Iterable[int]:
-        """Returns random positions."""
-        return map(int, self.drawing.draw(n))
