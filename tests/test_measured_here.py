@@ -266,6 +266,7 @@ def test_an_exception_that_hides_its_traceback_ends_only_its_config() -> None:
     assert ends(result.trials) == ["ok", "error"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"

@@ -449,7 +449,7 @@ print("tuned")
     [
         pytest.param("script", marks=pytest.mark.long),
         "module",
-        "notebook",
+        pytest.param("notebook", marks=pytest.mark.long),
         pytest.param("dask", marks=pytest.mark.engines),
     ],
 )
