@@ -87,10 +87,8 @@ def acknowledged(directory: Path) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("locks", "writes_each", "killed"),
     [
-        ("working", 50, 0),
         # Those that are killed leave half of the writers, which write to the end as these do.
-        pytest.param("no-op", 50, 0, marks=pytest.mark.long),
-        pytest.param("none", 50, 0, marks=pytest.mark.long),
+        *(pytest.param(locks, 50, 0, marks=pytest.mark.long) for locks in ("working", "no-op", "none")),
         *((locks, 40, WRITERS // 2) for locks in ("working", "no-op", "none")),
     ],
 )

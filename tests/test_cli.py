@@ -816,6 +816,7 @@ def test_tuners_and_functions_of_kernels_are_tuned_by_their_names(run: Run, kern
     assert run("check", f"{kernels}:tuner", "--target", "cpu", "--args", "f32[8]")[0] == 2
 
 
+@pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.clients
 @pytest.mark.filterwarnings("ignore")  # those of other people's libraries

@@ -313,7 +313,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+    "method",
+    [
+        "fork",
+        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("forkserver", marks=pytest.mark.long),
+    ],
 )
 def test_semaphores_and_sockets_that_configs_and_their_children_name_are_removed(method: str, tmp_path: Path) -> None:
     (script := tmp_path / "names.py").write_text(NAMES)

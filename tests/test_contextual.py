@@ -204,7 +204,7 @@ def test_what_a_jitted_function_prints_as_it_is_traced_is_heard_once(capsys: pyt
 
 
 @pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("judge", ["ref_fn", "check_fn", "defaults", "tolerance"])
 def test_all_kernels_of_a_function_share_one_reference(
     judge: str, jitted: bool, isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

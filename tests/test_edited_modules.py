@@ -281,7 +281,17 @@ def secret(tmp_path: Path) -> Path:
 KINDS = ["finder", "finder object", "directory", "suffix", "specification", "beside a directory", "no path any more"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS[:1], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])])
+LONG = ("finder object", "directory", "suffix")
+"""Kinds that differ from another one only in the finder; only a release needs them."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        KINDS[0],
+        *(pytest.param(kind, marks=pytest.mark.long if kind in LONG else pytest.mark.slow) for kind in KINDS[1:]),
+    ],
+)
 def test_a_function_of_a_module_that_only_this_program_finds_is_tuned(kind: str, secret: Path) -> None:
     assert python(secret, kind, "tune", QUARANTUNE_CACHE_DIR=str(secret.parent / "cache")).split() == ["False", "2"]
 

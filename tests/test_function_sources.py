@@ -240,7 +240,7 @@ finally:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_daemonic_multiprocessing_child_may_tune(method: str, tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
 import multiprocessing

@@ -115,7 +115,12 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, *(pytest.param(it, marks=pytest.mark.slow) for it in (signal.SIGTERM, signal.SIGHUP))]
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.long),
+    ],
 )
 def test_nothing_outlives_a_caller_that_is_killed(program: Program, number: signal.Signals) -> None:
     with program.start() as process:

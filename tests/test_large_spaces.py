@@ -17,10 +17,10 @@ import pytest
 from helpers import python
 
 import quarantune
-from quarantune import Outcome, Trial, search
-from quarantune.search import Space
+from quarantune import Outcome, Trial
+from quarantune.search import searches
 from quarantune.values.configs import Config
-from quarantune.values.space import WatchedConfig
+from quarantune.values.space import Space, WatchedConfig
 
 BILLION = {"a": list(range(1000)), "b": list(range(1000)), "c": list(range(1000))}
 
@@ -68,10 +68,10 @@ def test_trying_all_of_a_billion_is_refused_before_any_process_starts(cache_dir:
 def test_the_first_config_of_a_long_function_space_is_tried_before_the_others_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(search, "_READ_FIRST_S", 0.01)
+    monkeypatch.setattr(searches, "_READ_FIRST_S", 0.01)
     read: list[int] = []
     space = Space(many(200_000, read))
-    made = search.make("surrogate", space)
+    made = searches.make("surrogate", space)
     (first,) = made.ask(8)
     assert len(read) < 200_000
     assert made.ask(8) == []
@@ -142,7 +142,7 @@ def test_configs_are_found_where_all_but_one_in_a_million_are_dropped() -> None:
 
     sizes = list(range(1, 101))
     space = Space({"bx": sizes, "by": sizes, "tx": sizes, "ty": sizes, "k": list(range(1, 33))}).where(keep)
-    made = search.make("surrogate", space)
+    made = searches.make("surrogate", space)
     found = []
     for _ in range(20):
         (config,) = made.ask(1)

@@ -265,6 +265,7 @@ def test_an_exception_that_hides_its_traceback_ends_only_its_config() -> None:
     assert ends(result.trials) == ["ok", "error"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"
@@ -309,7 +310,7 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("last_compiled", [0, 1])
+@pytest.mark.parametrize("last_compiled", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(last_compiled: int, tmp_path: Path) -> None:
     seen: list[dict[int, list[str]]] = []
 

@@ -20,7 +20,7 @@ import quarantune
 from quarantune import AutoTuner, Outcome, Trial, TuningFailedError, TuningResult
 from quarantune.calls.call import TunedFunction
 from quarantune.measure import clocks, finals
-from quarantune.search import log_time
+from quarantune.search.strategy import log_time
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values.settings import Options

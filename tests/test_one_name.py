@@ -62,7 +62,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 NAMED = [
     # How a program is started matters to a file and to a module alike; the rarer ways are tried with one of them.
-    pytest.param(name, way, marks=() if name == "mod" and way not in ("pdb", "trace") else pytest.mark.long)
+    pytest.param(name, way, marks=() if name == "mod" and way in ("run", "child", "imported") else pytest.mark.long)
     for name, ways in WAYS.items()
     for way in ways
 ]

@@ -444,7 +444,15 @@ print("tuned")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("script", marks=pytest.mark.long), "module", "notebook", "dask"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("script", marks=pytest.mark.long),
+        "module",
+        pytest.param("notebook", marks=pytest.mark.long),
+        pytest.param("dask", marks=pytest.mark.engines),
+    ],
+)
 def test_the_kinds_of_programs_that_set_values(tmp_path: Path, kind: str) -> None:
     # Kernels of an imported module, and of the program itself.
     cells = [SET, KERNELS, "options = {}", TUNE]

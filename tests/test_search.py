@@ -17,12 +17,14 @@ import pytest
 from helpers import python
 
 import quarantune
-from quarantune import Outcome, Trial, search
-from quarantune.search import Space, models, optuna_search
+from quarantune import Outcome, Trial
+from quarantune.search import models, optuna_search, searches, surrogate
 from quarantune.search.fields import Features, Fields
 from quarantune.search.models import GaussianProcess, levels_of, log_densities
+from quarantune.search.strategy import Strategy
 from quarantune.values.configs import Config
 from quarantune.values.settings import check_search
+from quarantune.values.space import Space
 
 GRID = {"BM": [16, 32, 64], "BN": [16, 32], "fast": [True, False]}
 
@@ -68,19 +70,19 @@ def test_a_generator_is_run_only_as_far_as_needed() -> None:
             yield {"BM": size}
 
     space = Space(configs())
-    made = search.make("exhaustive", space)
+    made = searches.make("exhaustive", space)
     assert [config["BM"] for config in made.ask(400)] == list(range(400))
     assert len(yielded) == 400
     assert space.size is None
-    assert len({config["BM"] for config in search.make("random", space).ask(10)}) == 10
+    assert len({config["BM"] for config in searches.make("random", space).ask(10)}) == 10
     assert space.size == len(yielded) == 5000
 
 
 def test_an_endless_generator_is_refused_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quarantune.values.space.MOST_CONFIGS", 2000)
     with pytest.raises(ValueError, match=r"matmul: there are more than 2,000 configs: a generator has to end"):
-        search.make("random", Space(endless(), fn_name="matmul"))
-    assert len(search.make("exhaustive", Space(endless())).ask(1500)) == 1500
+        searches.make("random", Space(endless(), fn_name="matmul"))
+    assert len(searches.make("exhaustive", Space(endless())).ask(1500)) == 1500
 
 
 def test_a_generators_later_configs_are_checked_too() -> None:
@@ -104,7 +106,7 @@ def test_a_predicate_sees_only_the_configs_looked_at() -> None:
     space = Space({"BM": list(range(1000)), "BN": list(range(1000))}).where(keep)
     assert space.has_more_than(300)
     assert len(seen) <= 1301
-    assert all(config["BM"] % 2 for config in search.make("random", space).ask(50))
+    assert all(config["BM"] % 2 for config in searches.make("random", space).ask(50))
     assert len(seen) < 2000
     assert space.dropped > 0
 
@@ -113,7 +115,7 @@ def test_a_huge_grid_takes_no_memory_until_it_is_asked() -> None:
     tracemalloc.start()
     try:
         space = Space({name: list(range(100)) for name in "abcdef"})  # 10^12 configs
-        made = search.make("random", space)
+        made = searches.make("random", space)
         assert len(made.ask(100)) == 100
         assert tracemalloc.get_traced_memory()[1] < 5e6
     finally:
@@ -129,7 +131,7 @@ def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -
     try:
         began = time.process_time()
         space = Space({name: list(range(10)) for name in "abcde"}).where(lambda config: config["a"] != config["b"])
-        made = search.make("surrogate", space)
+        made = searches.make("surrogate", space)
         first = made.ask(8)
         assert time.process_time() - began < 1
         for count, config in enumerate(itertools.chain(first, *(made.ask(8) for _ in range(3))), 1):
@@ -151,7 +153,7 @@ def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -
     ],
 )
 def test_the_surrogate_takes_every_kind_of_value(space: Any) -> None:
-    made, asked = search.make("surrogate", Space(space)), []
+    made, asked = searches.make("surrogate", Space(space)), []
     while batch := made.ask(8):
         for config in batch:
             asked.append(config)
@@ -204,7 +206,7 @@ def test_what_is_known_of_a_config_helps_with_those_that_share_a_part_of_it(name
     whole = Space([{"tiles": Tiles((m, n), count)} for m, n in shapes for count in steps])
     asked: list[list[int]] = []
     for space in (flat, whole):
-        made, positions = search.make(name, space, seed=5), []
+        made, positions = searches.make(name, space, seed=5), []
         while len(positions) < 40:
             for config in made.ask(4):
                 positions.append(space.find(config))
@@ -269,7 +271,7 @@ def test_both_models_choose_however_many_configs_are_under_way(others: int, monk
 
     counting(models.Models, "_densest", "densities")
     counting(models.Models, "_most_improving", "process")
-    made = search.make("surrogate", Space({"a": list(range(20)), "b": list(range(20))}))
+    made = searches.make("surrogate", Space({"a": list(range(20)), "b": list(range(20))}))
     pending = made.ask(others)
     for number in range(16 + 30):
         pending += made.ask(1)
@@ -288,7 +290,7 @@ def test_a_search_goes_on_where_no_thread_can_start(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fails)
-    made = search.make("surrogate", Space({"a": list(range(6)), "b": list(range(6))}))
+    made = searches.make("surrogate", Space({"a": list(range(6)), "b": list(range(6))}))
     assert len(drained(made)) == 36
 
 
@@ -297,7 +299,7 @@ def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
     space = Space(GRID).where(lambda config: config["BN"] == 16 or config["BM"] == 64)
     defaults, start = {"BM": 64, "BN": 32, "fast": False}, {"BM": 32, "BN": 16, "fast": True}
     elsewhere, dropped = {"BM": 128, "BN": 16, "fast": True}, {"BM": 16, "BN": 32, "fast": True}
-    made = search.make(name, space, defaults=defaults, seed=3, starts=[elsewhere, dropped, start, defaults])
+    made = searches.make(name, space, seed=3, starts=[defaults, elsewhere, dropped, start, defaults])
     known = {"BM": 16, "BN": 16, "fast": True}
     made.tell(known, ok(known))  # from a journal
     made.tell(elsewhere, ok(elsewhere))
@@ -308,14 +310,14 @@ def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["random", "surrogate"])
 def test_the_same_seed_asks_the_same(name: str) -> None:
-    first, again, other = (drained(search.make(name, Space(GRID), seed=seed)) for seed in (1, 1, 2))
+    first, again, other = (drained(searches.make(name, Space(GRID), seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
 
 
 def test_auto_tries_a_small_space_whole_after_pruning() -> None:
     grid = {"BM": list(range(40)), "BN": list(range(20))}
-    assert search.chosen("auto", Space(grid)) == "surrogate"
-    assert search.chosen("auto", Space(grid).where(lambda config: config["BN"] < 7)) == "exhaustive"
+    assert isinstance(searches.make("auto", Space(grid)), surrogate.Surrogate)
+    assert type(searches.make("auto", Space(grid).where(lambda config: config["BN"] < 7))) is Strategy
 
 
 class Backwards:
@@ -340,7 +342,7 @@ def test_an_object_of_the_users_searches_and_repeats_nothing() -> None:
     listed = quarantune.grid(**GRID)
     mine = Backwards(listed)
     assert isinstance(mine, quarantune.Search)
-    asked = drained(search.make(mine, Space(GRID), defaults=listed[0]))
+    asked = drained(searches.make(mine, Space(GRID), starts=listed[:1]))
     assert asked[0] == listed[0]
     assert len(asked) == 12
     assert sorted(map(str, asked)) == sorted(map(str, listed))
@@ -355,10 +357,10 @@ def test_an_object_of_the_users_that_asks_nonsense_is_told_so() -> None:
     odd = Odd(quarantune.grid(**GRID))
     odd.answer = {"BM": 17, "BN": 16, "fast": True}
     with pytest.raises(ValueError, match=r"Odd.ask returned \{'BM': 17.*which is none of the configs"):
-        search.make(odd, Space(GRID)).ask(1)
+        searches.make(odd, Space(GRID)).ask(1)
     odd.answer = 7
     with pytest.raises(TypeError, match=r"Odd.ask returned 7 among the configs; every config is a dict"):
-        search.make(odd, Space(GRID)).ask(1)
+        searches.make(odd, Space(GRID)).ask(1)
 
 
 def test_a_wrong_choice_of_search_is_refused_with_the_choices() -> None:
@@ -377,23 +379,23 @@ def test_samplers_of_optuna_search_and_repeat_nothing(monkeypatch: pytest.Monkey
     pytest.importorskip("optuna")
     for name in ("optuna:tpe", "optuna:random", "optuna:nsgaii"):
         space = Space({**GRID, "via": ["a", "b", "c"]}).where(lambda config: config["BN"] == 16)
-        made = search.make(name, space, seed=2**70 + 1, defaults={"BM": 64, "BN": 16, "fast": True, "via": "c"})
+        made = searches.make(name, space, seed=2**70 + 1, starts=[{"BM": 64, "BN": 16, "fast": True, "via": "c"}])
         known = {"BM": 16, "BN": 16, "fast": True, "via": "a"}
         made.tell(known, ok(known))
         asked = drained(made)
         assert asked[0] == {"BM": 64, "BN": 16, "fast": True, "via": "c"}
         assert sorted(map(str, asked)) == sorted(str(space[at]) for at in space.positions() if space[at] != known)
     with pytest.raises(ValueError, match=r"search='optuna:tpx' is not valid: .* Did you mean 'tpe'\? Give one of "):
-        search.make("optuna:tpx", Space(GRID))
+        searches.make("optuna:tpx", Space(GRID))
     monkeypatch.setitem(optuna_search._NEEDED, "tpe", "no_such_module")
     with pytest.raises(ImportError, match=r"search='optuna:tpe' needs no_such_module.*: pip install no_such_module"):
-        search.make("optuna:tpe", Space(GRID))
+        searches.make("optuna:tpe", Space(GRID))
 
 
 @pytest.mark.clients
 def test_a_failure_counts_as_the_worst_config_also_where_that_has_a_score_of_0() -> None:
     pytest.importorskip("optuna")
-    made = search.make("optuna:random", Space(GRID))
+    made = searches.make("optuna:random", Space(GRID))
     first, second, failed = made.ask(3)
     made.tell(first, dataclasses.replace(ok(first), score=-1.0))
     made.tell(second, dataclasses.replace(ok(second), score=0.0))
@@ -406,18 +408,18 @@ def test_a_failure_counts_as_the_worst_config_also_where_that_has_a_score_of_0()
 def test_every_sampler_of_optuna_that_is_offered_can_search() -> None:
     samplers = pytest.importorskip("optuna").samplers
     with pytest.raises(ValueError, match="Give one of ") as refused:
-        search.make("optuna:none", Space(GRID))
+        searches.make("optuna:none", Space(GRID))
     names = str(refused.value).partition("Give one of ")[2].rstrip(".").split(", ")
     assert {"tpe", "random", "nsgaii"} <= set(names) <= {it.removesuffix("Sampler").lower() for it in samplers.__all__}
     for name in names:
         if importlib.util.find_spec(optuna_search._NEEDED.get(name, "optuna")):
-            assert len(drained(search.make(f"optuna:{name}", Space(GRID)))) == 12, name
+            assert len(drained(searches.make(f"optuna:{name}", Space(GRID)))) == 12, name
 
 
 def test_a_search_by_optuna_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"needs Optuna.*pip install 'quarantune\[optuna\]'"):
-        search.make("optuna:tpe", Space(GRID))
+        searches.make("optuna:tpe", Space(GRID))
 
 
 def test_linear_algebra_of_a_search_uses_one_thread() -> None:

@@ -19,7 +19,6 @@ from scripted import GB, SLOTS, TARGET, Clock, FakeSandbox, compiles, for_config
 from quarantune import settings
 from quarantune.calls.call import space_of
 from quarantune.scheduler.loop import Scheduler
-from quarantune.search import Space
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.tuning.outcome import more_thorough
@@ -28,7 +27,7 @@ from quarantune.values import settings as environment
 from quarantune.values.codec import text_of
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options
-from quarantune.values.space import expand
+from quarantune.values.space import Space, expand
 from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes

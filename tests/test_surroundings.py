@@ -173,7 +173,7 @@ with quarantune.settings(isolation="none", disable_cache=True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_cached", [True, False])
+@pytest.mark.parametrize("is_cached", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_program_whose_standard_streams_are_closed_tunes(is_cached: bool, tmp_path: Path) -> None:
     report = "import traceback\ntry:\n    agree()\nexcept BaseException:\n"
     report += "    open(sys.argv[1], 'w').write(traceback.format_exc())"
@@ -227,7 +227,7 @@ def test_a_program_without_proc_tunes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["unreachable", "full"])
+@pytest.mark.parametrize("kind", [pytest.param("unreachable", marks=pytest.mark.long), "full"])
 def test_tuning_works_with_an_unwritable_compilation_cache(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
@@ -560,10 +560,8 @@ if __name__ == "__main__":
     "command",
     [
         ("program/pools.py", "fork"),
-        *(
-            pytest.param(command, marks=pytest.mark.slow)
-            for command in (("program/pools.py", "spawn", "forkserver"), ("-m", "program.pools", "fork", "spawn"))
-        ),
+        pytest.param(("-m", "program.pools", "spawn", "forkserver"), marks=pytest.mark.slow),
+        pytest.param(("program/pools.py", "spawn", "forkserver"), marks=pytest.mark.long),
     ],
 )
 def test_configs_of_a_program_start_pools_and_find_what_it_defines(command: tuple[str, ...], tmp_path: Path) -> None:

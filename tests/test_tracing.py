@@ -89,13 +89,17 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
 }
 
 
-SLOW = ("hessian", "grad of shard_map", "jit of grad of scan")
+SLOW, LONG = ("grad of shard_map", "jit of grad of scan"), ("hessian",)
 
 
 @pytest.mark.parametrize(
     "transform",
     [
-        pytest.param(transform, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        pytest.param(
+            transform,
+            id=name,
+            marks=pytest.mark.slow if name in SLOW else pytest.mark.long if name in LONG else (),
+        )
         for name, transform in TRANSFORMS.items()
     ],
 )

@@ -239,8 +239,9 @@ def test_a_winner_runs_its_program_under_the_settings_that_it_was_compiled_under
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("made_for", [("free", "split"), pytest.param(("first", "explicit"), marks=pytest.mark.long)])
 def test_a_winner_returns_arrays_where_its_function_returns_them(
-    tmp_path: Path, run_on_devices: Callable[[Path, str, int], None]
+    made_for: tuple[str, str], tmp_path: Path, run_on_devices: Callable[[Path, str, int], None]
 ) -> None:
     program = """
         import contextlib, functools
@@ -289,7 +290,7 @@ def test_a_winner_returns_arrays_where_its_function_returns_them(
             except ValueError as error:  # arguments on other devices than the mesh's
                 return str(error)[:40]
 
-        for made_for in ("free", "first", "split", "explicit"):
+        for made_for in MADE_FOR:
             tuned = quarantune.autotune({"n": [1]}, rep=1, ref_fn=None, name=made_for)(added)
             tuned.tune(*calls[made_for]()).save(PLACE + made_for)
             winner = quarantune.TuningResult.load(PLACE + made_for, trusted=True).fn
@@ -304,7 +305,8 @@ def test_a_winner_returns_arrays_where_its_function_returns_them(
                         ours, theirs = seen(winner, args), seen(functools.partial(added, n=1), args)
                     assert ours == theirs, (made_for, call, state, ours, theirs)
     """
-    run_on_devices(tmp_path, program.replace("PLACE", repr(f"{tmp_path}/")), 2)
+    program = program.replace("PLACE", repr(f"{tmp_path}/")).replace("MADE_FOR", repr(made_for))
+    run_on_devices(tmp_path, program, 2)
 
 
 # --- arguments of classes, and files ---------------------------------------------------------------------------

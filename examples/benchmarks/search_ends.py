@@ -14,11 +14,11 @@ import statistics
 from pathlib import Path
 
 from quarantune.results import replay
-from quarantune.search import Space
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values.codec import text_of
 from quarantune.values.settings import Options, Settings
+from quarantune.values.space import Space
 from quarantune.values.trial import Outcome, Trial
 
 _EXAMPLES = Path(__file__).parents[1]

@@ -448,7 +448,8 @@ def size_of(path: Path) -> int:
 
 def searches(results: Path, seeds: int) -> None:
     """Replays searches on estimates that are disturbed by noise, with and without knowing the estimates."""
-    from quarantune.search import Space, make
+    from quarantune.search.searches import make
+    from quarantune.values.space import Space
     from quarantune.values.trial import Outcome, Trial
 
     found = json.loads(results.read_text())["estimates"]

@@ -17,10 +17,11 @@ from quarantune.cache.entries import entries_of
 from quarantune.cache.store import problem_hash
 from quarantune.results.result import TuningResult
 from quarantune.results.saved_files import JSON
-from quarantune.search import Space, make
+from quarantune.search import searches
 from quarantune.values.codec import has_tag, is_number, is_whole, text_of
 from quarantune.values.configs import Config
 from quarantune.values.settings import Search, check_search
+from quarantune.values.space import Space
 from quarantune.values.texts import call_text, columns, shown
 from quarantune.values.trial import Outcome, Trial
 
@@ -148,7 +149,7 @@ def replay(
 
     def run(strategy: Strategy, seed: int) -> SearchRun:
         began = time.process_time()
-        made = make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
+        made = searches.make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
         told: list[Trial] = []
         while len(told) < max_trials and (asked := made.ask(min(batch, max_trials - len(told)))):
             for config in asked:

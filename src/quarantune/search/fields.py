@@ -48,12 +48,8 @@ class Fields:
 
     def positions_of(self, codes: Codes) -> list[int]:
         """Returns the positions of those codes that are configs of the space, dropped ones included."""
-        found = []
-        start = 0
-        for column in self._columns:
-            found.append(column.find(codes[:, start : start + len(column.names)]))
-            start += len(column.names)
-        whole = np.stack(found, axis=1)
+        parts = np.split(codes, np.cumsum([len(column.names) for column in self._columns])[:-1], axis=1)
+        whole = np.stack([column.find(part) for column, part in zip(self._columns, parts, strict=True)], axis=1)
         return self._space.positions_of(whole[(whole >= 0).all(axis=1)])
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 from scipy import linalg, optimize, special
+from scipy.spatial.distance import cdist
 
 from quarantune.host.machine import proc_text
 from quarantune.search.fields import Features, Fields, Floats, by_size
@@ -69,13 +70,6 @@ class Models:
         self._process = GaussianProcess(features.groups, features.ordered)
         self._adapted = -_ADAPT_AFTER
         self._rng = rng
-        # Of the forecast: the process at the candidates, and at other points after them; the logarithms of the known
-        # times in order, and the process's values for them; how much less than the others each candidate promises,
-        # because it may fail; and the densities, as from `log_densities`.
-        self._prediction: Prediction
-        self._scale: tuple[Floats, Floats]
-        self._rank: Floats
-        self._densities: tuple[Floats, Floats]
 
     def forecast(self, known: Codes, logs: Floats, candidates: Codes, pending: Codes) -> None:
         """Makes a forecast of some candidates.
@@ -91,16 +85,18 @@ class Models:
             points = self._features.points(known)
             self._scale = self._learn(points[works], logs[works], known=len(known))
             there = self._features.points(np.concatenate([candidates, pending]))
-            self._prediction = self._process.predict(there)
+            self._prediction = self._process.predict(there)  # at the candidates, and at the pending after them
             ordered = slice(self._features.ordered)
-            succeeds = np.ones(len(there))
-            if not works.all():
-                succeeds = _success(points[:, ordered], works, there[:, ordered])
+            all_work = np.ones(len(there))
+            succeeds = all_work if works.all() else _success(points[:, ordered], works, there[:, ordered])
+            # How much less than the others each candidate promises, because it may fail.
             self._rank = (2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0))[: len(candidates)]
             self.gain = self._gain(np.where(succeeds < _DOUBTFUL, 0, succeeds))
             for index in range(len(candidates), len(there)):
                 self._prediction.observe(index)
-            self._densities = log_densities(self._levels, known, _best(logs), candidates)
+            best_first = np.argsort(logs, kind="stable")  # failures are the last
+            good = np.isin(np.arange(len(logs)), best_first[: max(2, math.ceil(_BEST_SHARE * len(logs)))])
+            self._densities = log_densities(self._levels, known, good, candidates)
 
     def _learn(self, points: Floats, logs: Floats, *, known: int) -> tuple[Floats, Floats]:
         """Teaches the Gaussian process the times of configs that work, and returns them in order with its values.
@@ -185,14 +181,6 @@ class Models:
         return int(drawn[np.argmax((among_good - among_others + self._rank)[drawn])])
 
 
-def _best(logs: Floats) -> NDArray[np.bool_]:
-    """Returns which trials count as good for the densities."""
-    good = np.zeros(len(logs), np.bool_)
-    best_first = np.argsort(np.where(np.isfinite(logs), logs, np.inf), kind="stable")
-    good[best_first[: max(2, math.ceil(_BEST_SHARE * len(logs)))]] = True
-    return good
-
-
 def _normal_scores(logs: Floats) -> Floats:
     """Returns the quantile of the normal distribution for the rank of each time; equal times share theirs."""
     ordered = np.sort(logs)
@@ -230,11 +218,6 @@ class GaussianProcess:
         self._prior: Floats = np.append(np.where(apart, _SCALE_APART, _SCALE), _NOISE)
         self._theta = self._prior
 
-    @property
-    def noise(self) -> float:
-        """The variance of the noise, as a share of the function's."""
-        return float(np.exp(self._theta[-1]))
-
     def learn(self, points: Floats, values: Floats, *, steps: int) -> None:
         """Takes the values at some points, after adapting the length scales to them.
 
@@ -247,8 +230,9 @@ class GaussianProcess:
             self._adapt(points, values, steps)
         self._stretch = np.exp(-self._theta[:-1])[self._groups]
         self._points = points * self._stretch
-        kernel = _matern(_squares(self._points, self._points))
-        kernel[np.diag_indices(len(points))] += self.noise + _JITTER
+        self._noise = float(np.exp(self._theta[-1]))  # as a share of the function's variance
+        kernel = _matern(cdist(self._points, self._points, "sqeuclidean"))
+        kernel[np.diag_indices(len(points))] += self._noise + _JITTER
         self._factor = linalg.cholesky(kernel, lower=True, check_finite=False)
         self._weights = linalg.cho_solve((self._factor, True), values, check_finite=False)
         self.variance = max(float(values @ self._weights) / len(values), 1e-6)
@@ -256,15 +240,14 @@ class GaussianProcess:
     def predict(self, points: Floats) -> Prediction:
         """Returns the function's mean at some points, and how uncertain it is."""
         stretched = points * self._stretch
-        kernel = _matern(_squares(self._points, stretched))
+        kernel = _matern(cdist(self._points, stretched, "sqeuclidean"))
         solved = linalg.solve_triangular(self._factor, kernel, lower=True, check_finite=False)
-        return Prediction(stretched, kernel.T @ self._weights, solved, self.noise)
+        return Prediction(stretched, kernel.T @ self._weights, solved, self._noise)
 
     def _adapt(self, points: Floats, values: Floats, steps: int) -> None:
         """Moves the length scales and the noise towards their most likely values."""
         parts = [points[:, self._groups == group] for group in range(self._count)]
-        squares = np.array([_squares(part, part) for part in parts]).reshape(self._count, len(points), len(points))
-        flat = squares.reshape(self._count, -1)
+        flat = np.array([cdist(part, part, "sqeuclidean") for part in parts]).reshape(self._count, len(points) ** 2)
         spreads = np.append(np.full(self._count, _SCALE_SPREAD), _NOISE_SPREAD)
 
         def loss(theta: Floats) -> tuple[float, Floats]:
@@ -314,7 +297,7 @@ class Prediction:
 
     def observe(self, index: int) -> None:
         """Lowers the variance as if the value at one of the points were known; until it is told, it equals its mean."""
-        covariance = _matern(_squares(self._points, self._points[index : index + 1]))[:, 0]
+        covariance = _matern(cdist(self._points, self._points[index : index + 1], "sqeuclidean"))[:, 0]
         covariance -= self._solved.T @ self._solved[:, index]
         for earlier, total in self._seen.values():
             covariance -= earlier * (earlier[index] / total)
@@ -339,14 +322,6 @@ def _matern(squares: Floats) -> Floats:
     decay = np.exp(-radius)
     decay *= (radius / 3 + 1) * radius + 1
     return np.asarray(decay)
-
-
-def _squares(a: Floats, b: Floats) -> Floats:
-    """Returns the squared distances between the rows of two matrices."""
-    squares = (-2 * a) @ b.T
-    squares += (a * a).sum(1)[:, None]
-    squares += (b * b).sum(1)
-    return np.asarray(np.maximum(squares, 0, out=squares))
 
 
 # --- which configs fail -----------------------------------------------------------------------------------
@@ -465,10 +440,9 @@ def _openblas_functions() -> list[tuple[Callable[[], int], Callable[[int], None]
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD)
             for prefix, suffix in itertools.product(("scipy_openblas", "openblas"), ("64_", "")):
-                names = [f"{prefix}_{verb}_num_threads{suffix}" for verb in ("get", "set")]
-                if all(hasattr(library, name) for name in names):
-                    get, put = (getattr(library, name) for name in names)
-                    get.argtypes, get.restype, put.argtypes, put.restype = [], ctypes.c_int, [ctypes.c_int], None
+                get = getattr(library, f"{prefix}_get_num_threads{suffix}", None)
+                put = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
+                if get and put:
                     found.append((get, put))
                     break
     return found

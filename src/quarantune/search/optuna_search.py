@@ -6,29 +6,27 @@ import importlib
 import importlib.util
 import math
 import warnings
-from collections.abc import Iterable
-from types import ModuleType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from quarantune.search import Strategy, log_time, shuffled
 from quarantune.search.fields import Fields, by_size
+from quarantune.search.random_search import RandomSearch
+from quarantune.search.strategy import MOST_REPEATS, log_time
 from quarantune.values.configs import Config
 from quarantune.values.settings import OPTUNA
 from quarantune.values.space import Space
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Outcome, Trial
 
-_MOST_REPEATS = 100
-"""After so many proposals in a row that cannot be tried, a random config is asked."""
 _LEFT_OUT = frozenset({"base", "basega", "bruteforce", "grid", "partialfixed"})
 """Base classes, samplers that need further arguments, and one that stops a study that nobody has started."""
 _NEEDED = {"cmaes": "cmaes", "gp": "torch"}
 """Modules that Optuna imports only after some trials."""
 
 
-class OptunaSearch(Strategy):
+class OptunaSearch(RandomSearch):
     """Asks a sampler for configs; numbers are ordered by size, words are categories."""
 
     def __init__(self, sampler: str, space: Space, seed: int, starts: Iterable[Config] = ()) -> None:
@@ -44,19 +42,23 @@ class OptunaSearch(Strategy):
             ImportError: Optuna is not installed, or a module that the sampler needs.
             ValueError: it has no such sampler.
         """
-        self._optuna = _import()
+        try:
+            self._optuna: Any = importlib.import_module("optuna")
+        except ImportError as error:
+            raise ImportError(
+                f"search='{OPTUNA}...' needs Optuna, which is not installed: pip install 'quarantune[optuna]'"
+            ) from error
         made = _make_sampler(self._optuna, sampler, seed)
-        super().__init__(space, starts, shuffled(space, np.random.default_rng(seed)))
+        super().__init__(space, seed, starts)
         self._fields = Fields(space)
         kinds = self._optuna.distributions
-        self._orders: dict[str, list[int]] = {}
-        self._distributions = {}
+        self._orders: dict[str, Sequence[int]] = {}
+        self._distributions: dict[str, Any] = {}
         for name, values in zip(self._fields.names, self._fields.values, strict=True):
-            order = by_size(values)
-            self._orders[name] = words = list(range(len(values))) if order is None else order
-            self._distributions[name] = (
-                kinds.CategoricalDistribution(words) if order is None else kinds.IntDistribution(0, len(values) - 1)
-            )
+            order, words = by_size(values), range(len(values))
+            self._orders[name] = order or words
+            numbers = kinds.IntDistribution(0, len(values) - 1)
+            self._distributions[name] = numbers if order else kinds.CategoricalDistribution(words)
         verbosity = self._optuna.logging.get_verbosity()
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         try:
@@ -68,7 +70,7 @@ class OptunaSearch(Strategy):
     def pick(self, n: int) -> Iterable[int]:
         """Yields the sampler's next configs that can be tried; random ones where it only repeats itself."""
         repeats = 0
-        while repeats < _MOST_REPEATS:
+        while repeats < MOST_REPEATS:
             proposal = self._study.ask(self._distributions)
             position = self._position(proposal.params)
             if position is not None and self.is_free(position):
@@ -81,13 +83,8 @@ class OptunaSearch(Strategy):
             self._finish(proposal, value)
         yield from super().pick(n)
 
-    def tell(self, config: Config, trial: Trial) -> None:
-        """Takes note of a trial, whoever asked for it."""
-        position = self.space.find(config)
-        known = position in self.trials
-        super().tell(config, trial)
-        if position is None or known:
-            return
+    def learn(self, position: int, trial: Trial) -> None:
+        """Tells the study of a trial, whoever asked for it."""
         value = self._value(trial)
         if (proposal := self._asked.pop(position, None)) is not None:
             self._finish(proposal, value)
@@ -110,22 +107,10 @@ class OptunaSearch(Strategy):
         return max((log for log in logs if log is not None), default=None)
 
     def _finish(self, proposal: Any, value: float | None) -> None:
-        if value is None:
-            self._study.tell(proposal, state=self._optuna.trial.TrialState.FAIL)
-        else:
-            self._study.tell(proposal, value)
+        self._study.tell(proposal, value, self._optuna.trial.TrialState.FAIL if value is None else None)
 
 
-def _import() -> ModuleType:
-    try:
-        return importlib.import_module("optuna")
-    except ImportError as error:
-        raise ImportError(
-            f"search='{OPTUNA}...' needs Optuna, which is not installed: pip install 'quarantune[optuna]'"
-        ) from error
-
-
-def _make_sampler(optuna: ModuleType, name: str, seed: int) -> Any:
+def _make_sampler(optuna: Any, name: str, seed: int) -> Any:
     classes = {
         attribute.removesuffix("Sampler").lower(): getattr(optuna.samplers, attribute)
         for attribute in optuna.samplers.__all__
@@ -146,6 +131,5 @@ def _make_sampler(optuna: ModuleType, name: str, seed: int) -> Any:
     with warnings.catch_warnings():
         # Optuna warns that samplers, and the option for several trials at a time, are experimental.
         warnings.simplefilter("ignore")
-        if name == "tpe":
-            return classes[name](seed=seed, constant_liar=True)
-        return classes[name](seed=seed)
+        more = {"constant_liar": True} if name == "tpe" else {}
+        return classes[name](seed=seed, **more)

@@ -6,12 +6,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from quarantune import search
 from quarantune.scheduler.plan import ConfigSource
-from quarantune.search import Space
+from quarantune.search import searches
 from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, NO_GAIN, PATIENCE, TIME_BUDGET, SearchLimits
 from quarantune.values.configs import Config
 from quarantune.values.settings import LEAST_GAIN
+from quarantune.values.space import Space
 from quarantune.values.trial import Outcome, Phase, Trial
 
 _FINAL_S, _FINAL_SHARE = 3.0, 0.2
@@ -59,8 +59,8 @@ class Searching(ConfigSource):
         self._run_as = run_as
         budget_s = float("inf") if limits.time_budget_s is None else limits.time_budget_s
         self._ends_at = clock() + budget_s - min(_FINAL_S, _FINAL_SHARE * budget_s)
-        first = None if defaults is None else space[defaults]
-        self._search = search.make(limits.search, space, defaults=first, seed=limits.seed, starts=starts)
+        first = [] if defaults is None else [space[defaults]]
+        self._search = searches.make(limits.search, space, seed=limits.seed, starts=[*first, *starts])
         self._pending: set[int] = set()
         self._ended: set[int] = set()
         self._tried = 0
