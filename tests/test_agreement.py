@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from quarantune.cache import canonical_json
+from quarantune.cache.store import canonical_json
 from quarantune.resolve import ranks
 from quarantune.resolve.ranks import Answer, Member, Source
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import pass_time, python
 
-from quarantune.cache import CacheWriteError
 from quarantune.cache.claims import Claim, wait
-from quarantune.cache.store import Owner
+from quarantune.cache.store import CacheWriteError, Owner
 from quarantune.host.shared_files import Directory, side_lock
 
 HOLD = """
@@ -455,7 +454,7 @@ def test_sixteen_processes_find_one_answer_though_a_holder_is_killed(tmp_path: P
     script = """
 import os, signal, sys
 from pathlib import Path
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 from quarantune.cache.claims import Claim, wait
 from quarantune.cache.journal import Journal
 

@@ -15,11 +15,11 @@ from helpers import ends, run_python
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store, entries
+from quarantune.cache import entries
 from quarantune.cache import journal as journal_module
 from quarantune.cache import store as store_module
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import EntryFile, encode
+from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, EntryFile, Store, encode
 from quarantune.host import shared_files
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}
@@ -150,7 +150,8 @@ def test_an_entry_that_an_earlier_version_saves_counts_and_stays_its_own(store: 
 DIVIDING = """
 import os, sys
 from pathlib import Path
-from quarantune.cache import Store, store
+from quarantune.cache import store
+from quarantune.cache.store import Store
 store._MAIN_BYTES = 2000
 real, left = os.replace, int(sys.argv[2])
 def replace(source, target, **where):

@@ -15,9 +15,10 @@ import pytest
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store, entries
+from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey, MergeReport
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, Store
 
 X = np.arange(4, dtype=np.float32)
 

@@ -18,7 +18,7 @@ from helpers import isolated
 import quarantune
 from quarantune.api import compile_check
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 from quarantune.cli import main
 from quarantune.devices import targets
 from quarantune.resolve import similar, tuning_job

@@ -17,7 +17,7 @@ from helpers import python
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
-from quarantune.cache import SCHEMA, Store, canonical_json
+from quarantune.cache.store import SCHEMA, Store, canonical_json
 from quarantune.resolve import similar
 from quarantune.resolve.call_key import keyed
 from quarantune.resolve.resolver import KnownResults

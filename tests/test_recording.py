@@ -25,8 +25,8 @@ from helpers import python, run_python
 
 import quarantune
 from quarantune import cli
-from quarantune.cache import CacheWarning
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import CacheWarning
 from quarantune.resolve import recorded
 from quarantune.resolve.call_key import BoundCall, keyed
 

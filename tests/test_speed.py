@@ -22,7 +22,7 @@ import pytest
 from helpers import python
 
 import quarantune
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 from quarantune.resolve import recorded
 from quarantune.resolve.call_key import BoundCall, keyed
 
@@ -122,7 +122,7 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
         from warm_kernel import kernel
         kernel._resolver  # what the first call imports
         from quarantune.values import settings as environment
-        from quarantune.cache import Store
+        from quarantune.cache.store import Store
         started = time.process_time()  # as others may want the CPU, too
         assert kernel.lookup(1.0) is not None
         looked_up = time.process_time()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from quarantune.api.contextual import contextual_autotune as contextual_autotune
     from quarantune.api.tune_many import tune_many as tune_many
     from quarantune.api.tuning_cache import TuningCache as TuningCache
-    from quarantune.cache import CacheWarning as CacheWarning
-    from quarantune.cache import CacheWriteError as CacheWriteError
+    from quarantune.cache.store import CacheWarning as CacheWarning
+    from quarantune.cache.store import CacheWriteError as CacheWriteError
     from quarantune.devices.targets import Target as Target
     from quarantune.devices.targets import targets as targets
     from quarantune.metrics import KernelMetrics as KernelMetrics
@@ -56,7 +56,7 @@ _NAMES = {
     "api.contextual": ("Contextual", "contextual_autotune"),
     "api.tuning_cache": ("TuningCache",),
     "api.tune_many": ("tune_many",),
-    "cache": ("CacheWarning", "CacheWriteError"),
+    "cache.store": ("CacheWarning", "CacheWriteError"),
     "devices.targets": ("Target", "targets"),
     "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
     "resolve.recorded": ("RecordedCall", "calls_in", "recording"),

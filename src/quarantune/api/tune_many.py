@@ -11,9 +11,9 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quarantune import cache
 from quarantune.api.autotune import Autotuned, AutoTuner, read_context
-from quarantune.cache import CacheWriteError
+from quarantune.cache import store as cache
+from quarantune.cache.store import CacheWriteError
 from quarantune.host.process import own_frames_hidden
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_results import call_result, entry_for, findings_now

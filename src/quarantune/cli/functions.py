@@ -21,12 +21,12 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quarantune import cache
 from quarantune.api import ahead
 from quarantune.api.autotune import Autotuned, Tuned
 from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
+from quarantune.cache import store as cache
 from quarantune.cli import calls
 from quarantune.cli.call_texts import GivenCall
 from quarantune.cli.output import (

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import numpy as np
 
-from quarantune.cache import Entry, Fingerprint, canonical_json, fingerprint, report_once, short_hash
+from quarantune.cache.fingerprint import Fingerprint, fingerprint
+from quarantune.cache.store import Entry, canonical_json, report_once, short_hash
 from quarantune.devices import discovery
 from quarantune.host.process import cache_name, lazy
 from quarantune.transport.problem import (

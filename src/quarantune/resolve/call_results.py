@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from quarantune.cache import Entry, plain_function
+from quarantune.cache.fingerprint import plain_function
+from quarantune.cache.store import Entry
 from quarantune.host.process import commit_of
 from quarantune.resolve.call_key import BoundCall, KeyedCall
 from quarantune.results.result import FromCache, TuningResult

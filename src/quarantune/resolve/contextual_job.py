@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quarantune import cache, jax_internals
-from quarantune.cache import Entry
+from quarantune import jax_internals
+from quarantune.cache import store as cache
+from quarantune.cache.store import Entry
 from quarantune.host.process import lazy
 from quarantune.measure import finals
 from quarantune.resolve.call_key import BoundCall, TunedFunction, space_of

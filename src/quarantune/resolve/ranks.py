@@ -35,7 +35,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from quarantune import cache
+from quarantune.cache import store as cache
 from quarantune.host.process import lazy
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.call_key import CallKey, KeyedCall

@@ -19,10 +19,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from quarantune import cache, jax_internals
-from quarantune.cache import CacheWriteError, journal
+from quarantune import jax_internals
+from quarantune.cache import journal
+from quarantune.cache import store as cache
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import short_text
+from quarantune.cache.store import CacheWriteError, short_text
 from quarantune.host.process import cache_name, module_name, new_lock
 from quarantune.host.shared_files import advice
 from quarantune.resolve.call_key import KeyedCall, TunedFunction, keyed

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune import cache, jax_internals
-from quarantune.cache import Entry, Store
+from quarantune import jax_internals
+from quarantune.cache import store as cache
+from quarantune.cache.store import Entry, Store
 from quarantune.host.process import entry_points, in_sandbox, lazy
 from quarantune.resolve.call_key import BoundCall, CallKey, KeyedCall, TunedFunction, keyed, keyed_to_tune
 from quarantune.transport.problem import assignment_in_force

@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from quarantune import cache
-from quarantune.cache import Entry, Store
+from quarantune.cache import store as cache
 from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import Entry, Store
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.resolver import Known, KnownResults, changed_versions, dict_or_empty
 from quarantune.values.codec import decode_json, is_number, text_of

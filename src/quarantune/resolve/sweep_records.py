@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from quarantune import cache, device_table
-from quarantune.cache import CacheWriteError, claims, journal
+from quarantune import device_table
+from quarantune.cache import claims, journal
+from quarantune.cache import store as cache
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import CacheWriteError
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.resolver import Known
 from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of

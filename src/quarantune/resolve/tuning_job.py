@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from quarantune.cache import Entry
+from quarantune.cache.store import Entry
 from quarantune.host.process import in_sandbox, is_interruption, lazy
 from quarantune.measure import finals, model
 from quarantune.resolve.call_key import BoundCall, KeyedCall

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quarantune.cache import Entry, safe_name
 from quarantune.cache.entries import CacheKey, CacheRecord
+from quarantune.cache.store import Entry, safe_name
 from quarantune.resolve.call_key import BoundCall, TunedFunction, keyed
 from quarantune.resolve.recorded import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver, changed_versions, dict_or_empty

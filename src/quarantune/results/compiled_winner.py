@@ -11,7 +11,7 @@ import jax
 from jax.extend import backend
 
 from quarantune import jax_internals
-from quarantune.cache import canonical_json
+from quarantune.cache.store import canonical_json
 from quarantune.jax_internals.other_processes import ExecutableParts, interface_of
 from quarantune.transport.problem import Arguments, bind_config, describe_jax_state, jitted_with
 from quarantune.values.codec import decode_json

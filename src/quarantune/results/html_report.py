@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.cache import Entry, Store, canonical_json, entries, safe_name
+from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey
 from quarantune.cache.journal import Journal, conclusions
+from quarantune.cache.store import Entry, Store, canonical_json, safe_name
 from quarantune.results import report, saved_files
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.codec import JsonObject, as_json, frozen, is_number, text_of
