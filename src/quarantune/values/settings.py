@@ -73,24 +73,11 @@ class Tolerance:
         rtol: the allowed difference of an element, relative to the expected element.
         atol: the allowed absolute difference, added to the relative one.
         max_mismatched_ratio: the share of a leaf's elements that may differ by more than both together.
-
-    Raises:
-        ValueError: a value is out of range; the message names it.
     """
 
     rtol: float = 1e-2
     atol: float = 1e-2
     max_mismatched_ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name, most, accepts in (
-            ("rtol", sys.float_info.max, "a number of at least 0"),
-            ("atol", sys.float_info.max, "a number of at least 0"),
-            ("max_mismatched_ratio", 1.0, "a share of the elements, from 0 to 1, as a number"),
-        ):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= most:
-                raise ValueError(f"{name}={shown(value)} is not valid: give {accepts}")
 
 
 @runtime_checkable
@@ -231,6 +218,8 @@ _DURATION = (
     lambda value: is_number(value) and 0 < value <= _LONGEST_S,
     f"a number of seconds above 0 and at most {_LONGEST_S:.0e}",
 )
+_DIFFERENCE = lambda value: is_number(value) and 0 <= value <= sys.float_info.max, "a number of at least 0"
+_SHARE = lambda value: is_number(value) and 0 <= value <= 1, "a share of the elements, from 0 to 1, as a number"
 _YES_OR_NO = lambda value: isinstance(value, int) and value in (0, 1), "True or False"
 _SUPPLY = f"one of {', '.join(SUPPLIES)}, or a function"
 
@@ -303,9 +292,9 @@ class Options:
     supply: str | Callable[..., Any] = _option("auto", lambda it: callable(it) or it in SUPPLIES, _SUPPLY)
     ref_fn: Callable[..., Any] | str | None = DEFAULTS
     check_fn: Callable[..., bool | None] | None = _option(None, *_FUNCTION)
-    rtol: float | None = None
-    atol: float | None = None
-    max_mismatched_ratio: float | None = None
+    rtol: float | None = _option(None, *_DIFFERENCE)
+    atol: float | None = _option(None, *_DIFFERENCE)
+    max_mismatched_ratio: float | None = _option(None, *_SHARE)
     check_grad: bool = _option(False, *_YES_OR_NO)
     time_grad: bool = _option(False, *_YES_OR_NO)
     search: str | Search = _option(AUTO, check_search)
@@ -327,7 +316,6 @@ class Options:
         if not callable(self.ref_fn) and self.ref_fn not in (None, DEFAULTS):
             fault, error = ("valid", ValueError) if isinstance(self.ref_fn, str) else ("callable", TypeError)
             raise error(f"ref_fn={self.ref_fn!r} is not {fault}: give a function, {DEFAULTS!r} or None")
-        _ = self.tolerance  # raises where a value is out of range
         if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
             raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
 
@@ -674,18 +662,17 @@ def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
 
 Which: TypeAlias = Callable[[str, str, str], bool]
 """Whether the result for a function's name, a kind of device and a key is meant."""
-_Forget: TypeAlias = Callable[[Which | None], None]
-_forgetting: dict[int, weakref.WeakMethod[_Forget]] = {}
+_forgetting: weakref.WeakKeyDictionary[Any, Callable[[Any, Which | None], None]] = weakref.WeakKeyDictionary()
+"""The functions of the registered methods, by their objects."""
 
 
-def on_forgetting(forget: _Forget) -> None:
+def on_forgetting(forget: Any) -> None:
     """Registers a method, for as long as its object exists, that forgets choices for calls which it keeps in memory.
 
     Args:
         forget: as `forget_choices`.
     """
-    reference = weakref.WeakMethod(forget, lambda dead: _forgetting.pop(id(dead), None))
-    _forgetting[id(reference)] = reference
+    _forgetting[forget.__self__] = forget.__func__
 
 
 def forget_choices(of: Which | None = None) -> None:
@@ -694,9 +681,8 @@ def forget_choices(of: Which | None = None) -> None:
     Args:
         of: accepts the results to forget too, because files have changed; None for none.
     """
-    for reference in list(_forgetting.values()):
-        if (forget := reference()) is not None:
-            forget(of)
+    for keeper, forget in list(_forgetting.items()):
+        forget(keeper, of)
 
 
 _blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("_blocks", default=())
