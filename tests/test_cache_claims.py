@@ -327,6 +327,17 @@ signal.pause()
                 assert is_granted
 
 
+def test_a_fork_that_leaves_the_with_block_keeps_its_parents_claim(make: Callable[..., Claim]) -> None:
+    with make() as claim:
+        assert claim.try_acquire()
+        if (pid := os.fork()) == 0:
+            claim.release()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert claim.refresh()
+        assert not make().try_acquire()
+
+
 def test_a_lock_that_is_waited_for_is_taken_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
     with Directory(tmp_path) as place:
         with side_lock(place, "lock") as is_held:
