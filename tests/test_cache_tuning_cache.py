@@ -388,6 +388,8 @@ FOREIGN = {
     "tsconfig.json": '{\n  // with a comment\n  "compilerOptions": {"strict": true}\n}\n',
     "list.json": "[1, 2]",
     "empty.json": "",
+    "nothing.json": "{}",
+    "no_dependencies.json": '{"dependencies": {}}',
     "binary.json": "\x00\x01",
     "folder.json/inside.json": "{}",
     "f.json.corrupt-by-me": "mine",
