@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import pass_time, python
 
-from quarantune.cache import CacheWriteError
 from quarantune.cache.claims import Claim, wait
-from quarantune.cache.store import Owner
+from quarantune.cache.store import CacheWriteError, Owner
 from quarantune.host.shared_files import Directory, side_lock
 
 HOLD = """
@@ -328,6 +327,17 @@ signal.pause()
                 assert is_granted
 
 
+def test_a_fork_that_leaves_the_with_block_keeps_its_parents_claim(make: Callable[..., Claim]) -> None:
+    with make() as claim:
+        assert claim.try_acquire()
+        if (pid := os.fork()) == 0:
+            claim.release()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert claim.refresh()
+        assert not make().try_acquire()
+
+
 def test_a_lock_that_is_waited_for_is_taken_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
     with Directory(tmp_path) as place:
         with side_lock(place, "lock") as is_held:
@@ -455,7 +465,7 @@ def test_sixteen_processes_find_one_answer_though_a_holder_is_killed(tmp_path: P
     script = """
 import os, signal, sys
 from pathlib import Path
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 from quarantune.cache.claims import Claim, wait
 from quarantune.cache.journal import Journal
 

@@ -17,10 +17,10 @@ import pytest
 from helpers import pass_time, python
 
 import quarantune
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
 from quarantune.cache.claims import Claim
 from quarantune.cache.entries import problems, prune
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, Store
 from quarantune.values.codec import decode_json
 from quarantune.values.trial import Outcome, Trial
 
@@ -407,7 +407,7 @@ def test_numbers_of_an_entry_that_fit_no_float_break_neither_calls_nor_reports(
 TWO_USERS = """
 import os, sys
 from pathlib import Path
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
 place = Path(sys.argv[1])

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from helpers import python
 
-from quarantune.cache import Fingerprint, fingerprint
-from quarantune.cache.fingerprint import code_text
+from quarantune.cache.fingerprint import Fingerprint, code_text, fingerprint
 
 BASE = """
 import functools
@@ -424,7 +423,7 @@ def test_a_fingerprint_is_the_same_in_every_process_and_directory(tmp_path: Path
     (tmp_path / "stable_module.py").write_text(module)
     script = """
 import stable_module
-from quarantune.cache import fingerprint
+from quarantune.cache.fingerprint import fingerprint
 found = fingerprint(stable_module.kernel)
 print(found.digest, len(found.parts))
 """

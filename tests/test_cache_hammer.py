@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quarantune.cache import SCHEMA, Store
+from quarantune.cache.store import SCHEMA, Store
 
 WRITERS, KEYS = 8, 20
 
@@ -22,7 +22,8 @@ WRITERS, KEYS = 8, 20
 HAMMER = """
 import errno, fcntl, json, os, sys, traceback, warnings
 from pathlib import Path
-from quarantune.cache import Store, store as store_module
+from quarantune.cache import store as store_module
+from quarantune.cache.store import Store
 
 directory, writers, victims, writes, keys = Path(sys.argv[1]), *map(int, sys.argv[2:6])
 locks, store_module._MAIN_BYTES = sys.argv[6], int(sys.argv[7])
@@ -135,7 +136,7 @@ SERVER = "/usr/lib/openssh/sftp-server"
 TWO_HOSTS = """
 import os, random, socket, sys, time
 from pathlib import Path
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 from quarantune.cache.claims import Claim, wait
 directory, me, count, ahead_s = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 socket.sethostname(me)

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.cache import CacheWarning, CacheWriteError
 from quarantune.cache import journal as journal_module
 from quarantune.cache.journal import Journal, remember_trouble, troublesome
-from quarantune.cache.store import problem_hash
+from quarantune.cache.store import CacheWarning, CacheWriteError, problem_hash
 from quarantune.host.shared_files import Directory
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune.cache import canonical_json, fingerprint, plain, safe_name
+from quarantune.cache.fingerprint import fingerprint
+from quarantune.cache.store import canonical_json, plain, safe_name
 from quarantune.values import describe
 
 

@@ -21,10 +21,9 @@ import pytest
 from helpers import pass_time, python
 
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import Owner
+from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, Owner, Store
 from quarantune.host import shared_files
 
 ENTRY = {"config": {"BM": 32}, "time_ms": 0.5}
@@ -436,7 +435,7 @@ def test_a_file_size_limit_is_a_typed_error_and_the_old_file_stays(tmp_path: Pat
     script = """
 import resource, signal, sys
 from pathlib import Path
-from quarantune.cache import CacheWriteError, Store
+from quarantune.cache.store import CacheWriteError, Store
 store = Store(Path(sys.argv[1]))
 store.put("f", "cpu", "k", {"config": {}})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -564,7 +563,7 @@ def test_only_a_writer_imports_filelock(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 import quarantune
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 store = Store(Path(sys.argv[1]))
 store.get("f", "cpu", "k")
 print("filelock" in sys.modules, end=" ")

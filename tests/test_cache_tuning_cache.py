@@ -15,9 +15,10 @@ import pytest
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store, entries
+from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey, MergeReport
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, Store
 
 X = np.arange(4, dtype=np.float32)
 
@@ -387,6 +388,8 @@ FOREIGN = {
     "tsconfig.json": '{\n  // with a comment\n  "compilerOptions": {"strict": true}\n}\n',
     "list.json": "[1, 2]",
     "empty.json": "",
+    "nothing.json": "{}",
+    "no_dependencies.json": '{"dependencies": {}}',
     "binary.json": "\x00\x01",
     "folder.json/inside.json": "{}",
     "f.json.corrupt-by-me": "mine",

@@ -23,9 +23,8 @@ from test_speed import best_of
 
 from quarantune import cli
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import Store
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import encode
+from quarantune.cache.store import Store, encode
 from quarantune.cli.call_texts import GivenCall, parse_call, read_calls
 from quarantune.cli.parser import make_parser
 from quarantune.values.trial import ArrayKind

@@ -16,7 +16,7 @@ from helpers import change_version, python
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import CacheWarning
+from quarantune.cache.store import CacheWarning
 from quarantune.calls.key import ProblemId
 from quarantune.host.process import in_sandbox
 from quarantune.results.report import CompileReport

@@ -20,7 +20,7 @@ from quarantune.answers import nearest
 from quarantune.answers.answer import Situation
 from quarantune.api import compile_check
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 from quarantune.calls.key import keyed, keyed_to_tune
 from quarantune.cli import main
 from quarantune.devices import targets

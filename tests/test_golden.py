@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 import quarantune
-from quarantune.cache import Store
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import Store
 from quarantune.devices import discovery
 from quarantune.values.trial import Trial
 

@@ -19,7 +19,7 @@ import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.answers import nearest
 from quarantune.answers.answer import Situation
-from quarantune.cache import SCHEMA, Store, canonical_json
+from quarantune.cache.store import SCHEMA, Store, canonical_json
 from quarantune.calls.key import keyed
 from quarantune.tuning.starts import earlier_winners
 from quarantune.values.describe import versions

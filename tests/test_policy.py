@@ -24,7 +24,7 @@ from helpers import change_version, deadline_s, python
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
-from quarantune.cache import SCHEMA
+from quarantune.cache.store import SCHEMA
 from quarantune.host.process import in_sandbox
 from quarantune.values import describe
 

@@ -26,8 +26,8 @@ from helpers import python, run_python
 import quarantune
 from quarantune import cli
 from quarantune.answers import recording as recorded
-from quarantune.cache import CacheWarning
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import CacheWarning
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed
 

@@ -19,10 +19,11 @@ from helpers import run_python
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import CacheWarning, CacheWriteError, Store, entries
+from quarantune.cache import entries
 from quarantune.cache import journal as journals
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import CacheWarning, CacheWriteError, Store
 from quarantune.devices import targets
 from quarantune.host.shared_files import Directory, NotAFileError
 from quarantune.sweep import sweep
@@ -256,7 +257,7 @@ def as_user(user: int, script: str, *arguments: object) -> subprocess.CompletedP
     head = f"""
         import os, sys, warnings
         from pathlib import Path
-        from quarantune.cache import CacheWriteError, Store
+        from quarantune.cache.store import CacheWriteError, Store
         from quarantune.cache.claims import Claim
         from quarantune.cache.journal import Journal
         from quarantune.values import settings

@@ -25,7 +25,7 @@ from helpers import python
 
 import quarantune
 from quarantune.answers import recording as recorded
-from quarantune.cache import Store
+from quarantune.cache.store import Store
 from quarantune.calls import key
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed
@@ -127,7 +127,7 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
         from warm_kernel import kernel
         kernel._tuner  # what the first call imports
         from quarantune.values import settings as environment
-        from quarantune.cache import Store
+        from quarantune.cache.store import Store
         started = time.process_time()  # as others may want the CPU, too
         assert kernel.lookup(1.0) is not None
         looked_up = time.process_time()

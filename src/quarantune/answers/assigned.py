@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quarantune import cache
 from quarantune.answers.answer import Answer, Origin
+from quarantune.cache import store as cache
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.transport.assignment import Assignment

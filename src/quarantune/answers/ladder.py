@@ -7,8 +7,8 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from quarantune import cache
 from quarantune.answers.answer import Answer, Origin, Rung, Situation
+from quarantune.cache import store as cache
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.values.trial import CacheMissError
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune import cache
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.memory import Memory
-from quarantune.cache import Entry, Store
+from quarantune.cache import store as cache
+from quarantune.cache.store import Entry, Store
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall
 from quarantune.host.process import entry_points

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quarantune import cache
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers
-from quarantune.cache import Entry
+from quarantune.cache import store as cache
+from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.values.codec import decode_json

@@ -35,8 +35,8 @@ from typing import Any, TypeAlias
 
 import jax
 
-from quarantune import cache
 from quarantune.answers.answer import Answer, Origin
+from quarantune.cache import store as cache
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.host.process import lazy
 from quarantune.jax_internals import Coordination

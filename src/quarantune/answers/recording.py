@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import jax
 import numpy as np
 
-from quarantune import cache
 from quarantune.answers.answer import Situation
 from quarantune.answers.layers import Layers
-from quarantune.cache import CacheWriteError, journal
+from quarantune.cache import journal
+from quarantune.cache import store as cache
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import short_text
+from quarantune.cache.store import CacheWriteError, short_text
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed
 from quarantune.functions.binding import Arguments

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quarantune import cache
 from quarantune.answers.answer import Situation
 from quarantune.answers.layers import Layers, changed_versions, dict_or_empty
+from quarantune.cache import store as cache
 from quarantune.cache.entries import CacheRecord
 from quarantune.calls.key import KeyedCall
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from quarantune import cache
 from quarantune.answers.answer import Situation
 from quarantune.answers.layers import open_store
 from quarantune.answers.recording import RecordedCall
 from quarantune.api.tuner import Tuner
-from quarantune.cache import CacheWriteError
+from quarantune.cache import store as cache
+from quarantune.cache.store import CacheWriteError
 from quarantune.calls.key import KeyedCall, keyed_to_tune
 from quarantune.engine.place import place_of
 from quarantune.functions.binding import Arguments

@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quarantune import cache
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.ladder import Ladder, first
 from quarantune.answers.layers import open_store
 from quarantune.api.assembly import Rungs
+from quarantune.cache import store as cache
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed, keyed_to_tune
 from quarantune.engine.place import place_of

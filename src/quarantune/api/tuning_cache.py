@@ -9,9 +9,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache import SCHEMA, CacheWriteError, Entry, Store, canonical_json, entries, journal, plain, report_once
+from quarantune.cache import entries, journal
 from quarantune.cache.entries import CacheDiff, CacheKey, CacheRecord, MergeReport
-from quarantune.cache.store import problem_hash, safe_name
+from quarantune.cache.store import (
+    SCHEMA,
+    CacheWriteError,
+    Entry,
+    Store,
+    canonical_json,
+    plain,
+    problem_hash,
+    report_once,
+    safe_name,
+)
 from quarantune.host.process import new_lock
 from quarantune.host.shared_files import paths
 from quarantune.values import settings as environment

@@ -108,6 +108,8 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         self._token = ""
         self._worst_case_s = min(worst_case_s, _LONGEST_WORST_CASE_S)
         self._fd: int | None = None
+        self._pid = 0
+        """The process that made the claim; a fork of it holds nothing."""
         self._open = contextlib.ExitStack()
         """The directory and the side file of the lock, where they are open."""
         self._locked: bool | None = False
@@ -168,7 +170,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         if self._fd is not None:
             fd, self._fd = self._fd, None
             with contextlib.suppress(OSError):
-                if self._place is not None and self._place.is_same(self._name, fd):
+                if self._pid == os.getpid() and self._place is not None and self._place.is_same(self._name, fd):
                     self._place.remove(self._name)
             os.close(fd)
         self._let_go()
@@ -247,7 +249,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             place.remove(self._name)
             os.close(fd)
             raise
-        self._fd, self._token = fd, holder.token
+        self._fd, self._token, self._pid = fd, holder.token, owner.pid
         for renamed in place.names(f"{self._name}.*.tmp"):
             place.remove(renamed)
         return True

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from quarantune import jax_internals
 from quarantune.cache.store import canonical_json, short_hash
 from quarantune.host.process import PROGRAMS, is_installed, is_runner, module_of, pickled_parts, without_caches
 from quarantune.values.codec import Around, bounded, in_order
@@ -280,9 +281,6 @@ class _Walk:
 
     def _visit_rules(self, value: Any) -> None:
         """Visits the user's own rules of a function, such as its derivative, in whatever is wrapped around it."""
-        # Not imported above: a program that only reads the cache does not need JAX.
-        from quarantune import jax_internals
-
         for _ in range(MOST_LAYERS):
             rules = {} if id(value) in self._seen else jax_internals.custom_rules(value)
             owner = ""
@@ -486,8 +484,6 @@ def _names(code: types.CodeType) -> set[str]:
 def attribute(value: Any, name: str) -> Any:
     """Returns an attribute of a module, a class or an object without running any code, or `NOTHING`."""
     try:
-        if isinstance(value, types.ModuleType):
-            return value.__dict__.get(name, NOTHING)
         return inspect.getattr_static(value, name, NOTHING)
     except Exception:
         return NOTHING

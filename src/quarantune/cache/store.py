@@ -349,9 +349,7 @@ class Store:
 
     A function has one file, its main file. Entries for which it has no room are in further files beside it, each with
     the entries whose keys have hashes that begin alike, so that look-ups and writes take as long for a hundred thousand
-    entries as for a thousand. Entries only ever move from the main file to the others, and one that is in both counts
-    as it is in the main file, which earlier versions of this package write too. So reading the main file first finds
-    every entry, without a lock.
+    entries as for a thousand. An entry stays in its file. One that is in both counts as it is in the main file.
 
     Every method takes a function's unmodified name; `safe_name` turns it into the name of a file. Reading takes no
     lock, changes nothing and never raises: an unreadable file is reported once and counts as empty.
@@ -503,7 +501,8 @@ class Store:
             return True
         try:
             data = self._file(main)._read()
-            return data.startswith(b'{\n"') or _is_contents(decode_json(data))
+            # A file of another program may hold empty dicts.
+            return data.startswith(b'{\n"') or (_is_contents(found := decode_json(data)) and any(found.values()))
         except (NotAFileError, ValueError):
             return False
         except OSError:
@@ -564,13 +563,11 @@ class Store:
         present: Contents = {}
         with contextlib.suppress(TooLargeError):  # a file that is too large stays as it is
             present = self._file(main).load_or_set_aside()
-        if present and size > 2 * _MAIN_BYTES:  # an earlier version wrote it
-            for path, part in _divided(main, present).items():
-                self._file(path).replace(functools.partial(_joined, part, None))
-            moved = functools.partial(_without, lambda device, key, entry: present.get(device, {}).get(key) == entry)
-            self._file(main).replace(moved)
-            present = {}
-        return _divided(main, offered, stay=present)
+        parts: dict[Path, Contents] = {}
+        for device, key, entry in _each(offered):
+            path = main if key in present.get(device, {}) else _further(main, device, key)
+            parts.setdefault(path, {}).setdefault(device, {})[key] = entry
+        return parts
 
 
 def _folder(main: Path) -> Path:
@@ -581,15 +578,6 @@ def _folder(main: Path) -> Path:
 def _further(main: Path, device: str, key: str) -> Path:
     """Returns the file of an entry that does not fit into the main file."""
     return _folder(main) / f"{problem_hash(device, key)[:2]}.json"
-
-
-def _divided(main: Path, contents: Contents, *, stay: Contents | None = None) -> dict[Path, Contents]:
-    """Returns entries by their files; those of problems in `stay` are the main file's."""
-    parts: dict[Path, Contents] = {}
-    for device, key, entry in _each(contents):
-        path = main if stay and key in stay.get(device, {}) else _further(main, device, key)
-        parts.setdefault(path, {}).setdefault(device, {})[key] = entry
-    return parts
 
 
 def _each(contents: Contents) -> Iterator[tuple[str, str, Entry]]:

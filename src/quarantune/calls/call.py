@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.cache import Entry, Fingerprint, fingerprint, report_once, short_hash
+from quarantune.cache.fingerprint import Fingerprint, fingerprint
+from quarantune.cache.store import Entry, report_once, short_hash
 from quarantune.functions.binding import (
     Arguments,
     arguments_of,

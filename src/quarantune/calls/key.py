@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from quarantune.cache import canonical_json
+from quarantune.cache.store import canonical_json
 from quarantune.calls.call import BoundCall
 from quarantune.devices import discovery
 from quarantune.functions.binding import (

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import quarantune.ray
-from quarantune import cache
 from quarantune.answers import recording as recorded
 from quarantune.answers.recording import RecordedCall
 from quarantune.api import ahead
@@ -31,6 +30,7 @@ from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
 from quarantune.api.tuned import Tuned
+from quarantune.cache import store as cache
 from quarantune.calls.call import BoundCall
 from quarantune.calls.rebuilt import described_arguments, described_settings
 from quarantune.cli import calls

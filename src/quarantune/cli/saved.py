@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import Contents, Entry, Store, entries, safe_name
+from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
+from quarantune.cache.store import Contents, Entry, Store, safe_name
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, printable_lines, wrapped
 from quarantune.host.shared_files import advice
 from quarantune.results.from_cache import cached_results

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.cache import canonical_json
+from quarantune.cache.store import canonical_json
 from quarantune.results import report, saved_files
 from quarantune.results.report_data import ResultData
 from quarantune.values.codec import JsonObject, as_json, is_number, text_of

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quarantune.cache import Store, journal
+from quarantune.cache import journal
 from quarantune.cache.entries import entries_of
-from quarantune.cache.store import problem_hash
+from quarantune.cache.store import Store, problem_hash
 from quarantune.results.result import TuningResult
 from quarantune.results.saved_files import JSON
 from quarantune.search import searches

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from quarantune import cache, device_table
+from quarantune import device_table
 from quarantune.answers.answer import Answer, Situation
-from quarantune.cache import CacheWriteError, claims, journal
+from quarantune.cache import claims, journal
+from quarantune.cache import store as cache
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
+from quarantune.cache.store import CacheWriteError
 from quarantune.calls.key import KeyedCall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning.compile_verdicts import CompileVerdicts

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from quarantune import cache
+from quarantune.cache import store as cache
 from quarantune.cache.journal import Journal
 from quarantune.calls.key import KeyedCall
 from quarantune.sweep.limits import SweepLimits

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quarantune import cache, jax_internals
+from quarantune import jax_internals
 from quarantune.answers.answer import Answer
-from quarantune.cache import Entry
+from quarantune.cache import store as cache
+from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall, TunedFunction, space_of
 from quarantune.calls.rebuilt import described_arguments
 from quarantune.engine.place import place_of

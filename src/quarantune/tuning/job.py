@@ -12,7 +12,7 @@ from typing import Any
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, open_store
 from quarantune.answers.memory import Memory
-from quarantune.cache import Entry
+from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.engine.place import place_of

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from quarantune.cache import Entry, plain_function
+from quarantune.cache.fingerprint import plain_function
+from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import Arguments, bind_config

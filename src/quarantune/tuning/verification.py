@@ -12,8 +12,8 @@ from typing import Any
 
 from quarantune.answers.layers import changed_versions, dict_or_empty
 from quarantune.answers.recording import Tune
-from quarantune.cache import Entry, safe_name
 from quarantune.cache.entries import CacheKey, CacheRecord
+from quarantune.cache.store import Entry, safe_name
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import keyed
 from quarantune.calls.rebuilt import CannotRebuildError, rebuilt

@@ -1,5 +1,6 @@
 """The options of a function's author, and the settings of an operator that override them."""
 
+# ruff: noqa: RUF009 - `_option` and `_setting` make fields
 from __future__ import annotations
 
 import contextvars
@@ -14,7 +15,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
 
 from quarantune.host import shared_files
@@ -45,10 +45,6 @@ DEFAULTS = "defaults"
 TIME, ENERGY = "time", "energy"
 """The objectives that have names."""
 _TOLERANCES = ("rtol", "atol", "max_mismatched_ratio")
-_LEAST = {"warmup": 0, "rep": 1, "devices_per_trial": 1, "max_trials": 1, "patience": 1, "seed": 0}
-"""The options that are whole numbers, with the least value of each."""
-_DURATIONS = ("compile_timeout", "timeout", "time_budget")
-_FLAGS = ("check_grad", "time_grad")
 SUPPLIES = ("auto", "integer", "uniform", "normal", "zeros", "ones")
 """The kinds of made-up arrays."""
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
@@ -66,214 +62,7 @@ LEAST_GAIN = 0.005
 _TABLE = re.compile(r"(?P<package>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<directory>[\w-][\w.-]*(/[\w-][\w.-]*)*)")
 
 
-# --- options ---
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of the author of a tuned function; the operator's settings override them.
-
-    Attributes:
-        name: the cache file's name; None for the function's own.
-        key_fn: takes the function's arguments and returns a JSON-able value that replaces the shapes and dtypes of the
-            arrays in the key: calls with the same value share an entry. In `jax.export` it takes symbolic shapes, and
-            has to return the same value as for concrete ones, from the dimensions and dtypes that are not symbolic.
-        prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config before a worker is spent on it.
-        warmup: untimed runs per config.
-        rep: at most this many timed samples per config.
-        compile_timeout: seconds for loading, tracing, lowering and compiling one config.
-        timeout: seconds for checking and measuring one config, from the moment it holds the device.
-        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of
-            the free memory.
-        max_device_memory: the most device memory that the program of a config may take for its arguments, output and
-            intermediate arrays, by the compiler's figures, in bytes or as "2GB". A config over it does not run
-            (`device_oom`), and neither do the defaults.
-        objective: what the winner has least of: `time`; `energy`, that an NVIDIA GPU takes for a call, which needs the
-            extra `quarantune[energy]`; or a function that takes a `Trial` and returns a number, such as
-            `lambda t: t.time_ms * t.energy_mj`. Its units are those of the trial's fields, as milliseconds and
-            millijoules. A config for which it raises, or returns no finite number, ends as an `error`. Energy is
-            measured if it makes no number of a trial without: it is tried with a made-up one before the sweep.
-        supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
-            `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as `jax.ShapeDtypeStruct`,
-            and returns them with arrays.
-        ref_fn: takes the function's arguments without the tunables; the output of every config must agree with its
-            output. With `"defaults"` they must agree with the output of the function's own defaults; with None they
-            may differ.
-        check_fn: `(output, expected_or_None, *args) -> bool or None`; a config is wrong where it returns False or
-            raises, whatever other checks say. Unless `ref_fn` is a function, nothing else is compared, and the expected
-            output is None.
-        rtol: allowed difference of an element, relative to the expected one. Where this and the two below are all
-            None, outputs may differ by as much as rounding explains, which is measured; else None is 1e-2.
-        atol: allowed difference of an element, in addition to `rtol`; None as above.
-        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances; None as above, or 0.01.
-        check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
-        time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
-            floating arguments, so that the winner suits training.
-        search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` until its model
-            expects no gain, for at most 400 trials), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an
-            object with the methods of `Search`, which serves one problem.
-        max_trials: at most this many configs are tried, those of an interrupted sweep included.
-        time_budget: seconds after which no further config is tried.
-        patience: the search ends after this many trials without a gain of 0.5%; errors while a config is traced or
-            compiled do not count.
-        seed: the same seed and the same trials give the same search.
-        devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
-            effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
-        tables: `package:directory`, results that a package ships; they are looked up after the user's cache.
-    """
-
-    name: str | None = None
-    key_fn: Callable[..., Any] | None = None
-    prune_fn: Callable[..., bool] | None = None
-    warmup: int = 1
-    rep: int = 20
-    compile_timeout: float = 120.0
-    timeout: float = 30.0
-    memory_limit: int | str | None = None
-    max_device_memory: int | str | None = None
-    objective: str | Callable[[Trial], float] = TIME
-    supply: str | Callable[..., Any] = "auto"
-    ref_fn: Callable[..., Any] | str | None = DEFAULTS
-    check_fn: Callable[..., bool | None] | None = None
-    rtol: float | None = None
-    atol: float | None = None
-    max_mismatched_ratio: float | None = None
-    check_grad: bool = False
-    time_grad: bool = False
-    search: str | Search = AUTO
-    max_trials: int | None = None
-    time_budget: float | None = None
-    patience: int | None = None
-    seed: int = 0
-    devices_per_trial: int = 1
-    tables: str | None = None
-
-    def __post_init__(self) -> None:
-        for field in (*_LEAST, *_DURATIONS, *_TOLERANCES, *_FLAGS):
-            object.__setattr__(self, field, unwrapped(getattr(self, field)))
-        fields = dataclasses.fields(self)
-        given = {field.name: value for field in fields if (value := getattr(self, field.name)) is not field.default}
-        if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
-            raise ValueError(f"name={self.name!r} is not valid: give a non-empty string, or leave it out")
-        if isinstance(self.ref_fn, str) and self.ref_fn != DEFAULTS:
-            raise ValueError(f"ref_fn={self.ref_fn!r} is not valid: give a function, {DEFAULTS!r} or None")
-        if not callable(self.ref_fn) and self.ref_fn not in (None, DEFAULTS):
-            raise TypeError(f"ref_fn={self.ref_fn!r} is not callable: give a function, {DEFAULTS!r} or None")
-        named: dict[str, tuple[str, ...]] = {"key_fn": (), "prune_fn": (), "check_fn": (), "objective": (TIME, ENERGY)}
-        for field, names in named.items():
-            value = getattr(self, field)
-            if not callable(value) and value not in (names or (None,)):
-                others = "".join(f"{name!r}, " for name in names)
-                raise TypeError(f"{field}={value!r} is not callable: give {others}a function, or leave it out")
-        check_search(self.search)
-        for field, value in given.items():
-            least = _LEAST.get(field)
-            if least is not None and not is_whole(value, least):
-                raise ValueError(f"{field}={shown(value)} is not valid: give a whole number of at least {least}")
-            if field in _DURATIONS and (not is_number(value) or not 0 < value <= _LONGEST_S):
-                accepted = f"a number of seconds above 0 and at most {_LONGEST_S:.0e}"
-                raise ValueError(f"{field}={shown(value)} is not valid: give {accepted}")
-            if field in _FLAGS and not (isinstance(value, int) and value in (0, 1)):
-                raise ValueError(f"{field}={shown(value)} is not valid: give True or False")
-        if self.memory_limit is not None:
-            parse_memory(self.memory_limit)
-        _ = self.device_memory_bytes  # raises where it is no amount
-        if not callable(self.supply) and self.supply not in SUPPLIES:
-            raise ValueError(f"supply={self.supply!r} is not valid: give one of {', '.join(SUPPLIES)}, or a function")
-        if self.tables is not None:
-            table_directory(self.tables)
-        _ = self.tolerance  # raises where a value is out of range
-        if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
-            raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
-
-    @property
-    def tolerance(self) -> Tolerance | None:
-        """How far outputs may differ; None for as far as rounding explains."""
-        given = {name: value for name in _TOLERANCES if (value := getattr(self, name)) is not None}
-        return Tolerance(**given) if given else None
-
-    @property
-    def device_memory_bytes(self) -> int | None:
-        """The most bytes of device memory of a program; None for no bound."""
-        return None if self.max_device_memory is None else parse_memory(self.max_device_memory, least=1)
-
-    @property
-    def is_by_time(self) -> bool:
-        """Whether the fastest config wins."""
-        return isinstance(self.objective, str) and self.objective == TIME
-
-    @property
-    def compares_outputs(self) -> bool:
-        """Whether the outputs of configs are compared with that of the defaults, or with each other."""
-        return isinstance(self.ref_fn, str) and self.check_fn is None
-
-    @property
-    def calibrates(self) -> bool:
-        """Whether the defaults run for their noise alone, as `ref_fn` says what is right."""
-        return callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
-
-    @property
-    def judges_outputs(self) -> bool:
-        """Whether anything decides which outputs are right, so that whatever agrees may take the place of the rest."""
-        return self.ref_fn is not None or self.check_fn is not None
-
-    def deciding(self) -> Mapping[str, Any]:
-        """Returns the options that affect which config wins; they are part of the fingerprint."""
-        judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
-        names = ("prune_fn", "objective", "supply", *judging, "devices_per_trial", "device_memory_bytes")
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        # A callable is never compared, as its class may say anything of equality.
-        return {name: value for name in names if callable(value := getattr(self, name)) or value != defaults.get(name)}
-
-
-class ContextualKeywords(TypedDict, total=False):
-    """The keyword arguments of `contextual_autotune`: the fields of `Options` that apply to a function of kernels."""
-
-    name: str | None
-    key_fn: Callable[..., Any] | None
-    compile_timeout: float
-    timeout: float
-    memory_limit: int | str | None
-    supply: str | Callable[..., Any]
-    ref_fn: Callable[..., Any] | str | None
-    check_fn: Callable[..., bool | None] | None
-    rtol: float | None
-    atol: float | None
-    max_mismatched_ratio: float | None
-    check_grad: bool
-    time_grad: bool
-    search: str | Search
-    max_trials: int | None
-    time_budget: float | None
-    patience: int | None
-    seed: int
-    devices_per_trial: int
-    tables: str | None
-
-
-class OptionKeywords(ContextualKeywords, total=False):
-    """The keyword arguments of `autotune` and `AutoTuner`: the fields of `Options`, for editors and type checkers."""
-
-    prune_fn: Callable[..., bool] | None
-    max_device_memory: int | str | None
-    objective: str | Callable[[Trial], float]
-    warmup: int
-    rep: int
-
-
-def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
-    """Returns the options given to a public function.
-
-    Args:
-        caller: the name of that function, for the message.
-        options: the options by name.
-
-    Raises:
-        TypeError: there is no such option.
-        ValueError: an option does not accept its value.
-    """
-    check_options(caller, options, [field.name for field in dataclasses.fields(Options)])
-    return Options(**options)
+# --- parts of options ---
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,24 +73,11 @@ class Tolerance:
         rtol: the allowed difference of an element, relative to the expected element.
         atol: the allowed absolute difference, added to the relative one.
         max_mismatched_ratio: the share of a leaf's elements that may differ by more than both together.
-
-    Raises:
-        ValueError: a value is out of range; the message names it.
     """
 
     rtol: float = 1e-2
     atol: float = 1e-2
     max_mismatched_ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name, most, accepts in (
-            ("rtol", sys.float_info.max, "a number of at least 0"),
-            ("atol", sys.float_info.max, "a number of at least 0"),
-            ("max_mismatched_ratio", 1.0, "a share of the elements, from 0 to 1, as a number"),
-        ):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= most:
-                raise ValueError(f"{name}={shown(value)} is not valid: give {accepts}")
 
 
 @runtime_checkable
@@ -412,12 +188,228 @@ def table_directory(name: object) -> Path:
     return next((place for place in places if place.is_dir()), places[0])
 
 
-# --- settings ---
-
-
 def unwrapped(value: Any) -> Any:
     """Returns the number or flag in a scalar of NumPy's or JAX's; any other value as it is."""
     return value.item() if getattr(value, "ndim", None) == 0 and not isinstance(value, float) else value
+
+
+# --- options ---
+
+
+def _option(default: Any, accepts: Callable[[Any], Any], accepted: str = "", fault: str = "valid") -> Any:
+    """Returns a dataclass field with the rule for its values.
+
+    Args:
+        default: the value if none is given, which the rule need not accept.
+        accepts: returns False for a value that the option does not accept, or raises the error for it.
+        accepted: the values that it accepts, for the error message.
+        fault: the property that other values lack.
+    """
+    return dataclasses.field(default=default, metadata={"accepts": accepts, "accepted": accepted, "fault": fault})
+
+
+def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: is_whole(value, least), f"a whole number of at least {least}"
+
+
+_NAME = "a non-empty string, or leave it out"
+_FUNCTION = callable, "a function, or leave it out", "callable"
+_DURATION = (
+    lambda value: is_number(value) and 0 < value <= _LONGEST_S,
+    f"a number of seconds above 0 and at most {_LONGEST_S:.0e}",
+)
+_DIFFERENCE = lambda value: is_number(value) and 0 <= value <= sys.float_info.max, "a number of at least 0"
+_SHARE = lambda value: is_number(value) and 0 <= value <= 1, "a share of the elements, from 0 to 1, as a number"
+_YES_OR_NO = lambda value: isinstance(value, int) and value in (0, 1), "True or False"
+_SUPPLY = f"one of {', '.join(SUPPLIES)}, or a function"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of the author of a tuned function; the operator's settings override them.
+
+    Attributes:
+        name: the cache file's name; None for the function's own.
+        key_fn: takes the function's arguments and returns a JSON-able value that replaces the shapes and dtypes of the
+            arrays in the key: calls with the same value share an entry. In `jax.export` it takes symbolic shapes, and
+            has to return the same value as for concrete ones, from the dimensions and dtypes that are not symbolic.
+        prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config before a worker is spent on it.
+        warmup: untimed runs per config.
+        rep: at most this many timed samples per config.
+        compile_timeout: seconds for loading, tracing, lowering and compiling one config.
+        timeout: seconds for checking and measuring one config, from the moment it holds the device.
+        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of
+            the free memory.
+        max_device_memory: the most device memory that the program of a config may take for its arguments, output and
+            intermediate arrays, by the compiler's figures, in bytes or as "2GB". A config over it does not run
+            (`device_oom`), and neither do the defaults.
+        objective: what the winner has least of: `time`; `energy`, that an NVIDIA GPU takes for a call, which needs the
+            extra `quarantune[energy]`; or a function that takes a `Trial` and returns a number, such as
+            `lambda t: t.time_ms * t.energy_mj`. Its units are those of the trial's fields, as milliseconds and
+            millijoules. A config for which it raises, or returns no finite number, ends as an `error`. Energy is
+            measured if it makes no number of a trial without: it is tried with a made-up one before the sweep.
+        supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
+            `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as `jax.ShapeDtypeStruct`,
+            and returns them with arrays.
+        ref_fn: takes the function's arguments without the tunables; the output of every config must agree with its
+            output. With `"defaults"` they must agree with the output of the function's own defaults; with None they
+            may differ.
+        check_fn: `(output, expected_or_None, *args) -> bool or None`; a config is wrong where it returns False or
+            raises, whatever other checks say. Unless `ref_fn` is a function, nothing else is compared, and the expected
+            output is None.
+        rtol: allowed difference of an element, relative to the expected one. Where this and the two below are all
+            None, outputs may differ by as much as rounding explains, which is measured; else None is 1e-2.
+        atol: allowed difference of an element, in addition to `rtol`; None as above.
+        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances; None as above, or 0.01.
+        check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
+        time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
+            floating arguments, so that the winner suits training.
+        search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` until its model
+            expects no gain, for at most 400 trials), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an
+            object with the methods of `Search`, which serves one problem.
+        max_trials: at most this many configs are tried, those of an interrupted sweep included.
+        time_budget: seconds after which no further config is tried.
+        patience: the search ends after this many trials without a gain of 0.5%; errors while a config is traced or
+            compiled do not count.
+        seed: the same seed and the same trials give the same search.
+        devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
+            effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
+        tables: `package:directory`, results that a package ships; they are looked up after the user's cache.
+    """
+
+    name: str | None = _option(None, lambda name: isinstance(name, str) and bool(name.strip()), _NAME)
+    key_fn: Callable[..., Any] | None = _option(None, *_FUNCTION)
+    prune_fn: Callable[..., bool] | None = _option(None, *_FUNCTION)
+    warmup: int = _option(1, *_whole(0))
+    rep: int = _option(20, *_whole(1))
+    compile_timeout: float = _option(120.0, *_DURATION)
+    timeout: float = _option(30.0, *_DURATION)
+    memory_limit: int | str | None = _option(None, parse_memory)
+    max_device_memory: int | str | None = _option(None, functools.partial(parse_memory, least=1))
+    objective: str | Callable[[Trial], float] = _option(
+        TIME, lambda it: callable(it) or it in (TIME, ENERGY), f"{TIME!r}, {ENERGY!r}, {_FUNCTION[1]}", "callable"
+    )
+    supply: str | Callable[..., Any] = _option("auto", lambda it: callable(it) or it in SUPPLIES, _SUPPLY)
+    ref_fn: Callable[..., Any] | str | None = DEFAULTS
+    check_fn: Callable[..., bool | None] | None = _option(None, *_FUNCTION)
+    rtol: float | None = _option(None, *_DIFFERENCE)
+    atol: float | None = _option(None, *_DIFFERENCE)
+    max_mismatched_ratio: float | None = _option(None, *_SHARE)
+    check_grad: bool = _option(False, *_YES_OR_NO)
+    time_grad: bool = _option(False, *_YES_OR_NO)
+    search: str | Search = _option(AUTO, check_search)
+    max_trials: int | None = _option(None, *_whole(1))
+    time_budget: float | None = _option(None, *_DURATION)
+    patience: int | None = _option(None, *_whole(1))
+    seed: int = _option(0, *_whole(0))
+    devices_per_trial: int = _option(1, *_whole(1))
+    tables: str | None = _option(None, table_directory)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = unwrapped(getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            about = field.metadata
+            if value is not field.default and about and about["accepts"](value) is False:
+                error = TypeError if about["fault"] == "callable" else ValueError
+                raise error(f"{field.name}={shown(value)} is not {about['fault']}: give {about['accepted']}")
+        if not callable(self.ref_fn) and self.ref_fn not in (None, DEFAULTS):
+            fault, error = ("valid", ValueError) if isinstance(self.ref_fn, str) else ("callable", TypeError)
+            raise error(f"ref_fn={self.ref_fn!r} is not {fault}: give a function, {DEFAULTS!r} or None")
+        if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
+            raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
+
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """How far outputs may differ; None for as far as rounding explains."""
+        given = {name: value for name in _TOLERANCES if (value := getattr(self, name)) is not None}
+        return Tolerance(**given) if given else None
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """The most bytes of device memory of a program; None for no bound."""
+        return None if self.max_device_memory is None else parse_memory(self.max_device_memory, least=1)
+
+    @property
+    def is_by_time(self) -> bool:
+        """Whether the fastest config wins."""
+        return isinstance(self.objective, str) and self.objective == TIME
+
+    @property
+    def compares_outputs(self) -> bool:
+        """Whether the outputs of configs are compared with that of the defaults, or with each other."""
+        return isinstance(self.ref_fn, str) and self.check_fn is None
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the defaults run for their noise alone, as `ref_fn` says what is right."""
+        return callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
+
+    @property
+    def judges_outputs(self) -> bool:
+        """Whether anything decides which outputs are right, so that whatever agrees may take the place of the rest."""
+        return self.ref_fn is not None or self.check_fn is not None
+
+    def deciding(self) -> Mapping[str, Any]:
+        """Returns the options that affect which config wins; they are part of the fingerprint."""
+        judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
+        names = ("prune_fn", "objective", "supply", *judging, "devices_per_trial", "device_memory_bytes")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        # A callable is never compared, as its class may say anything of equality.
+        return {name: value for name in names if callable(value := getattr(self, name)) or value != defaults.get(name)}
+
+
+class ContextualKeywords(TypedDict, total=False):
+    """The keyword arguments of `contextual_autotune`: the fields of `Options` that apply to a function of kernels."""
+
+    name: str | None
+    key_fn: Callable[..., Any] | None
+    compile_timeout: float
+    timeout: float
+    memory_limit: int | str | None
+    supply: str | Callable[..., Any]
+    ref_fn: Callable[..., Any] | str | None
+    check_fn: Callable[..., bool | None] | None
+    rtol: float | None
+    atol: float | None
+    max_mismatched_ratio: float | None
+    check_grad: bool
+    time_grad: bool
+    search: str | Search
+    max_trials: int | None
+    time_budget: float | None
+    patience: int | None
+    seed: int
+    devices_per_trial: int
+    tables: str | None
+
+
+class OptionKeywords(ContextualKeywords, total=False):
+    """The keyword arguments of `autotune` and `AutoTuner`: the fields of `Options`, for editors and type checkers."""
+
+    prune_fn: Callable[..., bool] | None
+    max_device_memory: int | str | None
+    objective: str | Callable[[Trial], float]
+    warmup: int
+    rep: int
+
+
+def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
+    """Returns the options given to a public function.
+
+    Args:
+        caller: the name of that function, for the message.
+        options: the options by name.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option does not accept its value.
+    """
+    check_options(caller, options, [field.name for field in dataclasses.fields(Options)])
+    return Options(**options)
+
+
+# --- settings ---
 
 
 def _flag(value: Any) -> bool:
@@ -427,10 +419,12 @@ def _flag(value: Any) -> bool:
     return text in _TRUE
 
 
-def _number(*, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> Callable[[Any], float]:
+def _number(
+    kind: Callable[[Any], float] = float, *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
+) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
-        number = float("nan" if isinstance(value, bool) else value)
-        if not (math.isfinite(number) and above < number and least <= number <= most):
+        number = kind(value)
+        if isinstance(value, bool) or number != float(value) or not above < number or not least <= number <= most:
             raise ValueError
         return number
 
@@ -438,16 +432,6 @@ def _number(*, above: float = -math.inf, least: float = -math.inf, most: float =
 
 
 _SECONDS = _number(above=0, most=_LONGEST_S), "a number of seconds above 0 and at most 1e9"
-
-
-def _integer(*, least: int) -> Callable[[Any], int]:
-    def parse(value: Any) -> int:
-        number = int(value)
-        if isinstance(value, bool) or number != float(value) or number < least:
-            raise ValueError
-        return number
-
-    return parse
 
 
 def _choice(*names: str) -> tuple[Callable[[Any], str], str]:
@@ -568,28 +552,28 @@ class Settings:
     on_miss: str = _setting(*_choice("tune", "default", "nearest", "error"), "tune")
     version_check: bool = _setting(_flag, "0 or 1", False)
     cpu_utilization: float = _setting(_number(above=0, most=1), "a number above 0 and at most 1", 0.9)
-    cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 to choose one", -1)
-    max_cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 for no bound", -1)
+    cpu_count: int = _setting(_number(int, least=-1), "a whole number of workers, or -1 to choose one", -1)
+    max_cpu_count: int = _setting(_number(int, least=-1), "a whole number of workers, or -1 for no bound", -1)
     compile_timeout: float | None = _setting(*_SECONDS)
     timeout: float | None = _setting(*_SECONDS)
     memory_limit: int | None = _setting(parse_memory, "at least 16 MiB: bytes, or a number with a unit as in '8GB'")
-    search: str | Search | None = _setting(  # noqa: RUF009 - makes a field
+    search: str | Search | None = _setting(
         _search, "'auto', 'exhaustive', 'random', 'surrogate', 'optuna:<sampler>', or an object with ask and tell"
     )
-    max_trials: int | None = _setting(_integer(least=1), "a whole number of at least 1")
+    max_trials: int | None = _setting(_number(int, least=1), "a whole number of at least 1")
     time_budget: float | None = _setting(*_SECONDS)
     devices: tuple[str, ...] | None = _setting(_names, "different indices or UUIDs, as in '0,2'", unset="all")
-    configs_per_worker: int | None = _setting(_integer(least=1), "a whole number of at least 1", unset="auto")
+    configs_per_worker: int | None = _setting(_number(int, least=1), "a whole number of at least 1", unset="auto")
     start_method: str | None = _setting(*_choice("fork", "spawn"), unset="auto")
     isolation: str = _setting(*_choice("auto", "process", "compile", "none"), "auto")
     agree: bool = _setting(_flag, "0", True, unset="auto")
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
-    record: Path | Callable[..., None] | None = _setting(  # noqa: RUF009 - makes a field
+    record: Path | Callable[..., None] | None = _setting(
         lambda value: value if callable(value) else _path(value), _DIRECTORY
     )
-    log_dir: Path | None = _setting(_path, _DIRECTORY)  # noqa: RUF009 - makes a field
+    log_dir: Path | None = _setting(_path, _DIRECTORY)
     lock_timeout: float = _setting(_number(least=0, most=_LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
-    executor: Executor | None = _setting(  # noqa: RUF009 - makes a field
+    executor: Executor | None = _setting(
         _executor,
         "a concurrent.futures.Executor, given in Python: Dask's client.get_executor(pure=False), "
         "quarantune.ray.executor() or any other",
@@ -661,9 +645,7 @@ class settings:
         if self.values.get("always_tune") or self.values.get("record"):
             forget_choices()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _blocks.set(left(_blocks.get(), self))
 
 
@@ -680,18 +662,17 @@ def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
 
 Which: TypeAlias = Callable[[str, str, str], bool]
 """Whether the result for a function's name, a kind of device and a key is meant."""
-_Forget: TypeAlias = Callable[[Which | None], None]
-_forgetting: dict[int, weakref.WeakMethod[_Forget]] = {}
+_forgetting: weakref.WeakKeyDictionary[Any, Callable[[Any, Which | None], None]] = weakref.WeakKeyDictionary()
+"""The functions of the registered methods, by their objects."""
 
 
-def on_forgetting(forget: _Forget) -> None:
+def on_forgetting(forget: Any) -> None:
     """Registers a method, for as long as its object exists, that forgets choices for calls which it keeps in memory.
 
     Args:
         forget: as `forget_choices`.
     """
-    reference = weakref.WeakMethod(forget, lambda dead: _forgetting.pop(id(dead), None))
-    _forgetting[id(reference)] = reference
+    _forgetting[forget.__self__] = forget.__func__
 
 
 def forget_choices(of: Which | None = None) -> None:
@@ -700,9 +681,8 @@ def forget_choices(of: Which | None = None) -> None:
     Args:
         of: accepts the results to forget too, because files have changed; None for none.
     """
-    for reference in list(_forgetting.values()):
-        if (forget := reference()) is not None:
-            forget(of)
+    for keeper, forget in list(_forgetting.items()):
+        forget(keeper, of)
 
 
 _blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("_blocks", default=())

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from quarantune.cache import plain_function, short_hash
 from quarantune.cache.fingerprint import (
     LITERALS,
     MOST_LAYERS,
@@ -33,11 +32,13 @@ from quarantune.cache.fingerprint import (
     describe_code,
     is_library,
     is_library_function,
+    plain_function,
     reached,
     stable_repr,
     type_name,
     wrapped_by,
 )
+from quarantune.cache.store import short_hash
 from quarantune.host.process import content, failure_of, is_imported_early, pickled_parts, without_caches
 from quarantune.transport import pickling
 from quarantune.transport.importable import remembering
