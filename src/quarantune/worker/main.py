@@ -34,7 +34,7 @@ from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import JsonObject
 from quarantune.values.trial import ArrayKind, CompileTarget, Phase
-from quarantune.worker import deviceless, program_values
+from quarantune.worker import deviceless, estimates, program_values
 from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
 from quarantune.worker.compiler_figures import read_figures
@@ -199,11 +199,17 @@ class TaskRunner:
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
         self._trace_context = jax_internals.trace_context()
         self.program = None  # that of an earlier config, with its memory
+        config, figures = dict(task.config), None
+        if task.target is not None and task.target.estimates and not bench.is_plain:
+            # Before libtpu is loaded here, since it forks.
+            trace = functools.partial(bench.traced_for, config, task.target, is_check=True)
+            figures = estimates.estimate(trace, task.target)
         self.program = bench.compile(
-            dict(task.config),
+            config,
             target=task.target,
             away=bool(fds) or task.is_check,
             is_check=task.is_check,
+            figures=figures,
             announce=self._announce,
             show=functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None,
         )
