@@ -83,9 +83,14 @@ class Bench:
         return self._arguments.is_plain
 
     def take_device(self) -> None:
-        """Shares what XLA finds out on the device with the other workers of the process; for a worker that uses it."""
+        """Makes the context on the device, whose memory is the worker's and no config's; for a worker that uses it.
+
+        What XLA finds out on a GPU is shared with the other workers of the process.
+        """
         if self._options.on_gpu and self._options.compilation_cache:
             share_what_xla_finds(self._options.compilation_cache)
+        if self._options.platform not in (None, "cpu"):
+            jax.local_devices()
 
     def close(self) -> None:
         """Detaches the profiler from this process, where it was attached; for a process that outlives the bench."""
