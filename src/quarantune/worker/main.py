@@ -34,7 +34,7 @@ from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import JsonObject
 from quarantune.values.trial import ArrayKind, CompileTarget, Phase
-from quarantune.worker import deviceless, estimates, program_values
+from quarantune.worker import deviceless, program_values
 from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
 from quarantune.worker.compiler_figures import read_figures
@@ -200,6 +200,8 @@ class TaskRunner:
         self.program = None  # that of an earlier config, with its memory
         config, figures = dict(task.config), None
         if task.target is not None and task.target.estimates and not bench.is_plain:
+            from quarantune.worker import estimates  # it imports what few workers need
+
             # Before libtpu is loaded here, since it forks.
             trace = functools.partial(bench.traced_for, config, task.target, is_check=True)
             figures = estimates.estimate(trace, task.target)
