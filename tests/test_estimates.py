@@ -235,12 +235,10 @@ def test_a_program_has_no_estimate_if_any_of_its_kernels_has_none(tmp_path: Path
     def program(x: Any) -> Any:
         return pl.pallas_call(body, out_shape=struct(128, 128))(matmul(x, x))
 
-    bench: Any = SimpleNamespace(
-        traced_for=lambda *_, **__: contextlib.nullcontext((program.trace(struct(128, 128)), None))
-    )
+    traced = contextlib.nullcontext((program.trace(struct(128, 128)), None))
     target: Any = None
     with pytest.raises(ValueError, match="it has a loop whose end depends on data"):
-        estimates._compile_growing(bench, {}, target, 1, tmp_path)
+        estimates._compile_growing(lambda: traced, target, 1, tmp_path)
 
 
 @pytest.mark.parametrize("points", ["", '{"whole": "', "[1]"])
@@ -252,9 +250,9 @@ def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
         return 0
 
     monkeypatch.setattr(estimates, "_run_apart", write)
-    bench: Any = None
+    trace: Any = None
     target: Any = SimpleNamespace(num_cores=1)
-    assert estimates.estimate(bench, {}, target).no_estimate
+    assert estimates.estimate(trace, target).no_estimate
 
 
 @pytest.mark.parametrize(("kernels", "status", "found"), [(0, -signal.SIGABRT, 1), (1, -signal.SIGABRT, 0), (0, 1, 0)])
@@ -295,9 +293,9 @@ def test_the_first_steps_alone_are_no_estimate_of_more(steps: int, told: str, mo
 
     monkeypatch.setattr(estimates, "_run_apart", write)
     monkeypatch.setattr(estimates, "_LONGEST_S", 0)
-    bench: Any = None
+    trace: Any = None
     target: Any = SimpleNamespace(num_cores=1)
-    assert estimates.estimate(bench, {}, target).no_estimate == told
+    assert estimates.estimate(trace, target).no_estimate == told
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["as soon as it is made", "while it is used"])
@@ -411,20 +409,21 @@ class TestRealCompiler:
     def test_what_is_in_the_way_of_an_estimate_is_said(self, option: str, environ: dict[str, str], told: str) -> None:
         program = textwrap.dedent(
             f"""
-            import contextlib, types, jax
+            import contextlib, jax
             from quarantune.devices import targets
             from quarantune.worker import deviceless, estimates
             from test_estimates import matmul, struct
 
             @contextlib.contextmanager
-            def traced_for(config, target, *, is_check):
-                with deviceless.abstract_device(target, is_check=is_check) as sharding:
+            target = targets.find("TPU v5e").for_compiling
+
+            def trace():
+                with deviceless.abstract_device(target, is_check=True) as sharding:
                     x = jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=sharding)
                     yield matmul.trace(x, x), sharding
 
             estimates._OPTION = {option!r}
-            bench = types.SimpleNamespace(traced_for=traced_for)
-            found = estimates.estimate(bench, {{}}, targets.find("TPU v5e").for_compiling)
+            found = estimates.estimate(trace, target)
             print(found.no_estimate or found.estimate.cycles)
             """
         )

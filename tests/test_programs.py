@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import os
@@ -380,6 +381,7 @@ def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: 
     worker = threading.Thread(target=work, daemon=True)
     try:
         worker.start()
+        assert here.receive_messages(messages.PhaseEntered)
         ((lowered, _),) = here.receive_messages(messages.Lowered)
         assert len(lowered.products) == (not is_check)
         if not is_check:
@@ -396,3 +398,27 @@ def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: 
         for end in (here, there):
             end.close()
         os.close(fd)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_worker_reports_the_memory_of_its_device_context_before_a_config_begins(
+    platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = payload.pack_call(jax.jit(lambda x: x + 1), (jax.ShapeDtypeStruct((8,), "float32"),), {}, {})
+    options = BenchOptions(platform=platform, warmup=0, rep=1, supply="auto", tolerance=None)
+    here, there = map(Connection, socket.socketpair())
+    about: Any = types.SimpleNamespace(arrays_fd=-1)
+    runner = TaskRunner(there, about, functools.partial(Bench, packed.call, options=options))
+    context: list[bytes] = []
+    devices = jax.local_devices
+
+    def with_context() -> list[jax.Device]:
+        context.append(b"\xff" * (200 << 20))
+        return devices()
+
+    monkeypatch.setattr(jax, "local_devices", with_context)
+    begins = next(runner.do(messages.Compile(trial=1, config={}), []))
+    with contextlib.closing(here), contextlib.closing(there):
+        ((loads, _),) = here.receive_messages(messages.PhaseEntered)
+    assert (loads.phase, begins.phase) == ("load", "compile")
+    assert (begins.held_bytes - loads.held_bytes > 150 << 20) == (platform == "cuda")

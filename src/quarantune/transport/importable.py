@@ -104,7 +104,7 @@ def _is_everywhere(finder: Any, name: str) -> bool:
 
 
 @functools.cache
-def _finders_at_startup() -> str:
+def _finders_at_startup() -> set[str]:
     """Returns the names of the finders and hooks with which a fresh process starts; none if there is no process."""
     code = """import sys
 for finder in (*sys.meta_path, *sys.path_hooks):
@@ -112,7 +112,7 @@ for finder in (*sys.meta_path, *sys.path_hooks):
     print(kind.__module__, kind.__qualname__, sep=".")"""
     run = functools.partial(subprocess.run, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     done = answer_of(lambda: run([*interpreter_command(), code]))
-    return done.stdout if done else ""
+    return set(done.stdout.splitlines()) if done else set()
 
 
 def may_travel_by_name(obj: Any) -> bool:

@@ -181,7 +181,7 @@ def pack_call(
         kwargs = {**kwargs, **packed_kwargs}
     else:
         args, kwargs = (), {}
-        copies.parts[:] = [next(in_order) if _is_spooled(part) else part for part in copies.parts]
+        copies.replace(lambda part: next(in_order) if _is_spooled(part) else part)
     call = dataclasses.replace(
         given,
         args=args,

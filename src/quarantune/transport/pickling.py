@@ -284,6 +284,10 @@ class Copies:
             _CopyPickler(file, self.parts, is_kept).dump(value)
             self._blob = file.getvalue()
 
+    def replace(self, replaced: Callable[[Any], Any]) -> None:
+        """Puts other objects in the place of the parts that are not copied, in their order."""
+        self.parts = list(map(replaced, self.parts))
+
     def make(self, part: Callable[[Any], Any]) -> Any:
         """Returns a new copy.
 

@@ -27,7 +27,7 @@ from quarantune.transport import arrays, assignment, differentiation, executable
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
-from quarantune.values.trial import ArrayKind, CompileTarget
+from quarantune.values.trial import ArrayKind, CompilerFigures, CompileTarget
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.deviceless import abstract_device, products, why_device_is_needed
@@ -83,9 +83,14 @@ class Bench:
         return self._arguments.is_plain
 
     def take_device(self) -> None:
-        """Shares what XLA finds out on the device with the other workers of the process; for a worker that uses it."""
+        """Makes the context on the device, whose memory is the worker's and no config's; for a worker that uses it.
+
+        What XLA finds out on a GPU is shared with the other workers of the process.
+        """
         if self._options.on_gpu and self._options.compilation_cache:
             share_what_xla_finds(self._options.compilation_cache)
+        if self._options.platform not in (None, "cpu"):
+            jax.local_devices()
 
     def close(self) -> None:
         """Detaches the profiler from this process, where it was attached; for a process that outlives the bench."""
@@ -140,6 +145,7 @@ class Bench:
         target: CompileTarget | None,
         away: bool = False,
         is_check: bool = False,
+        figures: CompilerFigures | None = None,
         announce: Announce = lambda program, outputs, products: None,
         show: Callable[[Any], None] = lambda jaxpr: None,
     ) -> Program:
@@ -150,6 +156,7 @@ class Bench:
             target: the device to compile for without touching it; None compiles for this worker's own.
             away: whether another worker will run it, so that no argument need be made here.
             is_check: whether nobody will run it, so that it need not be compiled as well as its device allows.
+            figures: those that are known already.
             announce: called between lowering and compiling.
             show: called with the traced program.
 
@@ -159,11 +166,6 @@ class Bench:
         config = restore(config, self._call.config_values)
         if self.is_plain:
             return Program(config, bind_config(self._call.fn, config), 0.0)
-        figures = None
-        if target is not None and target.estimates:
-            from quarantune.worker import estimates  # it imports what few workers need
-
-            figures = estimates.estimate(self, config, target)  # before libtpu is loaded here, since it forks
         start = time.perf_counter()
         platform = self._options.platform if target is None else target.platform
         is_apart = target is not None and not is_check

@@ -21,8 +21,9 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -32,12 +33,9 @@ from quarantune.host import shared_files
 from quarantune.jax_internals import kernels
 from quarantune.sandbox import contain
 from quarantune.values.codec import DamageError, Record, decode_json, within
-from quarantune.values.configs import Config
 from quarantune.values.trial import CompilerFigures, CompileTarget, CycleEstimate
 
-if TYPE_CHECKING:
-    from quarantune.worker.bench import Bench
-
+_Trace = Callable[[], AbstractContextManager[tuple[Any, Any]]]
 _OPTION = "--xla_jf_dump_static_llo_profile_to="
 _LONGEST_S = 20.0
 """Seconds for all estimates of a program; a matmul of 8192 x 8192 takes 2 to 6 with the first steps of its grid."""
@@ -103,14 +101,13 @@ class _Point(Record):
             file.write(f"{json.dumps(self.to_json())}\n")
 
 
-def estimate(bench: Bench, config: Config, target: CompileTarget) -> CompilerFigures:
+def estimate(trace: _Trace, target: CompileTarget) -> CompilerFigures:
     """Returns the cycles that the compiler expects, or why it has no such number.
 
     It must be called before libtpu is loaded, because that starts threads, and this forks.
 
     Args:
-        bench: traces the config.
-        config: the config.
+        trace: traces the config, as `Bench.traced_for` does.
         target: the TPU.
     """
     deadline, most_steps, points = time.monotonic() + _LONGEST_S, 1, list[_Point]()
@@ -118,7 +115,7 @@ def estimate(bench: Bench, config: Config, target: CompileTarget) -> CompilerFig
         while True:
             with contain.directory() as name:
                 directory = Path(name)
-                work = functools.partial(_compile_growing, bench, config, target, most_steps)
+                work = functools.partial(_compile_growing, trace, target, most_steps)
                 status = _run_apart(work, directory, deadline)
                 found = _points(directory, status)
                 points += found
@@ -159,9 +156,9 @@ def _confined(work: Callable[[Path], None], directory: Path) -> None:
         os._exit(1)
 
 
-def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_steps: int, directory: Path) -> None:
+def _compile_growing(trace: _Trace, target: CompileTarget, most_steps: int, directory: Path) -> None:
     """Compiles a program with more and more steps of its grids, and notes the cycles of each in a directory."""
-    with bench.traced_for(config, target, is_check=True) as (traced, sharding):
+    with trace() as (traced, sharding):
         whole, moved_bytes = tuple(kernels.free_steps(traced.jaxpr)), kernels.moved_bytes(traced.jaxpr)
         outside = {each.primitive.name for each in jax_internals.equations(traced.jaxpr, closed={"pallas_call"})}
         if "while" in outside:

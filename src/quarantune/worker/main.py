@@ -168,9 +168,8 @@ class TaskRunner:
         """Returns the worker's bench, made when the first task needs it."""
         if self._bench is not None:
             return self._bench
-        if (make := self._make_bench) is None:
-            self.send(self.entered(Phase.LOAD))
-            make = self._load_bench(task)
+        self.send(self.entered(Phase.LOAD))
+        make = self._make_bench or self._load_bench(task)
         bench = make(arrays_fd=self._options.arrays_fd)
         if not isinstance(task, messages.Compile) or task.target is None:
             bench.take_device()
@@ -199,11 +198,19 @@ class TaskRunner:
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
         self._trace_context = jax_internals.trace_context()
         self.program = None  # that of an earlier config, with its memory
+        config, figures = dict(task.config), None
+        if task.target is not None and task.target.estimates and not bench.is_plain:
+            from quarantune.worker import estimates  # it imports what few workers need
+
+            # Before libtpu is loaded here, since it forks.
+            trace = functools.partial(bench.traced_for, config, task.target, is_check=True)
+            figures = estimates.estimate(trace, task.target)
         self.program = bench.compile(
-            dict(task.config),
+            config,
             target=task.target,
             away=bool(fds) or task.is_check,
             is_check=task.is_check,
+            figures=figures,
             announce=self._announce,
             show=functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None,
         )
