@@ -7,29 +7,10 @@ from pathlib import Path
 
 from count_structure import Structure
 
-KNOWN: list[set[str]] = [
-    {"api/autotune.py", "api/tune_many.py"},
-    {
-        "resolve/ranks.py",
-        "resolve/recorded.py",
-        "resolve/resolver.py",
-        "resolve/similar.py",
-        "resolve/sweep_records.py",
-        "resolve/tuning_job.py",
-    },
-    {"results/html_report.py", "results/result.py"},
-    {"worker/bench.py", "worker/estimates.py"},
-]
-"""Circles that are still to be removed. None may be added; one that has ended is removed from here."""
-
-
 def test_imports_make_no_circle() -> None:
     structure = Structure()
     found = structure.circles()
-    new = [circle for circle in found if not any(known.issuperset(circle) for known in KNOWN)]
-    assert not new, "\n".join(line for circle in new for line in structure.names_between(circle))
-    ended = [known for known in KNOWN if not any(known.issuperset(circle) for circle in found)]
-    assert not ended, "these circles have ended: remove them from KNOWN"
+    assert not found, "\n".join(line for circle in found for line in structure.names_between(circle))
 
 
 def test_circles_are_found_wherever_a_file_imports(tmp_path: Path) -> None:
