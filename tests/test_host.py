@@ -208,10 +208,10 @@ def test_a_processor_without_a_model_still_has_a_name(tmp_path: Path) -> None:
 
 
 def test_memory_that_a_process_touches_is_its_private_memory() -> None:
-    before = machine.private_memory_bytes(os.getpid())
+    before = machine.resident_bytes(os.getpid())[0]
     block = bytearray(64 * 2**20)
     block[::4096] = b"x" * (len(block) // 4096)
-    assert machine.private_memory_bytes(os.getpid()) - before > 60 * 2**20
+    assert machine.resident_bytes(os.getpid())[0] - before > 60 * 2**20
 
 
 def test_children_and_grandchildren_are_found(child: subprocess.Popen[bytes]) -> None:
@@ -221,7 +221,7 @@ def test_children_and_grandchildren_are_found(child: subprocess.Popen[bytes]) ->
     assert child.pid in machine.children(os.getpid())
     assert found[0] not in machine.children(os.getpid())
     assert {child.pid, found[0]} <= set(machine.descendants(os.getpid()))
-    assert machine.private_memory_bytes(found[0]) > 0
+    assert machine.resident_bytes(found[0])[0] > 0
 
 
 def test_children_are_found_on_a_kernel_without_the_children_files(
@@ -235,12 +235,12 @@ def test_children_are_found_on_a_kernel_without_the_children_files(
 def test_a_process_that_is_gone_has_no_memory_and_no_children() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     assert gone.wait(timeout=280) == 0
-    assert (machine.private_memory_bytes(gone.pid), machine.descendants(gone.pid)) == (0, [])
+    assert (machine.resident_bytes(gone.pid)[0], machine.descendants(gone.pid)) == (0, [])
 
 
 def test_watching_a_process_does_not_import_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)  # importing it raises from here on
-    assert machine.private_memory_bytes(os.getpid()) > 0
+    assert machine.resident_bytes(os.getpid())[0] > 0
     assert os.getpid() in machine.descendants(os.getppid())
     assert machine.available_memory_bytes() > 0
 

@@ -123,7 +123,7 @@ def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) ->
         owner = Owner(host=this_host(), pid=pid, started=started)
         assert started > 0
         assert machine.activity(pid)[0] in "SR"
-        assert machine.private_memory_bytes(pid) > 1 << 20
+        assert machine.resident_bytes(pid)[0] > 1 << 20
         assert pid in machine.descendants(os.getpid())
         assert not owner.is_dead()
         assert Owner(host=this_host(), pid=pid, started=started + 1).is_dead()

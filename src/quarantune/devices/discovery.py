@@ -248,7 +248,7 @@ def _only_cpu() -> bool:
 def _describe(platform: str | None, *, for_compiling: bool = True) -> tuple[CompileTarget, ...]:
     """Returns the devices that JAX would use, asked of a worker where this process has initialised none."""
     if not jax_internals.backends_initialized():
-        return _probe(_visibility())
+        return _probe((_platforms(), *map(os.environ.get, (_CUDA, _ROCR, _HIP))))
     return described(jax.local_devices(backend=platform), for_compiling=for_compiling)
 
 
@@ -275,11 +275,6 @@ def devices_and_target(
     return devices, target if target.config_text else None
 
 
-def _visibility() -> tuple[str | None, ...]:
-    """Returns the settings that decide which devices a process sees: the key of a probe's result."""
-    return (_platforms(), *map(os.environ.get, (_CUDA, _ROCR, _HIP)))
-
-
 def _platforms() -> str | None:
     """Returns the platforms that JAX may use, set by the environment or the caller's code; None for its own choice."""
     platforms: str | None = jax.config.values["jax_platforms"]
@@ -290,29 +285,30 @@ def _platforms() -> str | None:
 def _probe(_: tuple[str | None, ...]) -> tuple[CompileTarget, ...]:
     """Returns the devices that a worker finds, so that this process need not initialise a backend.
 
+    Args:
+        _: the settings that decide which devices a process sees.
+
     Raises:
         SandboxError: the worker failed, or took too long.
     """
     # Not needed where JAX's backends are initialised, as they usually are.
-    from quarantune.sandbox import pool
-    from quarantune.sandbox.messages import Failed, PhaseEntered, Probe, Probed, Reply
-    from quarantune.sandbox.pool import Said
+    from quarantune.sandbox import messages, pool
 
     with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
         sandbox.open(load_timeout_s=None)
-        number = sandbox.start(codec.encode(Probe(platforms=_platforms(), last=True)))
+        number = sandbox.start(codec.encode(messages.Probe(platforms=_platforms(), last=True)))
         deadline = time.monotonic() + _PROBE_DEADLINE_S
-        reply: Reply | None = None
+        reply: messages.Reply | None = None
         while (left_s := deadline - time.monotonic()) > 0:
             for event in sandbox.poll(left_s):
-                if isinstance(event, Said):
+                if isinstance(event, pool.Said):
                     with contextlib.suppress(codec.DamageError):
-                        reply = codec.decode(event.message, PhaseEntered, Probed, Failed)
+                        reply = codec.decode(event.message, *messages.REPLIES)
                 elif event.number == number:
-                    if isinstance(reply, Probed):
+                    if isinstance(reply, messages.Probed):
                         return reply.devices
                     # JAX raises an assertion without a text if the plugin of a platform is missing.
-                    detail = reply.message if isinstance(reply, Failed) else sandbox.log(number)[-2000:]
+                    detail = reply.message if isinstance(reply, messages.Failed) else sandbox.log(number)[-2000:]
                     found = _platforms()
                     hint = f" (JAX_PLATFORMS={found}: is JAX's plugin for that installed?)" if found else ""
                     raise SandboxError(f"the device probe failed: {detail}{hint}")

@@ -39,7 +39,7 @@ from quarantune.values.describe import versions
 from quarantune.values.settings import TIME, Options
 from quarantune.values.trial import END, READY, EngineError, Outcome, Phase, ReferenceFailedError, Samples, Trial
 
-DONE, STOPPED, LATE, REFUSED, FAILED, INVALID = "done", "stopped", "late", "refused", "failed", "invalid"
+DONE, STOPPED, LATE, REFUSED, FAILED = "done", "stopped", "late", "refused", "failed"
 """How a shard ends on its machine."""
 NO_CONFIG = -1
 """The index in the message that a machine has the device, and begins."""
@@ -162,7 +162,7 @@ def _plain(options: Options) -> Options:
 _MOST_TEXT = 20_000
 _DEATHS = ("Killed", "Crashed", "Died", "Lost", "Terminated", "Unreachable")
 """Parts of the names of the errors by which engines report that a worker has died."""
-_ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError)}
+ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError)}
 """The errors of a sweep whose call itself is at fault, which is so on every machine."""
 
 
@@ -231,7 +231,7 @@ class End(Record):
         end: how: `DONE` or another of these.
         host: the machine.
         error: the reason, where it failed or was refused.
-        kind: the type of the error, where the call itself is at fault.
+        kind: the type of the error if the call itself is at fault; else empty.
         rounds_ms: the comparison of its fastest configs, where it was whole, as in `Final`.
         warm_ms: as in `Final`.
         untuned: as `Swept.untuned`.
@@ -242,7 +242,7 @@ class End(Record):
     end: str
     host: _Text = ""
     error: _Text = ""
-    kind: _Text = ""
+    kind: Annotated[str, one_of("", *ERRORS)] = ""
     rounds_ms: _Rounds = ()
     warm_ms: _Rounds = ()
     untuned: Trial | None = None
@@ -266,19 +266,6 @@ def read(message: JsonObject) -> End | ConfigEntered | ConfigTraced | ConfigEnde
     if "phase" in message:
         return ConfigEntered.from_json(message)
     return ConfigTraced.from_json(message) if "program" in message else ConfigEnded.from_json(message)
-
-
-def error_of(end: End, name: str, host: str) -> Exception:
-    """Returns the error of a call that cannot be tuned, as a machine has found.
-
-    Args:
-        end: the end of its shard.
-        name: the function's name.
-        host: the machine.
-    """
-    if (kind := _ERRORS.get(end.kind)) is not None:
-        return kind(f"{end.error} (on {host})")
-    return EngineError(f"{name}: {host} cannot take part: {end.error}; give all machines the same versions")
 
 
 def means_death(error: BaseException) -> bool:
@@ -407,8 +394,8 @@ class _ShardRun:
             return early.end
         except ImportError as error:
             return End(end=REFUSED, error=str(error))
-        except tuple(_ERRORS.values()) as error:
-            return End(end=INVALID, kind=type(error).__name__, error=str(error))
+        except tuple(ERRORS.values()) as error:
+            return End(end=FAILED, kind=type(error).__name__, error=str(error))
         except Exception as error:
             return End(end=FAILED, error=f"{type(error).__name__}: {error}")
         except (KeyboardInterrupt, SystemExit):  # an engine's way of cancelling

@@ -85,7 +85,6 @@ class Shards:
         self._contacts = Contacts(self._greet, is_local=is_local)
         self._address = self._contacts.address.to_json()
         self._silence = Silence(executor)
-        self._largest = LEAST
         self._most = most_at_a_time()
 
     def run(
@@ -197,9 +196,9 @@ class Shards:
     # Following
 
     def _greet(self, number: int, about: JsonObject) -> bool:
-        """Returns whether a shard may go: an engine may repeat one of its own accord that is over, or was given up."""
+        """Returns whether a shard may go: not one that was given up before it began."""
         shard = self._shards.get(number)
-        if shard is None or shard.began is not None:
+        if shard is None:
             return False
         shard.began, shard.host = time.monotonic(), str(about.get("host", ""))[:100]
         shard.process = f"{shard.host} {about.get('pid', '')}"[:200]
@@ -295,8 +294,8 @@ class Shards:
             self._ends.append((shard, end))
         elif end.end == remote.REFUSED:
             self._refuse(shard, end.error)
-        elif end.end == remote.INVALID:
-            raise remote.error_of(end, self._name, shard.host)
+        elif end.kind:
+            raise remote.ERRORS[end.kind](f"{end.error} (on {shard.host})")
         elif end.end == remote.FAILED or shard.began is None:  # unheard, it is no evidence against its configs
             self._repeat_failed(shard, f"on {shard.host}: {end.error or end.end}")
         else:

@@ -97,11 +97,6 @@ def processor_name(*, root: Path = _ROOT) -> str:
     return platform.processor() or platform.machine() or "unknown processor"
 
 
-def private_memory_bytes(pid: int) -> int:
-    """Returns a process's private memory; 0 when the process is gone."""
-    return resident_bytes(pid)[0]
-
-
 def resident_bytes(pid: int) -> tuple[int, int]:
     """Returns a process's private memory and its mapped files and shared memory; zeros when it is gone."""
     fields = read_proc(f"/proc/{pid}/statm").split()

@@ -93,11 +93,6 @@ def hide_own_frames(error: BaseException) -> None:
     error.__traceback__ = trace
 
 
-def users_module() -> str:
-    """Returns the name of the module whose code called into this package."""
-    return str(_users_frame().f_globals.get("__name__") or "unknown")
-
-
 def _users_frame() -> types.FrameType:
     """Returns the innermost frame of the user's code, or the outermost frame where there is none."""
     frame = sys._getframe(1)
@@ -203,7 +198,7 @@ def module_name(fn: Callable[..., Any]) -> str:
     """
     module = getattr(fn, "__module__", None) or "unknown"
     if module == functools.__name__ and isinstance(inspect.unwrap(fn), functools.partial):
-        module = users_module()
+        module = str(_users_frame().f_globals.get("__name__") or "unknown")
     return _program_of(fn, module) if module in PROGRAMS else module
 
 

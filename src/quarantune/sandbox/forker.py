@@ -19,12 +19,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from quarantune import jax_internals
 from quarantune.host.process import SANDBOX_MARK, content, is_installed
+from quarantune.jax_internals.other_processes import load_plugins
 from quarantune.sandbox import contain, spawning, spool, wire
 from quarantune.sandbox.template_messages import (
     ORDERS,
@@ -71,7 +72,6 @@ def main(frame: object) -> None:
             directory = contain.common_directory(os.environ[SANDBOX_MARK])
             _Forker(options.owner_pid, directory).serve(owner)
         case WorkerOptions() as options:
-            importlib.import_module("jax")
             _run_worker(options, None)
 
 
@@ -329,8 +329,6 @@ class _Forker:
 
 def _serve_sweep(client: _Client, parent: int) -> None:
     """Loads the payload and serves its sweep, or reports why it cannot and exits."""
-    from quarantune.jax_internals.other_processes import load_plugins
-
     _set_environ({**_set_by_modules, **client.sweep.environ})
     program = _worker_program()
     before = set(sys.modules)
@@ -399,8 +397,6 @@ def _of_packages(names: Iterable[str]) -> tuple[str, ...]:
 
 def _fork_hazard() -> str | None:
     """Returns why this process must not be forked; None where forking is safe."""
-    from quarantune import jax_internals
-
     if jax_internals.backends_initialized():
         return "a JAX backend was initialised while the function was loaded"
     if _count_threads() > 1:
@@ -409,10 +405,7 @@ def _fork_hazard() -> str | None:
 
 
 def _count_threads() -> int:
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return threading.active_count()
+    return len(os.listdir("/proc/self/task"))
 
 
 def _prepare_to_fork() -> None:

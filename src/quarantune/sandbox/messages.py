@@ -218,6 +218,17 @@ class Reply:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged(Reply):
+    """A reply that may hold the judgement of an output.
+
+    Attributes:
+        judgement: the result of comparing the config's output with others; None if it was not compared.
+    """
+
+    judgement: Judgement | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Probed(Reply):
     """The devices that the worker has found, in JAX's order."""
 
@@ -284,22 +295,20 @@ class Compiled(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FirstRun(Reply):
+class FirstRun(Judged):
     """The config's first run was long enough to be informative; or so long that it was ended, and its worker with it.
 
     Attributes:
         run_ms: milliseconds that the run has taken.
         cpu_ms: the same without its waits for a CPU.
         is_disturbed: whether it waited too long for its time to count.
-        was_ended: whether it was ended.
-        judgement: the result of comparing its output with others; None where it was ended.
+        was_ended: whether it was ended, so that its output was not compared.
     """
 
     run_ms: Milliseconds
     cpu_ms: _Duration
     is_disturbed: bool
     was_ended: bool = False
-    judgement: Judgement | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -326,14 +335,8 @@ class Measurement:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured(Measurement, Reply):
-    """The config was timed.
-
-    Attributes:
-        judgement: the result of comparing its output with others; None where `FirstRun` gave it.
-    """
-
-    judgement: Judgement | None = None
+class Measured(Measurement, Judged):
+    """The config was timed; `FirstRun` may have given its judgement."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -365,18 +368,16 @@ class Compared(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failed(Reply, ErrorDescription):
+class Failed(Judged, ErrorDescription):
     """The task raised an exception, and the worker ends, unless others have compiled its config, or will measure it.
 
     Attributes:
         outcome: the kind of failure.
-        judgement: the result of comparing a wrong output with others; else None.
         place: its type and where it was raised, as `worker.failures.place_of` returns it.
         goes_on: whether the worker waits for another config.
     """
 
     outcome: Raised
-    judgement: Judgement | None = None
     place: str = ""
     goes_on: bool = False
 

@@ -166,7 +166,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     @property
     def baseline_bytes(self) -> int:
         """Private memory that a worker has from the start, inherited from its template."""
-        return 0 if self.template_pid is None else machine.private_memory_bytes(self.template_pid)
+        return 0 if self.template_pid is None else machine.resident_bytes(self.template_pid)[0]
 
     def common_files(self) -> set[machine.FileId]:
         """Returns the files in memory that every worker has open or mapped and that no worker has made."""
@@ -245,7 +245,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             SandboxError: the process's template died or does not answer.
         """
         try:
-            child = self._start(_SWEEP, None)
+            child = self._start(_SWEEP, None, (), {})
             spawning.import_modules(self._modules)  # while the templates start, which takes longer
             loaded = self._await_load(child, timeout_s)
             if loaded.fork_hazard is None and child.connection.is_open and child.pid is not None:
@@ -362,15 +362,9 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         Raises:
             OSError: no descriptors are left.
         """
-        return self._start(next(self._worker_numbers), task, fds, environ).number
+        return self._start(next(self._worker_numbers), task, fds, environ or {}).number
 
-    def _start(
-        self,
-        number: int,
-        task: JsonObject | None,
-        fds: Sequence[int] = (),
-        environ: Mapping[str, str] | None = None,
-    ) -> _Process:
+    def _start(self, number: int, task: JsonObject | None, fds: Sequence[int], environ: Mapping[str, str]) -> _Process:
         log_fd = spool.create_log()
         try:
             connection, theirs = wire.connection_pair()
@@ -380,7 +374,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         with theirs:
             self._children[number] = child = _Process(number, connection, log_fd)
             self._selector.register(connection, selectors.EVENT_READ, child)
-            order = Start(number=number, task=task, environ=environ or {}, method=self._method)
+            order = Start(number=number, task=task, environ=environ, method=self._method)
             self._order(order, [log_fd, theirs.fileno(), *fds])
         return child
 

@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from quarantune.values import codec
@@ -104,15 +104,31 @@ class Connection:
                 raise WireClosedError(f"cannot send: {error.strerror or error}") from error
 
     def receive(self) -> list[tuple[JsonObject, list[int]]]:
-        """Returns the messages that have arrived, each with its descriptors.
-
-        This waits for data on a blocking socket only. Where whole frames have arrived, at least the first of them is
-        returned.
+        """Returns the messages that have arrived as frames, each with its descriptors; otherwise as `receive_messages`.
 
         Raises:
             WireClosedError: the other end is closed.
             DamageError: the stream is damaged, or a frame was begun and is over its deadline.
         """
+        return self._receive(lambda frame: frame)
+
+    def receive_messages(self, *expected: type[_Expected]) -> list[tuple[_Expected, list[int]]]:
+        """Returns the messages that have arrived, decoded, each with its descriptors.
+
+        This waits for data on a blocking socket only. Where whole frames have arrived, at least the first of them is
+        returned.
+
+        Args:
+            *expected: the message classes that may arrive here.
+
+        Raises:
+            WireClosedError: the other end is closed.
+            DamageError: as for `receive`, or a frame holds none of the expected messages. Messages before the damage
+                are returned first, and the next call raises.
+        """
+        return self._receive(lambda frame: codec.decode(frame, *expected))
+
+    def _receive(self, read: Callable[[JsonObject], _Expected]) -> list[tuple[_Expected, list[int]]]:
         if self._damage is not None:
             raise self._damage
         while True:
@@ -129,7 +145,7 @@ class Connection:
                 raise WireClosedError("the other end is closed")
             if len(self._fds) > 2 * _MAX_FDS:  # more than an incomplete message and the next one have
                 raise DamageError("more descriptors came than messages name")
-            received = self._decoded(data)
+            received = self._decoded(data, read)
             self._note_partial(is_new=bool(received))
             if received or self._socket.getblocking():
                 return received
@@ -138,39 +154,18 @@ class Connection:
         """Sends a message dataclass; arguments and exceptions are those of `send`."""
         self.send(codec.encode(message), fds, within_s=within_s)
 
-    def receive_messages(self, *expected: type[_Expected]) -> list[tuple[_Expected, list[int]]]:
-        """Returns the messages that have arrived, decoded, each with its descriptors.
-
-        Args:
-            *expected: the message classes that may arrive here.
-
-        Raises:
-            WireClosedError: the other end is closed.
-            DamageError: the stream is damaged, or a frame holds none of the expected messages. Messages before the
-                damage are returned first, and the next call raises.
-        """
-        frames = self.receive()
-        received: list[tuple[_Expected, list[int]]] = []
-        for position, (frame, fds) in enumerate(frames):
-            try:
-                received.append((codec.decode(frame, *expected), fds))
-            except DamageError as error:
-                close_all([fd for _, unused in frames[position:] for fd in unused])
-                self._damage = error
-                if not received:
-                    raise
-                break
-        return received
-
-    def _decoded(self, data: bytes) -> list[tuple[JsonObject, list[int]]]:
+    def _decoded(self, data: bytes, read: Callable[[JsonObject], _Expected]) -> list[tuple[_Expected, list[int]]]:
         """Returns the messages that further bytes complete; damage behind them is raised by the next call."""
         self._buffer += data
-        received: list[tuple[JsonObject, list[int]]] = []
+        received: list[tuple[_Expected, list[int]]] = []
         try:
-            while (message := self._next()) is not None:
-                received.append((message, self._take(message.pop("fds", 0))))
+            while (frame := self._next()) is not None:
+                count = frame.pop("fds", 0)
+                message = read(frame)
+                received.append((message, self._take(count)))
         except DamageError as error:
             self._damage = error
+            self._close_fds()  # those behind the damage
             if not received:
                 raise
         return received
@@ -217,9 +212,12 @@ class Connection:
 
     def close(self) -> None:
         """Closes this copy of the socket and the descriptors that arrived and belong to no message yet."""
+        self._close_fds()
+        self._socket.close()
+
+    def _close_fds(self) -> None:
         close_all(self._fds)
         self._fds = []
-        self._socket.close()
 
 
 def _receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:

@@ -54,7 +54,6 @@ class Bursts:
             if worker.job is not None:
                 jobs.release_same_program(worker.job)
                 jobs.pending.append(worker.job)
-            worker.job = None
             self._run.workers.retire(worker)
 
     def may_compile(self) -> bool:

@@ -7,26 +7,12 @@ import statistics
 
 from quarantune.host import machine
 from quarantune.measure.sampling import is_unreliable
-from quarantune.sandbox import shortages
-from quarantune.sandbox.messages import (
-    REPLIES,
-    Compared,
-    Compiled,
-    Failed,
-    FirstRun,
-    Lowered,
-    Measured,
-    PhaseEntered,
-    Ready,
-    ReferenceComputed,
-    Reply,
-    Traced,
-)
+from quarantune.sandbox import messages, shortages
 from quarantune.sandbox.template_messages import describe_status, was_killed
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.steps import RouteSteps
 from quarantune.scheduler.verdicts import raised, shortage, too_large
-from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState, WorkerVerdict
+from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
 from quarantune.values.trial import READY, Outcome, Phase, Route
 
@@ -58,7 +44,7 @@ class Conclusions:
             return  # late, or of a trial that is over
         worker.was_heard = True
         try:
-            reply = codec.decode(frame, *REPLIES)
+            reply = codec.decode(frame, *messages.REPLIES)
             self._run.memory.note(worker, reply)
             self._apply(worker, reply)
         except (TypeError, ValueError, ArithmeticError) as error:
@@ -67,45 +53,44 @@ class Conclusions:
             )
         self._run.memory.check_limit()  # at once, since a quick config ends before the next look at the memory
 
-    def _apply(self, worker: Worker, reply: Reply) -> None:
+    def _apply(self, worker: Worker, reply: messages.Reply) -> None:
         worker.phase = reply.phase
         job, device, state = worker.job, worker.device, worker.state
-        if job is not None and isinstance(reply, (FirstRun, Measured, Failed)) and reply.judgement is not None:
+        if job is not None and isinstance(reply, messages.Judged) and reply.judgement is not None:
             group, noise = reply.judgement.group, reply.judgement.noise
             self._run.reference.note(job.index, group, offered=worker.offered, fd=worker.output_fd, noise=noise)
             worker.close_output()
         match reply:
-            case PhaseEntered():
+            case messages.PhaseEntered():
                 self._run.jobs.has_loaded |= state is WorkerState.MEASURING and worker.phase is not Phase.LOAD
                 self._begin(worker)
-            case Ready() if state is WorkerState.PREPARING and device is not None:
+            case messages.Ready() if state is WorkerState.PREPARING and device is not None:
                 self._on_ready(worker, device, reply)
-            case Traced() if state is WorkerState.COMPILING and job is not None:
+            case messages.Traced() if state is WorkerState.COMPILING and job is not None:
                 self._run.plan.proof.show(job.config, reply.lines)
-            case Lowered() if state is WorkerState.COMPILING and job is not None:
+            case messages.Lowered() if state is WorkerState.COMPILING and job is not None:
                 self._on_lowered(worker, job, reply)
-            case Compiled() if state is WorkerState.COMPILING and job is not None:
+            case messages.Compiled() if state is WorkerState.COMPILING and job is not None:
                 self._on_compiled(worker, job, reply)
-            case Compiled() if state is WorkerState.MEASURING and job is not None:
+            case messages.Compiled() if state is WorkerState.MEASURING and job is not None:
                 job.figures = reply.figures
                 self._route.on_compiled_again(worker, job, reply)
                 if (verdict := too_large(job, self._run.plan)) is not None:
                     self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
-                    worker.job = None
                     self._run.workers.retire(worker)
-            case FirstRun(was_ended=True) if state is WorkerState.MEASURING and job is not None:
+            case messages.FirstRun(was_ended=True) if state is WorkerState.MEASURING and job is not None:
                 self._route.on_ended_run(worker, job, reply)
-            case FirstRun() if state is WorkerState.MEASURING and job is not None:
+            case messages.FirstRun() if state is WorkerState.MEASURING and job is not None:
                 self._route.on_first_run(worker, job, reply)
-            case Measured() if state is WorkerState.MEASURING and job is not None:
+            case messages.Measured() if state is WorkerState.MEASURING and job is not None:
                 self._on_measured(worker, job, reply)
-            case ReferenceComputed(is_compared=False) if state is WorkerState.SIDE_TASK and worker.reply is None:
+            case messages.ReferenceComputed(is_compared=False) if state is WorkerState.SIDE_TASK and not worker.reply:
                 worker.reply = reply  # comparing shapes comes next
                 worker.deadline = self._run.clock() + min(_SHAPES_S, self._run.plan.compile_timeout_s)
-            case ReferenceComputed() | Compared() if state is WorkerState.SIDE_TASK:
+            case messages.ReferenceComputed() | messages.Compared() if state is WorkerState.SIDE_TASK:
                 worker.reply = reply
                 self._run.workers.retire(worker)
-            case Failed():
+            case messages.Failed():
                 self._on_failed(worker, reply)
 
     def _begin(self, worker: Worker) -> None:
@@ -116,13 +101,13 @@ class Conclusions:
             worker.began_at = self._run.clock()
             worker.deadline = worker.began_at + (worker.side_task_s or self._run.plan.compile_timeout_s)
 
-    def _on_ready(self, worker: Worker, device: DeviceState, reply: Ready) -> None:
+    def _on_ready(self, worker: Worker, device: DeviceState, reply: messages.Ready) -> None:
         worker.transition(WorkerState.IDLE)
-        worker.deadline, device.failures = NEVER, 0
+        device.failures = 0
         if self._run.plan.configs_per_worker == 1:  # there will be many more
             self._run.workers.share_modules(reply.modules)
 
-    def _on_lowered(self, worker: Worker, job: Job, reply: Lowered) -> None:
+    def _on_lowered(self, worker: Worker, job: Job, reply: messages.Lowered) -> None:
         """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
         job.slack_s = worker.deadline - self._run.clock()
         self._route.on_lowered(reply.outputs)
@@ -130,13 +115,12 @@ class Conclusions:
         if first is not job:
             self._run.reference.join(job.index, first.index)
             self._run.on_phase(job.index, READY)
-            worker.job = None
             self._run.workers.retire(worker)
             self._run.jobs.join_same_program(job, first)
         elif reply.products:
             self._run.products.add(worker, job, reply.products)
 
-    def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
+    def _on_compiled(self, worker: Worker, job: Job, reply: messages.Compiled) -> None:
         job.compile_s, job.figures, job.needs_fresh = reply.compile_s, reply.figures, False
         self._run.jobs.compiled += 1
         self._note_compile_time(worker, job)
@@ -155,7 +139,7 @@ class Conclusions:
         if worker.is_compiling and worker.began_at is not None:
             self._run.jobs.compile_times.add(job, self._run.clock() - worker.began_at)
 
-    def _on_measured(self, worker: Worker, job: Job, reply: Measured) -> None:
+    def _on_measured(self, worker: Worker, job: Job, reply: messages.Measured) -> None:
         run, race = self._run, self._run.race
         if reply.cpu_ms:
             race.noise.add(reply.cpu_ms, min(reply.cpu_ms))
@@ -192,7 +176,7 @@ class Conclusions:
         )
         self._route.free(worker)
 
-    def _on_failed(self, worker: Worker, reply: Failed) -> None:
+    def _on_failed(self, worker: Worker, reply: messages.Failed) -> None:
         """Ends a worker whose task raised, and with it all that its config did to the process."""
         run = self._run
         if reply.outcome == "unfit" and self._route.on_unfit(worker, reply):
@@ -230,7 +214,7 @@ class Conclusions:
             self._repeat_beside_fewer(worker)
         elif worker.job is not None:
             self._settle(worker.job, worker, verdict)
-        elif device in self._run.devices and worker in device.standby and not worker.used:
+        elif device in self._run.devices and worker in run.workers.standby(device) and not worker.used:
             self._blame_device(device, worker, verdict)
         self._run.workers.remove(worker)
 
@@ -327,7 +311,7 @@ class Conclusions:
     def _make_room(self, device: DeviceState) -> bool:
         """Retires the other workers on a device, whose memory a config lacked; returns whether there were any."""
         beside = [worker for worker in self._run.workers if worker.state is WorkerState.SIDE_TASK]
-        others = [*device.standby, *(worker for worker in beside if worker.device is device)]
+        others = [*self._run.workers.standby(device), *(worker for worker in beside if worker.device is device)]
         for worker in others:
             self._run.workers.retire(worker)
         device.is_cramped = device.is_cramped or bool(others)

@@ -152,8 +152,9 @@ class Scheduler:
     @property
     def has_idle_worker(self) -> bool:
         """Whether a worker that has its device already waits for a task."""
-        idle = filter(None, map(idle_on, self._run.devices))
-        return any(self._run.workers.pid(worker) is not None for worker in idle)
+        run = self._run
+        idle = filter(None, (idle_on(run, device) for device in run.devices))
+        return any(run.workers.pid(worker) is not None for worker in idle)
 
     def compare(self, configs: Mapping[int, Config]) -> finals.Final:
         """Times configs in turn in one worker, so that only their programs differ.

@@ -7,12 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import (
-    Compile,
-    ComputeReference,
-    ReferenceComputed,
-    Task,
-)
+from quarantune.sandbox.messages import Compile, ComputeReference, ReferenceComputed, Task
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish, Leftovers
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Worker, WorkerState, WorkerVerdict
@@ -35,12 +30,11 @@ def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int], seco
     """
     if not device.lease.acquire(run.clock()):
         return None
-    worker = idle_on(device)
+    worker = idle_on(run, device)
     if worker is not None:
-        device.standby.remove(worker)
         worker.transition(WorkerState.SIDE_TASK)
         run.workers.send(worker, task, fds)
-    elif not device.standby and run.may_start_on(device):  # else one is nearly ready
+    elif not run.workers.standby(device) and run.may_start_on(device):  # else one is nearly ready
         worker = run.workers.start(task, WorkerState.SIDE_TASK, device=device, fds=fds)
     else:
         return None
@@ -62,9 +56,9 @@ def may_be_repeated(run: Run, verdict: WorkerVerdict, tries: int) -> bool:
     return verdict.outcome in (Outcome.LOST, Outcome.CRASHED) and tries < _TRIES
 
 
-def idle_on(device: DeviceState) -> Worker | None:
+def idle_on(run: Run, device: DeviceState) -> Worker | None:
     """Returns a standby worker that is ready, if there is one."""
-    return next((worker for worker in device.standby if worker.state is WorkerState.IDLE), None)
+    return next((worker for worker in run.workers.standby(device) if worker.state is WorkerState.IDLE), None)
 
 
 class SideTasks:

@@ -8,19 +8,10 @@ import os
 from typing import Any
 
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import (
-    Compile,
-    Compiled,
-    Expect,
-    Failed,
-    FirstRun,
-    Measure,
-    Measured,
-    Prepare,
-)
+from quarantune.sandbox.messages import Compile, Compiled, Expect, Failed, FirstRun, Measure, Measured, Prepare
 from quarantune.scheduler.plan import MEMORY_SHARE
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState, WorkerVerdict
+from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.trial import READY, ArrayKind, Outcome, Phase, Route
 
@@ -166,7 +157,6 @@ class RouteSteps:
         few_are_lost = _MOST_LOST * run.jobs.lost_compilers <= run.jobs.compiled
         if worker.used < run.plan.compiles_per_worker and few_are_lost:
             worker.transition(WorkerState.BETWEEN)
-            worker.deadline = NEVER
         else:
             run.workers.retire(worker)
 
@@ -234,7 +224,6 @@ class RouteSteps:
     def _take_device(self, worker: Worker, job: Job) -> None:
         job.held_s += self._run.clock() - worker.assigned_at
         self._run.on_phase(job.index, READY)
-        worker.deadline = NEVER
         worker.return_device()
 
     def _rule_out(self, worker: Worker, job: Job) -> bool:
@@ -267,23 +256,19 @@ class CombinedRoute(RouteSteps):
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Parks a worker that has compiled its job."""
-        self._park(worker)
-
-    def _park(self, worker: Worker) -> None:
         worker.transition(WorkerState.PARKED)
-        worker.deadline = NEVER
 
     def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Parks a worker again after an informative first run of its job."""
         self._note_first_run(worker, job, reply)
-        self._park(worker)
+        worker.transition(WorkerState.PARKED)
 
     def measure_again(self, worker: Worker, job: Job, reply: Measured) -> bool:
         """Parks a worker whose runs were disturbed, to measure its job once more after those that wait."""
         job.unreliable_times, job.was_disturbed = reply, True
         job.first_run = (max(reply.samples_ms), job.first_run[1] if job.first_run else 0.0)
         self._take_device(worker, job)
-        self._park(worker)
+        worker.transition(WorkerState.PARKED)
         return True
 
     def measure_on(self, device: DeviceState) -> None:
@@ -344,7 +329,7 @@ class SplitRoute(RouteSteps):
         if outputs and not self._outputs and compares and is_useful and not run.plan.measures_here:
             self._outputs = outputs
             for device in run.devices:
-                for worker in device.standby:
+                for worker in run.workers.standby(device):
                     self._expect_outputs(worker)
 
     def _expect_outputs(self, worker: Worker, *, has_programs: bool = False) -> None:
@@ -376,7 +361,6 @@ class SplitRoute(RouteSteps):
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
         job.protect_executable()
-        job.is_saved = True
         self.free(worker)
         if reason := self._run.jobs.unloadable:
             self._run.jobs.leave_unfit(job, reason)
@@ -393,7 +377,6 @@ class SplitRoute(RouteSteps):
         if worker.phase is Phase.LOAD and not run.jobs.has_loaded:
             run.jobs.unloadable = reply.text
         run.jobs.leave_unfit(worker.job, reply.text)
-        worker.job = None
         run.workers.retire(worker)
         return True
 
@@ -408,8 +391,6 @@ class SplitRoute(RouteSteps):
             run.workers.retire(worker)
         else:
             worker.transition(WorkerState.IDLE)
-            worker.deadline = NEVER
-            device.standby.append(worker)
 
     def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Has a job wait again after an informative first run."""
@@ -426,10 +407,11 @@ class SplitRoute(RouteSteps):
         each = run.plan.configs_per_worker
         most = _STANDBY_WORKERS if each == 1 and not device.device.has_one_owner else 1
         share = -(-self._unmeasured() // len(run.devices))
-        waiting = share + self._needs_one_for_final(device) - sum(each - worker.used for worker in device.standby)
+        waiting = share + self._needs_one_for_final(device)
+        waiting -= sum(each - worker.used for worker in run.workers.standby(device))
         if device.measuring is not None:
             waiting -= each - device.measuring.used - 1
-        while waiting > 0 and len(device.standby) < most:
+        while waiting > 0 and len(run.workers.standby(device)) < most:
             self._start_standby(device)
             waiting -= each
 
@@ -442,7 +424,7 @@ class SplitRoute(RouteSteps):
     def measure_on(self, device: DeviceState) -> None:
         """Gives the next ready job to a standby worker; where memory is short, those that have compiled end before."""
         run, ready = self._run, self._run.jobs.ready
-        if device.is_cramped and not device.standby:
+        if device.is_cramped and not run.workers.standby(device):
             for worker in run.workers.in_state(WorkerState.BETWEEN):
                 if worker.device is device:
                     run.workers.retire(worker)
@@ -455,15 +437,15 @@ class SplitRoute(RouteSteps):
         if not ready:
             device.lease.release()
         if ready and ready[0].needs_fresh:
-            for used in [worker for worker in device.standby if worker.used]:
+            for used in [worker for worker in run.workers.standby(device) if worker.used]:
                 run.workers.retire(used)
         # Where only one worker can run, a compile worker has to end before.
         is_tight = run.scarcity.most == 1
         is_needed = ready and not run.scarcity.is_full if is_tight else self._unmeasured()
-        if is_needed and not device.standby and run.may_start_on(device):
+        if is_needed and not run.workers.standby(device) and run.may_start_on(device):
             self._start_standby(device)
         # One that was used before goes first, so that a fresh one stays at hand.
-        idle = [worker for worker in device.standby if worker.state is WorkerState.IDLE]
+        idle = [worker for worker in run.workers.standby(device) if worker.state is WorkerState.IDLE]
         chosen = max(idle, key=lambda worker: worker.used, default=None)
         if ready and chosen is not None and device.lease.acquire(run.clock()):
             self._give_next(device, chosen)
@@ -479,7 +461,6 @@ class SplitRoute(RouteSteps):
         if run.plan.measures_here:
             job.route = job.route or Route.COMPILED_APART
         if not self._rule_out(worker, job):
-            device.standby.remove(worker)
             self._assign(device, worker, job)
 
     def _unmeasured(self) -> int:
@@ -495,7 +476,6 @@ class SplitRoute(RouteSteps):
         task = Prepare(has_programs=has_programs)
         worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=fds)
         worker.is_ahead = run.workers.on(device) > 1
-        device.standby.append(worker)
         self._expect_outputs(worker, has_programs=has_programs)
 
 

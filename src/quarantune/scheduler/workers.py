@@ -53,6 +53,9 @@ _MOVES = {
     WorkerState.DYING: set(),
 }
 """The legal moves between states; every worker may also begin to die."""
+_RESTING = (WorkerState.BETWEEN, WorkerState.PARKED, WorkerState.IDLE)
+"""The states without a deadline."""
+_STANDBY = (WorkerState.PREPARING, WorkerState.IDLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +159,8 @@ class Job:
         self.is_saved = False
 
     def protect_executable(self) -> None:
-        """Makes the executable read-only, since other workers load it."""
-        fd = self.executable_fd
+        """Makes the executable read-only, since other workers load it from now on."""
+        fd, self.is_saved = self.executable_fd, True
         self.executable_fd = spool.protect(fd)
         os.close(fd)
 
@@ -230,6 +233,8 @@ class Worker:
             raise RuntimeError(f"worker {self.number} cannot go from {self.state.name} to {state.name}")
         self.is_bare &= state is not WorkerState.MEASURING
         self.state = state
+        if state in _RESTING:
+            self.deadline = NEVER
 
     def take(self, job: Job, deadline: float) -> None:
         """Begins to compile a job, as if it had none before."""
@@ -249,11 +254,6 @@ class Worker:
         if self.device is not None and self.device.measuring is self:
             self.device.measuring = None
 
-    def leave_standby(self) -> None:
-        """Is no standby worker any more, if it was one."""
-        if self.device is not None and self in self.device.standby:
-            self.device.standby.remove(self)
-
     @property
     def is_compiling(self) -> bool:
         """Whether it takes a compile slot, also while it dies."""
@@ -262,7 +262,7 @@ class Worker:
     @property
     def is_standby(self) -> bool:
         """Whether it waits for a config with its device, or is about to."""
-        return self.state in (WorkerState.PREPARING, WorkerState.IDLE)
+        return self.state in _STANDBY
 
     @property
     def holds_device(self) -> bool:
@@ -289,7 +289,6 @@ class DeviceState:
         device: the device.
         lease: the machine-wide lease on it.
         measuring: the worker that it is assigned to, also while that dies.
-        standby: its standby workers.
         is_cramped: whether its memory was too small for workers that are made ready ahead.
         failures: how many standby workers failed in a row.
     """
@@ -297,7 +296,6 @@ class DeviceState:
     device: Device
     lease: Lease
     measuring: Worker | None = None
-    standby: list[Worker] = dataclasses.field(default_factory=list)
     is_cramped: bool = False
     failures: int = 0
 
@@ -343,6 +341,10 @@ class Workers:
         """Returns how many workers use a device."""
         return sum(worker.device is device for worker in self._by_number.values())
 
+    def standby(self, device: DeviceState) -> list[Worker]:
+        """Returns the standby workers of a device, those too that were killed as such and are still dying."""
+        return [each for each in self if each.device is device and (each.killed_in or each.state) in _STANDBY]
+
     def startup_deadline(self) -> float:
         """Returns when a worker that gets a task now must have sent a message."""
         return self._clock() + STARTUP_DEADLINE_S
@@ -386,9 +388,9 @@ class Workers:
             self._sandbox.kill(worker.number, shows_stack=verdict.outcome is Outcome.TIMEOUT)
 
     def retire(self, worker: Worker) -> None:
-        """Ends a worker that has nothing to do, unless it is dying."""
+        """Ends a worker that has nothing to do any more, unless it is dying."""
         if worker.verdict is None:
-            worker.leave_standby()
+            worker.job = None
             self._end(worker, WorkerVerdict(Outcome.OK, ""))
             self._sandbox.finish(worker.number)
             # A worker holds nothing that matters here; one with a device would take seconds to close it politely.
@@ -401,16 +403,13 @@ class Workers:
 
     def give_standby(self, device: DeviceState, to: Workers, as_device: DeviceState) -> None:
         """Gives the standby workers of a device to the workers of another run, where that device has a state, too."""
-        for worker in [worker for worker in device.standby if worker.is_standby]:
-            device.standby.remove(worker)
+        for worker in [worker for worker in self.standby(device) if worker.is_standby]:
             worker.device = as_device
-            as_device.standby.append(worker)
             to._by_number[worker.number] = self._by_number.pop(worker.number)
 
     def remove(self, worker: Worker) -> None:
         """Forgets a worker that has ended, or that cannot be killed."""
         worker.return_device()
-        worker.leave_standby()
         worker.close_output()
         del self._by_number[worker.number]
         self._sandbox.forget(worker.number)
