@@ -7,6 +7,7 @@ from pathlib import Path
 
 from count_structure import Structure
 
+
 def test_imports_make_no_circle() -> None:
     structure = Structure()
     found = structure.circles()
