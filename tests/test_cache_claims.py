@@ -327,6 +327,7 @@ signal.pause()
                 assert is_granted
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, which other tests have imported
 def test_a_fork_that_leaves_the_with_block_keeps_its_parents_claim(make: Callable[..., Claim]) -> None:
     with make() as claim:
         assert claim.try_acquire()

@@ -414,8 +414,9 @@ class AutoTuner(Tuned):
     Args:
         fn: a jitted function, or any other callable: numpy code, a C extension, something that starts a program.
         configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
-        on_progress: called in this process with the index of a config and the phase that it enters: `load` where its
-            worker loads the function itself, `compile`, `check`, `measure`, and `end` once its trial is over.
+        on_progress: called in this process with the index of a config and the phase that it enters: `load` if its
+            worker loads the function itself or makes a device's context, `compile`, `check`, `measure`, and `end` once
+            its trial is over.
         **options: the options of the author, as `Options` documents them.
 
     Raises:

@@ -89,8 +89,13 @@ class Bench:
         """
         if self._options.on_gpu and self._options.compilation_cache:
             share_what_xla_finds(self._options.compilation_cache)
-        if self._options.platform not in (None, "cpu"):
+        if self.makes_context:
             jax.local_devices()
+
+    @property
+    def makes_context(self) -> bool:
+        """Whether the device has a context, which takes time and memory to make."""
+        return self._options.platform not in (None, "cpu")
 
     def close(self) -> None:
         """Detaches the profiler from this process, where it was attached; for a process that outlives the bench."""

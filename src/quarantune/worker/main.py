@@ -168,10 +168,13 @@ class TaskRunner:
         """Returns the worker's bench, made when the first task needs it."""
         if self._bench is not None:
             return self._bench
-        self.send(self.entered(Phase.LOAD))
-        make = self._make_bench or self._load_bench(task)
+        if (make := self._make_bench) is None:
+            self.send(self.entered(Phase.LOAD))
+            make = self._load_bench(task)
         bench = make(arrays_fd=self._options.arrays_fd)
         if not isinstance(task, messages.Compile) or task.target is None:
+            if bench.makes_context and self._make_bench is not None:
+                self.send(self.entered(Phase.LOAD))  # which takes time, and has a deadline
             bench.take_device()
         return bench
 
