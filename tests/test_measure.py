@@ -19,7 +19,7 @@ from quarantune.host import waits
 from quarantune.host.waits import RunTime
 from quarantune.measure import clocks, finals, model, sampling
 from quarantune.values.codec import is_plausible_ms
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import UNTUNED, Outcome, Trial
 
 SOFT_BUDGET_S = 0.25
 DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan, 1e-300]
@@ -511,14 +511,14 @@ def test_a_default_that_is_slower_is_not_preferred() -> None:
 
 
 def test_warm_rounds_decide_between_equals_unless_they_tie_too() -> None:
-    cold = {2: [1.007] * 9, 4: [1.0] * 9, 6: [1.002] * 9, 8: [1.3] * 9}
-    assert finals.decide(cold, default=2) == [4, 6]
+    cold = {2: [1.004] * 9, 4: [1.0] * 9, 6: [1.002] * 9, 7: [1.007] * 9, 8: [1.3] * 9}
+    assert finals.decide(cold, default=2) == [2, 4, 6]
     warm = {2: [0.803] * 9, 4: [0.8] * 9, 6: [0.801] * 9}
     assert finals.decide(cold, default=2, warm=warm) == [4, 6]
     assert finals.decide(cold, default=6, warm=warm) == [6, 4]
     assert finals.decide(cold, default=6, warm=warm | {2: [0.7] * 9}) == [2]
     # One config takes the place of all with its program; if it has no warm rounds, the final had none.
-    assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == [4, 6]
+    assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == [2, 4, 6]
 
 
 def test_times_closer_than_the_noise_floor_tie_however_steady() -> None:
@@ -634,3 +634,13 @@ def test_times_are_unreliable_unless_two_samples_hardly_waited(
 def test_a_trial_is_usable_if_it_is_ok_and_has_a_time() -> None:
     trials = [Trial(config={}, outcome=outcome, time_ms=time_ms) for outcome in Outcome for time_ms in (None, 1.0)]
     assert [(trial.outcome, trial.time_ms) for trial in trials if trial.is_usable] == [(Outcome.OK, 1.0)]
+
+
+def test_of_configs_that_tie_the_first_is_preferred_only_within_the_noise_floor() -> None:
+    wide = [0.98, 1.0, 1.02] * 3
+    for ahead, winner in ((1.004, 0), (1.008, 1)):
+        rounds = {0: [ahead * time for time in reversed(wide)], 1: wide}
+        assert finals.level(rounds) == [0, 1]
+        assert finals.decide(rounds, default=None)[0] == winner
+        assert finals.decide(rounds, default=0)[0] == 0
+    assert finals.decide({UNTUNED: wide, 1: [1.008 * time for time in reversed(wide)]}, default=None)[0] == 1

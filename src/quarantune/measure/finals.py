@@ -25,17 +25,15 @@ MOST_FINALISTS = 8
 FAR = 1.2
 """A finalist this many times slower in each of the `FEW` first rounds will not win in two more."""
 _PREFERENCE = 0.015
-"""Among configs that tie, a preferred one may be slower than the fastest by at most this share."""
+"""Among configs that tie, the function's own default may be slower than the fastest by at most this share."""
 _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
 """Stopping early takes more: equals that are compared after every round differ by `_SIGMAS` now and then."""
 NOISE_FLOOR = 0.005
 """Two medians closer than this tie: on an H200, the median of one program differs by a third of a percent from one
 process to the next, so that the winner among equals would be arbitrary."""
-NEAR = 0.008
-"""Configs this close with cold caches are compared again with warm ones, as the caller's caches often are."""
 WARM_BUDGET_S = 0.2
-"""Seconds for comparing them again, which gains at most that share."""
+"""Seconds for comparing those that tie with cold caches again with warm ones, as the caller's caches often are."""
 WARM_FLOOR = 0.002
 """The noise floor with warm caches: the difference of one program from itself within a process."""
 
@@ -175,24 +173,26 @@ def decide(
 ) -> list[int]:
     """Returns the indices of the configs that a final cannot tell from each other, the winner first.
 
-    Configs near each other are told apart by their warm rounds, if there are any. Of those that tie, the function's own
-    default is preferred, then the first in the list of configs, unless it is slower by more than `_PREFERENCE`.
-    Defaults that are not in the list, under `UNTUNED`, win only if no other one is as near to the fastest, and are left
-    out where they do not win.
+    Warm rounds decide between those that tie with cold caches, if there are any. Of those that tie, the function's own
+    default is preferred, unless it is slower by more than `_PREFERENCE`; then the first in the list of configs, unless
+    it is slower by more than `NOISE_FLOOR`. Defaults that are not in the list, under `UNTUNED`, win only if no config is
+    within `_PREFERENCE` of them, and are left out if they do not win.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.
         default: the index of the config that is the function's own default, if it is in the list.
-        warm: the same with warm caches, of the configs near each other.
+        warm: the same with warm caches, of the configs that tie.
     """
-    tied, near = level(rounds), level(rounds, floor=NEAR)
-    if warm and all(index in warm for index in near):
-        rounds = {index: warm[index] for index in near}
+    tied = level(rounds)
+    if warm and all(index in warm for index in tied):
+        rounds = {index: warm[index] for index in tied}
         tied = level(rounds, floor=WARM_FLOOR)
     leader = leader_of(rounds, tied)
-    preferred = [index for index in tied if index == leader or _behind(rounds[leader], rounds[index]) <= _PREFERENCE]
-    winner = default if default in preferred else next((index for index in preferred if index != UNTUNED), UNTUNED)
-    assert winner is not None
+    behind = {index: 0.0 if index == leader else _behind(rounds[leader], rounds[index]) for index in tied}
+    most = _PREFERENCE if leader == UNTUNED else NOISE_FLOOR
+    winner = next((index for index in tied if index != UNTUNED and behind[index] <= most), UNTUNED)
+    if default is not None and behind.get(default, 1.0) <= _PREFERENCE:
+        winner = default
     return [winner, *(index for index in tied if index not in (winner, UNTUNED))]
 
 

@@ -449,7 +449,7 @@ class Bench:
         rep = self._options.rep
         rounds_ms = finals.take_turns([clock.take for clock in each], is_exact=is_exact, rep=rep)
         warm_ms: list[list[float]] = [[] for _ in programs]
-        near = finals.level(dict(enumerate(rounds_ms)), floor=finals.NEAR)
+        near = finals.level(dict(enumerate(rounds_ms)))
         if len(near) > 1 and self._has_own_clock():
             contenders = [self.clock(programs[position], is_flushed=False).take for position in near]
             warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
