@@ -14,7 +14,6 @@ from quarantune.api.assembly import Rungs
 from quarantune.cache import store as cache
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed, keyed_to_tune
-from quarantune.engine.place import place_of
 from quarantune.values.configs import Config
 from quarantune.values.trial import Findings, TuningFailedError
 
@@ -115,6 +114,8 @@ class Tuner:
             TuningFailedError: every config failed.
             TypeError: the call sets a tunable parameter by hand.
         """
+        from quarantune.engine.place import place_of
+
         now = dataclasses.replace(Situation.of(call), start_over=not resume)
         place, has_store = place_of(now.settings), not now.settings.disable_cache
         store = open_store(now.settings)
@@ -159,6 +160,8 @@ class Tuner:
 
     def _to_tune(self, call: BoundCall) -> tuple[KeyedCall, Situation]:
         """Returns a call to tune with its key on the devices that would tune it, and its situation."""
+        from quarantune.engine.place import place_of  # calls of decorated functions do not need it
+
         now = Situation.of(call)
         return keyed_to_tune(call, place_of(now.settings).device()), now
 

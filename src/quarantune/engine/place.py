@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
-from quarantune.devices.targets import Target
-from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
 from quarantune.values.settings import Settings
+
+if TYPE_CHECKING:
+    from quarantune.devices.targets import Target
+    from quarantune.sweep.request import SweepRequest, Swept
 
 
 class ThisMachine:

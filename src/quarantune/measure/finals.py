@@ -175,8 +175,8 @@ def decide(
 
     Warm rounds decide between those that tie with cold caches, if there are any. Of those that tie, the function's own
     default is preferred, unless it is slower by more than `_PREFERENCE`; then the first in the list of configs, unless
-    it is slower by more than `NOISE_FLOOR`. Defaults that are not in the list, under `UNTUNED`, win only if no config is
-    within `_PREFERENCE` of them, and are left out if they do not win.
+    it is slower by more than `NOISE_FLOOR`. Defaults that are not in the list, under `UNTUNED`, win only if no config
+    is within `_PREFERENCE` of them, and are left out if they do not win.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.

@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -405,7 +406,10 @@ def _fork_hazard() -> str | None:
 
 
 def _count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:  # as in a container without /proc
+        return threading.active_count()
 
 
 def _prepare_to_fork() -> None:
