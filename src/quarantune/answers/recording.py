@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from quarantune.answers.answer import Situation
-from quarantune.answers.layers import Layers
 from quarantune.cache import journal
 from quarantune.cache import store as cache
 from quarantune.cache.journal import Journal
@@ -189,10 +188,9 @@ def _without_values(call: BoundCall) -> Arguments:
     return with_leaves(call.args, call.kwargs, has_shape, struct)
 
 
-def record(call: KeyedCall, now: Situation, layers: Layers, tune: Tune) -> None:
-    """Notes a call that has no measured result, to be tuned later, if the setting `record` asks for it."""
-    is_wanted = now.settings.record is not None and now.is_outside and not call.call.is_symbolic
-    if is_wanted and layers.find(call, now) is None:
+def record(call: KeyedCall, now: Situation, tune: Tune) -> None:
+    """Notes a call without a measured result, to be tuned later; not in a worker, nor for symbolic shapes."""
+    if now.is_outside and not call.call.is_symbolic:
         note(call, tune, now.settings.record)
 
 

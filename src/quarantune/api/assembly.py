@@ -108,10 +108,10 @@ class Rungs:
         return assigned(call, assignment, result)
 
     def _recorded(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
-        if now.settings.record is not None:
+        if now.settings.record is not None and self.layers.find(call, now) is None:
             from quarantune.answers.recording import record
 
-            record(call, now, self.layers, result)
+            record(call, now, result)
         return None
 
     def _nearest(self, call: KeyedCall, now: Situation) -> Answer | None:
