@@ -25,7 +25,7 @@ from record_spaces import Recipe
 
 import quarantune
 
-_ROUNDS = 3
+_ROUNDS = 9
 
 
 def _ragged_dot() -> Callable[..., Any]:
