@@ -64,7 +64,7 @@ def run_alone(
         is_here = settings.isolation == Isolation.NONE.value
         aside: Any = contextlib.nullcontext() if is_here else contextlib.redirect_stdout(io.StringIO())
         with aside:
-            request = SweepRequest.of(keyed_to_tune(call), settings, ledger, has_final=False)
+            request = dataclasses.replace(SweepRequest.of(keyed_to_tune(call), settings, ledger), has_final=False)
             swept = sweep.run(request, {0: call.configs[0]})
         trial = ledger.trials[0]
         # The file begins with the config and the message.

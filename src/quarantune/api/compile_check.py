@@ -220,9 +220,8 @@ def _compile_all(
             progress.step(trial)
 
         ledger = Ledger(Listener(on_trial=note, on_phase=progress.enter), trials=pruned | known)
-        request = SweepRequest.of(
-            described, settings, ledger, limits=limits, target=target, compile_only=target is None
-        )
+        request = SweepRequest.of(described, settings, ledger)
+        request = dataclasses.replace(request, limits=limits, target=target, compile_only=True)
         swept = Swept()
         if left:
             swept = (ThisMachine() if target is None else place_of(settings)).run(request, left)

@@ -103,18 +103,11 @@ class SweepRequest:
     isolation: Isolation = dataclasses.field(init=False)
 
     @classmethod
-    def of(cls, call: KeyedCall, settings: Settings, ledger: Ledger, **how: Any) -> SweepRequest:
-        """Returns the request for a call, under the limits that its author and the operator set.
-
-        Args:
-            call: the call.
-            settings: the operator's settings.
-            ledger: owns the trials of the sweep.
-            **how: the other attributes.
-        """
+    def of(cls, call: KeyedCall, settings: Settings, ledger: Ledger) -> SweepRequest:
+        """Returns the request to tune a call, under the limits that its author and the operator set."""
         options = call.call.function.options
-        how.setdefault("limits", SweepLimits.of(options, settings))
-        return cls(problem=Problem.of(call), options=options, settings=settings, ledger=ledger, **how)
+        limits = SweepLimits.of(options, settings)
+        return cls(problem=Problem.of(call), options=options, settings=settings, limits=limits, ledger=ledger)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compile_only", self.compile_only or self.target is not None)

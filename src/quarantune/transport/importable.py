@@ -61,7 +61,7 @@ def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None]
     file = getattr(module, "__file__", None)
     if not (spec.has_location and spec.origin and file):
         return spec.loader is not None or file is None  # a directory of its name is not the module
-    return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not edited_modules(name, look_at)
+    return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not leads_to_edited(name, look_at)
 
 
 def is_of_others(name: str) -> bool:
@@ -166,8 +166,8 @@ if _fields := machine.process_status("self"):
 """The start of this process. A file last changed before it was not edited after its import (forks included)."""
 
 
-def edited_modules(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None] | None = None) -> list[str]:
-    """Returns the edited modules among those that a worker imports with a module.
+def leads_to_edited(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None] | None = None) -> bool:
+    """Returns whether a worker that imports a module also imports an edited one, or the module was edited itself.
 
     Modules of installed packages are assumed to be unedited.
 
@@ -175,13 +175,15 @@ def edited_modules(name: str, look_at: Callable[[str], tuple[bool, set[str]] | N
         name: the module that the worker imports, along with the modules that its functions and classes come from.
         look_at: as for `can_import`.
     """
-    reached: dict[str, bool] = {}
-    pending = [name]
+    reached, pending = set[str](), [name]
     while pending:
         if (name := pending.pop()) not in reached and (about := (look_at or _look_at)(name)) is not None:
-            reached[name], homes = about
+            is_edited, homes = about
+            if is_edited:
+                return True
+            reached.add(name)
             pending += homes
-    return sorted(name for name, is_edited in reached.items() if is_edited)
+    return False
 
 
 def own_edited_modules() -> list[str]:

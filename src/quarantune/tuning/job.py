@@ -137,7 +137,7 @@ class TuningJob:
             Listener(on_trial=self._record, on_provisional=self._append, on_tick=self._records.refresh),
             Listener(on_phase=self._tell_author),
         )
-        self._request = SweepRequest.of(keyed, now.settings, self._ledger, limits=self._limits)
+        self._request = SweepRequest.of(keyed, now.settings, self._ledger)
 
     def run(self) -> TuningResult:
         """Returns the result: of a sweep, or of the job that tuned meanwhile.
