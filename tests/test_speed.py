@@ -25,6 +25,7 @@ from helpers import python
 
 import quarantune
 from quarantune.answers import recording as recorded
+from quarantune.cache import store as store_module
 from quarantune.cache.store import Store
 from quarantune.calls import key
 from quarantune.calls.call import BoundCall
@@ -227,6 +228,35 @@ def test_a_call_that_is_found_is_bound_described_and_situated_once(monkeypatch: 
     monkeypatch.setattr(environment, "current", counted("situated", environment.current))
     found(x)
     assert done == {"bound": 1, "described": 1, "situated": 1}
+
+
+def test_the_tunables_of_made_configs_are_found_in_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+    whole = store_module._decode_entries
+    monkeypatch.setattr(
+        store_module, "_decode_entries", lambda data, path: decoded.append(len(data)) or whole(data, path)
+    )
+
+    def make() -> quarantune.Autotuned:
+        @quarantune.autotune(lambda x: [{"n": 1}, {"n": 2}], warmup=0, rep=1, ref_fn=None, name="made")
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def add(x: Any, n: int = 1) -> Any:
+            return x + n
+
+        return add
+
+    first = make()
+    for size in range(1, 6):
+        first.tune(np.zeros(size, np.float32))
+    file = environment.current().cache_dir / "made.json"
+    again = make()
+    decoded.clear()
+    assert again._tuner.bind((np.zeros(3, np.float32),), {}).function.tunables == {"n"}
+    assert len(decoded) == 1
+    assert decoded[0] < file.stat().st_size / 3
+    file.write_text(json.dumps(json.loads(file.read_text()), indent=1))
+    edited = make()
+    assert edited._tuner.bind((np.zeros(3, np.float32),), {}).function.tunables == {"n"}
 
 
 @pytest.mark.slow

@@ -149,11 +149,13 @@ class Layers:
 
     def tunables(self, call: BoundCall, now: Situation) -> frozenset[str]:
         """Returns the names that the configs of a call set, if saved results contain them and nothing has read them."""
-        for store in self.stores(now) if call.has_unread_configs else ():
-            for entries in store.read(self._function.name).values():
-                for entry in entries.values():
-                    if entry.get("space") == call.space and (config := call.find(entry.get("config"))):
-                        return frozenset(config)
+        if not call.has_unread_configs:
+            return frozenset()
+        maker = call.space["made_by"]
+        for store in self.stores(now):
+            for entry in store.entries_with(self._function.name, maker):
+                if entry.get("space") == call.space and (config := call.find(entry.get("config"))):
+                    return frozenset(config)
         return frozenset()
 
 

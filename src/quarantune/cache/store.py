@@ -132,6 +132,12 @@ class EntryFile:
                     return _decode_entries(b"{%b: {%b}}" % (name, line), self.path).get(device, {}).get(key)
         return None
 
+    def lines_with(self, text: str) -> list[bytes]:
+        """Returns the lines that contain a text, of which `encode` writes one for each entry; none of no file."""
+        with contextlib.suppress(OSError):
+            return [line for line in self._read().splitlines() if text.encode() in line]
+        return []
+
     def problems(self) -> list[str]:
         """Returns a sentence for each fault of the file and its entries; changes nothing."""
         try:
@@ -402,6 +408,20 @@ class Store:
             if entry is not None:
                 return entry
         return None
+
+    def entries_with(self, name: str, text: str) -> Iterator[Entry]:
+        """Yields a function's entries that contain a text, each decoded when it is asked for, and no others.
+
+        Of a file that somebody has edited, all entries may come.
+        """
+        for file in self._files(name):
+            for line in file.lines_with(text):
+                try:
+                    (entry,) = _decode_entries(b'{"": {%b}}' % line.strip().rstrip(b","), file.path)[""].values()
+                except (ValueError, KeyError, DamagedError, NewerSchemaError):
+                    yield from (entry for _, _, entry in _each(self._read(file)))
+                    break
+                yield entry
 
     def put(self, name: str, device: str, key: str, entry: Mapping[str, Any]) -> None:
         """Saves one entry, in place of any earlier one.
