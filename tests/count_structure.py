@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -38,14 +39,17 @@ class Structure:
             file.relative_to(package).as_posix(): ast.parse(file.read_text(encoding="utf-8"))
             for file in sorted(package.rglob("*.py"))
         }
-        counted = (*_FUNCTIONS, ast.Call, ast.Compare, ast.MatchValue)
-        self._nodes = {
-            file: [node for node in ast.walk(tree) if isinstance(node, counted)] for file, tree in self._trees.items()
-        }
         self.imports = [found for file, tree in self._trees.items() for found in self._imports(file, tree, False)]
         self._next_files = collections.defaultdict(set)
         for each in self.imports:
             self._next_files[each.importer].add(each.imported)
+
+    @functools.cached_property
+    def _nodes(self) -> dict[str, list[ast.AST]]:
+        """What may be counted, by file; circles need none of it."""
+        counted = (*_FUNCTIONS, ast.Call, ast.Compare, ast.MatchValue)
+        trees = self._trees.items()
+        return {file: [node for node in ast.walk(tree) if isinstance(node, counted)] for file, tree in trees}
 
     def circles(self) -> list[list[str]]:
         """Returns the files of each circle of imports: those that reach each other."""

@@ -21,12 +21,14 @@ _DEFAULTS = Answer(Origin.DEFAULTS, lasts=False)
 class Ladder:
     """The rungs of one function."""
 
-    def __init__(self, explain: Callable[..., str]) -> None:
+    def __init__(self, must_tune: Callable[[ProblemId, Situation], bool], explain: Callable[..., str]) -> None:
         """Sets up a ladder. Each climb brings the rungs along, as a ladder that kept them would refer to itself.
 
         Args:
+            must_tune: returns whether `ALWAYS_TUNE` demands another sweep for a call.
             explain: returns the message for a call that no rung has an answer for; see `why_missed.explain`.
         """
+        self._must_tune = must_tune
         self._explain = explain
         self._locks: dict[tuple[int, int], threading.RLock] = {}
 
@@ -60,6 +62,8 @@ class Ladder:
     def settled(self, call: KeyedCall, now: Situation, rungs: Sequence[Rung]) -> Answer:
         """Returns the first answer for a call under its lock: of the threads that miss together, one tunes."""
         with self._lock_of(call.id):
+            if now.may_tune and self._must_tune(call.id, now):  # no thread has done so meanwhile
+                now = dataclasses.replace(now, start_over=True)
             answer = first(rungs, call, now) or _DEFAULTS
         if answer.origin is Origin.NEAREST and not now.keeps_nearest:
             return dataclasses.replace(answer, lasts=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from quarantune.answers.answer import Answer, Situation
 from quarantune.calls.key import KeyedCall, ProblemId
+from quarantune.host.process import new_lock
 from quarantune.values import settings as environment
 from quarantune.values.settings import Which, on_forgetting
 from quarantune.values.trial import TuningFailedError
@@ -20,30 +21,35 @@ class Memory:
         self.answers: dict[ProblemId, Answer] = {}
         self._failures: dict[ProblemId, TuningFailedError] = {}
         self._tuned: set[ProblemId] = set()
+        self._lock = new_lock()
         on_forgetting(self.forget)
 
     def forget(self, of: Which | None) -> None:
         """Forgets the results and failures that are meant, because their files have changed."""
-        for id in [*self.answers, *self._failures]:
-            if of is not None and of(*id):
+        if of is None:
+            return
+        with self._lock:
+            for id in filter(lambda id: of(*id), [*self.answers, *self._failures]):
                 self.answers.pop(id, None)
                 self._failures.pop(id, None)
 
     def keep(self, id: ProblemId, answer: Answer) -> None:
         """Keeps an answer that was found in a file; others of this kind are forgotten if there are too many."""
-        if len(self.answers) >= _MOST_REMEMBERED:
-            for found in [found for found in [*self.answers] if found not in self._tuned]:
-                self.answers.pop(found, None)
-        self.answers[id] = answer
+        with self._lock:
+            if len(self.answers) >= _MOST_REMEMBERED:
+                for found in self.answers.keys() - self._tuned:
+                    del self.answers[found]
+            self.answers[id] = answer
 
     def remember(self, id: ProblemId, outcome: Answer | TuningFailedError) -> None:
         """Remembers how a sweep ended; both kinds may be in no file."""
-        self._failures.pop(id, None)
-        if isinstance(outcome, Answer):
-            self.answers[id] = outcome
-        else:
-            self._failures[id] = _without_traceback(outcome)
-        self._tuned.add(id)
+        with self._lock:
+            self._failures.pop(id, None)
+            if isinstance(outcome, Answer):
+                self.answers[id] = outcome
+            else:
+                self._failures[id] = _without_traceback(outcome)
+            self._tuned.add(id)
         if (block := environment.block_of("always_tune")) is not None:
             block.tuned.add((self, id))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
@@ -55,11 +56,18 @@ class Rungs:
             functools.partial(self._assigned, result),
             functools.partial(self._recorded, result),
             self.agreed,
-            self.layers.measured,  # in the memory of this process, too
-            self.layers.estimated,
+            *self.known,
             self.memory.repeat_failure,
             self._nearest,
             self._tuned,
+        ]
+
+    @property
+    def known(self) -> list[Rung]:
+        """The rungs that look for a result of the call itself, and neither fail nor tune."""
+        return [
+            self.layers.measured,  # in the memory of this process, too
+            self.layers.estimated,
         ]
 
     def agreed(self, call: KeyedCall, now: Situation) -> Answer | None:
@@ -76,14 +84,14 @@ class Rungs:
         """
         if now.ranks is None:
             return None
-        own = functools.partial(first, [self.layers.measured, self.layers.estimated], call, now)
+        own = functools.partial(first, self.known, call, now)
         agreement = self._agreement(call, now)
         if not now.may_tune:
             return agreement.compare(own)
         may_tune = now.tunes and self.memory.failure(call.id) is None
         return agreement.settle(
             own=own,
-            near=functools.partial(self._nearest, call, now),
+            near=functools.partial(self._nearest, call, dataclasses.replace(now, start_over=False)),
             tune=functools.partial(self._tuned, call, now) if may_tune else None,
         )
 

@@ -41,7 +41,7 @@ class Tuner:
         """
         self.function = function
         self.rungs = Rungs(function, make_job=make_job, on_phase=on_phase or (lambda index, phase: None))
-        self.ladder = Ladder(self.rungs.explain)
+        self.ladder = Ladder(self.rungs.memory.must_tune, self.rungs.explain)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Returns a call of the function, bound to be resolved."""
@@ -70,7 +70,7 @@ class Tuner:
             return Answer(Origin.DEFAULTS, lasts=False)
         described, now = keyed(call), Situation.of(call)
         free, *rungs = self.rungs.in_order(self.result)
-        return self.ladder.climb(described, self._anew_if_due(described, now), free, rungs)
+        return self.ladder.climb(described, now, free, rungs)
 
     def result(self, call: BoundCall) -> TuningResult:
         """Returns the result for a call, remembered or found by tuning.
@@ -81,9 +81,8 @@ class Tuner:
             TypeError: the call sets a tunable parameter by hand.
         """
         described, now = self._to_tune(call)
-        now = self._anew_if_due(described, now)
         answer = self.ladder.settled(described, now, self.rungs.in_order(self.result)[1:])
-        if answer.config is None and not now.is_outside:
+        if answer.config is None and not now.is_outside and now.settings.on_miss == "tune":
             from quarantune.tuning.job import check_outside
 
             check_outside(call)
@@ -139,16 +138,12 @@ class Tuner:
             return None
         described, rungs = keyed(call), self.rungs
         now = Situation.of(call, only_looks=True)
-        if now.ranks is not None:
-            found = rungs.agreed(described, now)
-        else:
-            found = first([rungs.layers.measured, rungs.layers.estimated], described, now)
+        found = rungs.agreed(described, now) if now.ranks is not None else first(rungs.known, described, now)
         return None if found is None else found.config
 
     def is_known(self, call: BoundCall) -> bool:
         """Returns whether a result is remembered for these devices with which no sweep would go on."""
-        (described, now), layers = self._to_tune(call), self.rungs.layers
-        return first([layers.measured, layers.estimated], described, now) is not None
+        return first(self.rungs.known, *self._to_tune(call)) is not None
 
     def seeding_compilation(
         self, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -164,8 +159,3 @@ class Tuner:
 
         now = Situation.of(call)
         return keyed_to_tune(call, place_of(now.settings).device()), now
-
-    def _anew_if_due(self, described: KeyedCall, now: Situation) -> Situation:
-        """Returns the situation, in which a sweep starts over if `ALWAYS_TUNE` demands it."""
-        is_due = now.may_tune and self.rungs.memory.must_tune(described.id, now)
-        return dataclasses.replace(now, start_over=True) if is_due else now
