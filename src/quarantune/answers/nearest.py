@@ -22,9 +22,9 @@ _ROUNDING = 9
 
 
 def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
-    """Returns the config of the entry whose sizes are nearest to the call's, with a warning; nothing is remembered.
+    """Returns the config of the entry whose sizes are nearest to the call's, with a warning; this package keeps no copy.
 
-    The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
+    The entry is of the same kind of device and code, and has the dtypes and static arguments of the call. Its
     config is in the call's config space, and `prune_fn` accepts it. An estimate serves if no measured one does.
     """
     candidates = []
@@ -52,7 +52,7 @@ def kept(entry: Entry, call: BoundCall) -> Config | None:
 
 
 def distance(found: str, wanted: str) -> tuple[float, bool] | None:
-    """Returns the distance of a key from the wanted one; None where they differ in more than sizes, or by too much.
+    """Returns the distance of a key from the wanted one; None if they differ in more than sizes, or by too much.
 
     Sizes are the dimensions of arrays. Where a `key_fn` describes them, all whole numbers that it returns count.
 

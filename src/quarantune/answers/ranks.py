@@ -260,8 +260,8 @@ class Offer(Record):
         config: the config as the cache encodes it; None for the function's own defaults.
         rank: the rank that has the config; without one, the rank that offers the defaults, or that was late.
         source: how it came about.
-        time_ms: its time; None where it is unknown.
-        default_time_ms: the time of the function's own defaults; None where it is unknown.
+        time_ms: its time; None if unknown.
+        default_time_ms: the time of the function's own defaults; None if unknown.
     """
 
     config: JsonObject | None
@@ -274,7 +274,7 @@ class Offer(Record):
 _Tune: TypeAlias = Callable[[], Offer | None]
 """Tunes for the call, and returns the offer; None if every config failed."""
 _Wait: TypeAlias = Callable[[int | None, float, float], None]
-"""Waits for a moment; takes the rank that tunes, or None where none does, and the seconds that this rank has waited for
+"""Waits for a moment; takes the rank that tunes, or None if none does, and the seconds that this rank has waited for
 that, and will wait at most."""
 
 
@@ -319,7 +319,7 @@ class Member:
 
         Args:
             own: the answer that this rank has already, from its cache.
-            last: the answer that it offers where no rank has one or can tune.
+            last: the offer of this rank if no rank has one or can tune.
             tune: tunes; None if this rank must not tune.
             wait: waits.
             deadline_s: the longest that this rank waits for one rank to tune.

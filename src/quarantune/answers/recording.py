@@ -117,7 +117,7 @@ class RecordedCall(Record):
         name: its name in the cache.
         device: the kind of device that the call runs on.
         arguments: descriptions of the arguments by parameter: shapes, dtypes and shardings; static arguments by value.
-        bucket: the part of the key in place of the arguments where the function has a `key_fn`; else None.
+        bucket: the part of the key in place of the arguments, if the function has a `key_fn`; else None.
         jax_settings: JAX's settings that are part of the key.
         count: how often the call was met.
         call: in the process that met it, its arguments with a `jax.ShapeDtypeStruct` for each array; else None.
@@ -211,7 +211,7 @@ def call_of(call: KeyedCall) -> Any:
 def read(directory: Path) -> list[RecordedCall]:
     """Returns the calls that are written down in a directory, each once, the most frequent first.
 
-    Anybody may have written to it: whatever is no record is left out, and reported once.
+    Anybody may have written to it: lines that are not records are left out, and reported once.
     """
     found: dict[str, RecordedCall] = {}
     damaged = 0
@@ -237,13 +237,13 @@ class _Writer:
         self._met: dict[Any, tuple[RecordedCall, int]] = {}
 
     def add(self, call: KeyedCall) -> None:
-        """Counts a call, and writes that down where it is new or was met twice as often since."""
+        """Counts a call, and writes that down if it is new or was met twice as often since."""
         about = call_of(call)
         with self._lock:
             record, written = self._met.get(about) or (dataclasses.replace(RecordedCall.of(call), count=0), 0)
             record = dataclasses.replace(record, count=record.count + 1)
             self._met[about] = record, written
-            if record.count >= 2 * written:  # a process that is killed has told of half of its calls
+            if record.count >= 2 * written:  # a process that is killed has written down half of its calls
                 self.flush([about])
 
     def flush(self, those: Iterable[Any] = ()) -> None:

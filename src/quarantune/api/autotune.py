@@ -475,7 +475,7 @@ def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs
         kwargs: its keyword arguments.
 
     Returns:
-        The key; None where an argument needs a closer look each time, as a tracer does.
+        The key; None if an argument needs a closer look each time, as a tracer does.
     """
     count = len(args)
     try:

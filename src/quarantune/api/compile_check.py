@@ -168,7 +168,7 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
         report: the check.
 
     Returns:
-        The config; None where none has an estimate.
+        The config; None if none has an estimate.
     """
     best = report.ranked[0]
     if best.figures is None or best.figures.estimate is None:

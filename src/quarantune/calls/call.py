@@ -62,12 +62,12 @@ class TunedFunction:
         configs: the space of configs, or a callable that makes them for a call.
         name: the function's name in the cache.
         signature: its signature.
-        static_names: its static parameters; None for a function that is not jitted, where every argument without an
-            array counts by value.
+        static_names: its static parameters; None for a function that is not jitted, whose arguments without an
+            array count by value.
         options: its author's options.
         need_defaults: whether every tunable must have a default, because the function is also called without it.
         tunables: the names that its configs set; empty for a callable that makes configs and has not been called.
-        most_configs: how many configs a sweep may try; None for those of its config space.
+        most_configs: how many configs a sweep may try; None for the size of its config space.
     """
 
     fn: Callable[..., Any]
@@ -85,7 +85,7 @@ class TunedFunction:
         """Checks the options; nothing is read or started.
 
         Raises:
-            TypeError: an option needs a jitted function, and it is none.
+            TypeError: an option needs a jitted function, and this one is not jitted.
         """
         for option, does in (("time_grad", "differentiates"), ("max_device_memory", "bounds the compiled program of")):
             if getattr(self.options, option) and not self.is_jitted:
@@ -199,7 +199,7 @@ class TunedFunction:
         return config if config is not None and entry.get("space") in (None, call.space) else None
 
     def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
-        """Returns the config that another process has encoded, or None where it cannot be used here."""
+        """Returns the config that another process has encoded, or None if it cannot be used here."""
         return call.find(encoded)
 
     def text_of(self, config: Config) -> str:
@@ -207,7 +207,7 @@ class TunedFunction:
         return format_config(config)
 
     def check(self, configs: Sequence[Config]) -> None:
-        """Raises where the function cannot take the keys of a config."""
+        """Raises if the function cannot take the keys of a config."""
         signature, need_defaults = self.signature, self.need_defaults
         check_configs(self.fn, configs, name=self.name, signature=signature, need_defaults=need_defaults)
 
@@ -282,7 +282,7 @@ class BoundCall:
 
     @lazy
     def optional(self) -> frozenset[str]:
-        """The static arguments that `key_fn` leaves out, which count only where they can be described."""
+        """The static arguments that `key_fn` leaves out, which count only if they can be described."""
         key_fn = self.function.options.key_fn
         if key_fn is None or self.fitted(key_fn, self.args, self.kwargs) == (self.args, self.kwargs):
             return frozenset()
@@ -290,7 +290,7 @@ class BoundCall:
 
     @lazy
     def configs(self) -> Space:
-        """The configs to try, with those that `prune_fn` drops; those of a callable are read as far as needed."""
+        """The configs to try, with those that `prune_fn` drops; a callable is read as far as needed."""
         function = self.function
         space = function.configs
         if callable(space):
@@ -379,7 +379,7 @@ class BoundCall:
 
     @lazy
     def defaults(self) -> Config:
-        """The function's own defaults as a config; an empty one, which sets nothing, where JSON cannot hold them."""
+        """The function's own defaults as a config; an empty one, which sets nothing, if JSON cannot hold them."""
         parameters = self.function.parameters
         defaults = {name: parameters[name].default for name in self.configs.names if name in parameters}
         try:
@@ -389,14 +389,14 @@ class BoundCall:
 
     @property
     def own_defaults(self) -> Config | None:
-        """The config of the function's own defaults, be it in the list or not; None where it cannot run with them."""
+        """The function's own defaults as a config, listed or not. None if a tunable has no default."""
         if self.default_index is not None:
             return self.configs[self.default_index]
         return None if self.untuned is None else self.defaults
 
     @lazy
     def default_index(self) -> int | None:
-        """The index of the config that equals the function's own defaults; None where none that is read by now does."""
+        """The index of the config that equals the function's own defaults; None if no config read so far does."""
         parameters, names = self.function.parameters, self.configs.names
         defaults = {name: freeze(parameters[name].default) for name in names if name in parameters}
         if COMPILER_OPTIONS in names:
@@ -408,7 +408,7 @@ class BoundCall:
 
     @property
     def untuned(self) -> Config | None:
-        """The config that sets nothing, so that the function runs with its own defaults; None where it cannot."""
+        """The config that sets nothing, so that the function runs with its own defaults; None if it cannot."""
         keywords, _ = split_config(self.function.fn, self.configs[0])
         tunables = [self.function.parameters.get(name) for name in keywords]
         if any(tunable is None or tunable.default is inspect.Parameter.empty for tunable in tunables):
@@ -422,7 +422,7 @@ class BoundCall:
 
 
 def check_jit_options(fn: Callable[..., Any], name: str) -> None:
-    """Raises where a jitted function has options with which it cannot be tuned.
+    """Raises if a jitted function has options with which it cannot be tuned.
 
     Args:
         fn: the jitted function.

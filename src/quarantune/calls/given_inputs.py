@@ -119,7 +119,7 @@ def _outline(values: Any) -> Any:
 
 
 def _readings(block: set_autotune_inputs) -> list[Arguments]:
-    """Returns the arguments of a block: as they are, then those in its only one where that is a list or tuple."""
+    """Returns the arguments of a block: as they are, then the items of its only one if that is a list or tuple."""
     match block.args:
         case ((list() | tuple()) as one,) if not block.kwargs:
             return [(block.args, {}), (tuple(one), {})]
@@ -205,7 +205,7 @@ def _as_weak_as(given: Any, wanted: Any) -> Any:
 
 
 def _as_arrays(given: Any, wanted: Any) -> Any:
-    """Returns a number as an array, or an array without dimensions as a number, where the other value is one."""
+    """Returns a number as an array, or an array without dimensions as a number, if the other value is one."""
     if isinstance(given, _NUMBERS) and is_array(wanted) and not wanted.shape:
         with jax.ensure_compile_time_eval():
             return jnp.asarray(given, wanted.dtype)

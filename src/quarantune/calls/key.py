@@ -63,7 +63,7 @@ class KeyedCall:
         arguments: the descriptions of the arguments by parameter, also if `key_fn` stands for the arrays in the key.
         values: the values of the call that the key holds, by parameter.
         jax_state: JAX's settings that the key holds.
-        axes: the axes of the mesh that the function communicates over, where it does so inside `shard_map`.
+        axes: the axes of the mesh that the function communicates over, if it does so inside `shard_map`.
     """
 
     call: BoundCall
@@ -170,7 +170,7 @@ def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
 
 
 def _key_values(call: BoundCall, arguments: JsonObject) -> JsonObject:
-    """Returns the part of the key that describes the arguments; `key_fn` describes the arrays where there is one."""
+    """Returns the part of the key that describes the arguments; `key_fn` describes the arrays if there is one."""
     key_fn = call.function.options.key_fn
     if key_fn is None:
         return arguments
@@ -187,7 +187,7 @@ def _key_values(call: BoundCall, arguments: JsonObject) -> JsonObject:
 
 
 def _check_no_references(arguments: Mapping[str, Any], name: str) -> None:
-    """Raises where an argument is a mutable array: every config would write to it, and each in another process.
+    """Raises if an argument is a mutable array: every config would write to it, and each in another process.
 
     Args:
         arguments: the arguments by parameter.
@@ -206,7 +206,7 @@ def _check_no_references(arguments: Mapping[str, Any], name: str) -> None:
 
 
 def _check_arguments(arguments: Mapping[str, Any], name: str) -> None:
-    """Raises where `jax.jit` would refuse an argument.
+    """Raises if `jax.jit` would refuse an argument.
 
     Args:
         arguments: the arguments that are not static, by parameter.

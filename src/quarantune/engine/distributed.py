@@ -132,7 +132,7 @@ def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], compl
 
 
 def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:
-    """Returns the fastest config of a group; None where none could run."""
+    """Returns the fastest config of a group; None if none could run."""
     group = {index: trials[index] for index in shard.given if index in trials}
     if not any(trial.is_usable for trial in group.values()):
         return None

@@ -294,7 +294,7 @@ def lacks_package(text: str) -> str:
 
 
 def check_description(found: Any) -> None:
-    """Raises where a worker's description of itself shows that it can take no part.
+    """Raises if a worker's description of itself shows that it can take no part.
 
     Raises:
         EngineError: it has other versions, or no device that could be found.
@@ -360,7 +360,7 @@ def run(task: Mapping[str, Any]) -> JsonObject:
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """Returns how the versions of a machine differ from the submitter's; empty where they do not.
+    """Returns how the versions of a machine differ from the submitter's; empty if they do not.
 
     Args:
         theirs: the submitter's versions by name.
@@ -404,7 +404,7 @@ class _ShardRun:
         return End(end=DONE, rounds_ms=rounds_ms, warm_ms=warm_ms, untuned=swept.untuned, complaint=swept.complaint)
 
     def _check_device(self, parcel: Parcel) -> None:
-        """Raises where this machine does not have the device."""
+        """Raises if this machine does not have the device."""
         if parcel.target is not None:
             return
         platform, kind = parcel.problem.platform, parcel.problem.device_kind

@@ -171,7 +171,7 @@ class Shards:
         return waiting < (max(_WAITING, running) if self._is_heard else _UNSEEN)
 
     def _next(self) -> Shard | None:
-        """Returns the next shard; None where there is none for now."""
+        """Returns the next shard; None if there is none for now."""
         if self._pending:
             return joined(self._pending, self._largest, len(self._running()))
         if self._source.is_closed:

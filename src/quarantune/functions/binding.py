@@ -159,7 +159,7 @@ def function_inside(bound: Callable[..., Any]) -> Any:
 def check_configs(
     fn: Callable[..., Any], configs: Sequence[Config], *, name: str, signature: inspect.Signature, need_defaults: bool
 ) -> None:
-    """Raises where a function cannot take the keys of its configs.
+    """Raises if a function cannot take the keys of its configs.
 
     Args:
         fn: the function.

@@ -38,7 +38,7 @@ class Listener:
 
 
 class Ledger:
-    """The trials of one sweep. Every part of the sweep reads them here, and only the ledger writes them.
+    """The trials of one sweep that are settled. Only the ledger writes them; the sweep and its job read them here.
 
     Attributes:
         trials: the trials so far by the index of the config, with those that were recalled or ruled out.

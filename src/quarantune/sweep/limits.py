@@ -157,7 +157,7 @@ class SearchLimits:
         return {MAX_TRIALS: self.max_trials, TIME_BUDGET: self.time_budget_s}.get(stopped)
 
     def why_ended(self, stopped: str) -> str:
-        """Returns why a search has ended in words; empty where it goes on, or has tried all."""
+        """Returns why a search has ended in words; empty if it goes on, or has tried all."""
         ends = {
             MAX_TRIALS: f"{self.max_trials} trials",
             TIME_BUDGET: f"{self.time_budget_s} s",

@@ -55,7 +55,7 @@ def comparison(problem: Problem, call: Call, options: Options, *, is_check: bool
 
 
 def _compare(name: str, call: Call, time_grad: bool, config: Config, theirs: Mapping[str, int]) -> None:
-    """Raises where the program that a worker traced for a config is not the one of this process."""
+    """Raises if the program that a worker traced for a config is not the one of this process."""
     try:
         differ = _difference(functools.partial(_traced, call, config, time_grad), theirs)
     except Exception as error:  # of a function that a worker could trace

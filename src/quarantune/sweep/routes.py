@@ -80,7 +80,7 @@ class Routes:
             finish: receives the trials.
             proof: compares the program of one config with the caller's.
             devices: where to measure.
-            target: the device that workers without one compile for; None where they cannot.
+            target: the device that workers without one compile for; None if they cannot.
             on_many_devices: whether one trial needs several devices.
             stops: notices when this process is stopped.
         """

@@ -44,7 +44,7 @@ class Searching(ConfigSource):
         Args:
             limits: the search and its budgets.
             space: the configs.
-            defaults: the index of the function's own defaults, which come first; None where they are not in the space.
+            defaults: the index of the function's own defaults, which come first; None if they are not in the space.
             starts: the configs to try next.
             known: the trials that are known already, in the order of their ends; they count as tried.
             failures: further configs that need not be tried, because they are known to fail.

@@ -133,7 +133,7 @@ def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[
 
 
 def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> None:
-    """Raises where workers cannot run the sweep as it is asked for."""
+    """Raises if workers cannot run the sweep as it is asked for."""
     problem, needed, per_trial = request.problem, packed.devices_needed, request.options.devices_per_trial
     is_here = request.isolation is Isolation.COMPILE
     if is_here:
@@ -272,7 +272,7 @@ def _warn(reason: str) -> None:
 
 
 def _check_here(problem: Problem, packed: PackedCall, settings: Settings) -> None:
-    """Raises where configs cannot be measured in this process.
+    """Raises if configs cannot be measured in this process.
 
     Raises:
         ValueError: the configs communicate, or run on devices of several processes, and only one of these tunes.
@@ -292,7 +292,7 @@ def _check_here(problem: Problem, packed: PackedCall, settings: Settings) -> Non
 
 
 def _check_sizes(problem: Problem, configs: Sequence[Config]) -> None:
-    """Raises where a config is too large for a message to a worker."""
+    """Raises if a config is too large for a message to a worker."""
     for config in configs:
         size_bytes = len(text_of(config))
         if size_bytes > _LARGEST_CONFIG_BYTES:

@@ -155,7 +155,7 @@ class ThisProcess(Sandbox):
         Args:
             request: the sweep.
             call: the call, with the caller's own function.
-            device: the device to measure on; None where this process also compiles, on the device of its choice.
+            device: the device to measure on; None if this process also compiles, on the device of its choice.
             stops: is told of the work of this process.
             measures_energy: whether the energy of calls is measured.
             arrays_fd: the file that holds the bytes of its arrays; -1 for none.

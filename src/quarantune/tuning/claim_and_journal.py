@@ -40,7 +40,7 @@ class ClaimAndJournal:
     """The claim on one call, its journal, and what is known of its configs on this kind of device.
 
     Attributes:
-        directory: the cache directory; None where nothing is read or written.
+        directory: the cache directory; None if nothing is read or written.
         has_waited: whether another job had the claim first.
     """
 

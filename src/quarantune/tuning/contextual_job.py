@@ -506,7 +506,7 @@ class ContextualFunction(TunedFunction):
         return {KEY: assignment.encode(chosen, others=OWN)} if all(offered) else None
 
     def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
-        """Returns the assignment that another process has encoded, or None where it is none."""
+        """Returns the assignment that another process has encoded, or None if it is none."""
         try:
             chosen = assignment.Assignment(str(encoded[KEY])).chosen
         except (KeyError, TypeError, ValueError):

@@ -53,10 +53,10 @@ class Verified:
         reason: the verdict in words.
         call: the call that it is for, as text.
         config: its config, as the cache holds it.
-        time_ms: the time of its config now, in milliseconds; None where it was not measured or failed.
-        default_time_ms: the time of the function's own defaults now; None where that is not known.
-        saved_time_ms: its time when it was saved; None where that is not known, or was not its objective.
-        changed: the versions that have changed since, as text; empty where none has.
+        time_ms: the time of its config now, in milliseconds; None if it was not measured or failed.
+        default_time_ms: the time of the function's own defaults now; None if that is not known.
+        saved_time_ms: its time when it was saved; None if that is not known, or was not its objective.
+        changed: the versions that have changed since, as text; empty if none has.
     """
 
     key: CacheKey
