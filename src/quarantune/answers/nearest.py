@@ -22,7 +22,7 @@ _ROUNDING = 9
 
 
 def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
-    """Returns the config of the entry whose sizes are nearest to the call's, with a warning; this package keeps no copy.
+    """Returns the config of the entry whose sizes are nearest to the call's, with a warning; it is not saved.
 
     The entry is of the same kind of device and code, and has the dtypes and static arguments of the call. Its
     config is in the call's config space, and `prune_fn` accepts it. An estimate serves if no measured one does.
