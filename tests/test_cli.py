@@ -913,8 +913,8 @@ def test_the_program_starts_in_time_and_lists_10_000_results(cache_dir: Path, tm
         assert process.returncode == 0
         return used.ru_utime + used.ru_stime
 
-    # The aims are 0.15 and 0.5 s. Four times that is allowed here, as machines that run tests are slow and shared: on one
-    # machine, the same listing took 0.43 s on one day and 0.83 to 1.5 s on another.
+    # The aims are 0.15 and 0.5 s. Four times that is allowed here, as machines that run tests are slow and shared: one
+    # machine took 0.43 s for the same listing on one day, and 0.83 to 1.5 s on another.
     assert best_of(lambda: cpu_s("cache", "path"), limit=4 * 0.15) <= 4 * 0.15
     assert best_of(lambda: cpu_s("cache", "list"), limit=4 * 0.5) <= 4 * 0.5
     assert (tmp_path / "out").read_text().count("x bf16[") == 10_000
