@@ -414,9 +414,9 @@ class TestRealCompiler:
             from quarantune.worker import deviceless, estimates
             from test_estimates import matmul, struct
 
-            @contextlib.contextmanager
             target = targets.find("TPU v5e").for_compiling
 
+            @contextlib.contextmanager
             def trace():
                 with deviceless.abstract_device(target, is_check=True) as sharding:
                     x = jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=sharding)
