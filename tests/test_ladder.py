@@ -18,6 +18,7 @@ import quarantune
 from quarantune import CacheMissError, TuningFailedError
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.api.tuner import Tuner
+from quarantune.cache.store import Store
 from quarantune.calls.call import TunedFunction
 from quarantune.calls.key import KeyedCall, keyed
 from quarantune.results.result import TuningResult
@@ -58,7 +59,7 @@ def failing(call: KeyedCall) -> TuningResult:
 def save(tuner: Tuner, n: int, x: Any = X, **fields: Any) -> None:
     call = keyed(tuner.bind((x,), {}))
     entry = {"config": {"n": n}, "time_ms": 1.0, "space": None, "key_values": call.readable, **fields}
-    quarantune.cache.Store(environment.current().cache_dir).put(*call.id, entry)
+    Store(environment.current().cache_dir).put(*call.id, entry)
 
 
 def choose(tuner: Tuner, x: Any = X) -> Answer:
@@ -166,7 +167,7 @@ def test_what_was_measured_stays_when_what_was_found_is_forgotten(monkeypatch: p
 def test_a_worker_runs_the_defaults_and_refuses_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quarantune.answers.answer.in_sandbox", lambda: True)
     monkeypatch.setattr("quarantune.tuning.job.in_sandbox", lambda: True)
-    tuner = Tuner(function(), make_job=Jobs(found))
+    tuner = Tuner(function())
     assert choose(tuner).origin is Origin.DEFAULTS
     call = tuner.bind((X,), {})
     with pytest.raises(RuntimeError, match="was asked to tune"):
@@ -174,3 +175,16 @@ def test_a_worker_runs_the_defaults_and_refuses_to_tune(monkeypatch: pytest.Monk
     with quarantune.settings(on_miss="default"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it is said once in a process
         assert tuner.result(call).from_cache == "default"
+
+
+def test_a_call_that_nothing_is_known_for_reads_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[str] = []
+    get = Store.get
+    monkeypatch.setattr(Store, "get", lambda store, *key, **how: reads.append(store.label) or get(store, *key, **how))
+    tuner = Tuner(function())
+    with quarantune.settings(on_miss="default"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is said once in a process
+        assert choose(tuner).origin is Origin.DEFAULTS
+    assert len(reads) == 1
+    assert tuner.lookup(tuner.bind((X,), {})) is None
+    assert len(reads) == 2

@@ -32,21 +32,18 @@ class Ladder:
         self._explain = explain
         self._locks: dict[tuple[int, int], threading.RLock] = {}
 
-    def climb(self, call: KeyedCall, now: Situation, free: Rung, rungs: Sequence[Rung]) -> Answer:
+    def climb(self, call: KeyedCall, now: Situation, rungs: Sequence[Rung]) -> Answer:
         """Returns the first answer for a call, found by tuning if need be; the defaults if no rung has one.
 
         Args:
             call: the call.
             now: its situation.
-            free: the rung that is asked before the lock of the call is taken.
-            rungs: the others, in their order.
+            rungs: the rungs, in their order.
 
         Raises:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is known, and `ON_MISS` is `error`.
         """
-        if (answer := free(call, now)) is not None:
-            return answer
         answer = self.settled(call, now, rungs)
         if answer.origin is Origin.DEFAULTS and now.is_outside:
             if now.settings.on_miss != "tune":

@@ -51,8 +51,9 @@ class Layers:
         return found if not now.tunes or self.serves(found, now) else None
 
     def estimated(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the estimate of a compile check, unless the call will be tuned."""
-        return None if now.tunes else self._first(call, now, Origin.ESTIMATED)
+        """Returns the estimate that the search for a measured result has met, unless the call will be tuned."""
+        found = None if now.tunes else self._memory.answers.get(call.id)
+        return found if found is not None and found.origin is Origin.ESTIMATED else None
 
     def serves(self, found: Answer, now: Situation) -> bool:
         """Returns whether an answer is as thorough as a call demands that is tuned if it is not.
@@ -72,17 +73,21 @@ class Layers:
     def find(self, call: KeyedCall, now: Situation) -> Answer | None:
         """Returns the measured result that memory or a layer holds for a call, however thorough its search was."""
         found = self._memory.answers.get(call.id)
-        if found is None and (found := self._first(call, now, Origin.SAVED)) is not None:
+        if found is None and (found := self._best(call, now)) is not None:
             self._memory.keep(call.id, found)
-        return found
+        return found if found is not None and found.origin is Origin.SAVED else None
 
-    def _first(self, call: KeyedCall, now: Situation, origin: Origin) -> Answer | None:
+    def _best(self, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the first measured result of the layers, or else their first estimate; each is read once."""
+        best = None
         for store in self.stores(now):
             found = self._usable(store.get(*call.id), call.call, now, is_own=not store.read_only)
-            if found is not None and found.origin is origin:
+            if found is not None and (best is None or found.origin is Origin.SAVED):
                 _logger.debug("%s: found in %s", call.id.name, store.label)
-                return found
-        return None
+                best = found
+            if best is not None and best.origin is Origin.SAVED:
+                break
+        return best
 
     def saved(
         self, call: KeyedCall, now: Situation, *, other_than: Entry | None = None, afresh: bool = False

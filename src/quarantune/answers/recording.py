@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import jax
 import numpy as np
 
-from quarantune.answers.answer import Situation
 from quarantune.cache import journal
 from quarantune.cache import store as cache
 from quarantune.cache.journal import Journal
@@ -186,12 +185,6 @@ def _without_values(call: BoundCall) -> Arguments:
         return jax.ShapeDtypeStruct(array.shape, dtype, weak_type=is_weak, sharding=sharding_of(array))
 
     return with_leaves(call.args, call.kwargs, has_shape, struct)
-
-
-def record(call: KeyedCall, now: Situation, tune: Tune) -> None:
-    """Notes a call without a measured result, to be tuned later; not in a worker, nor for symbolic shapes."""
-    if now.is_outside and not call.call.is_symbolic:
-        note(call, tune, now.settings.record)
 
 
 def note(call: KeyedCall, tune: Tune, record: Path | Callable[..., None] | None) -> None:

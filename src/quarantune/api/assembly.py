@@ -47,13 +47,12 @@ class Rungs:
         self.layers = Layers(function, self.memory)
 
     def in_order(self, result: Result) -> list[Rung]:
-        """Returns the rungs. The first is asked before the lock of a call is taken.
+        """Returns the rungs that are asked under the lock of a call, in their order.
 
         Args:
             result: returns the result for a call that is noted to be tuned later.
         """
         return [
-            functools.partial(self._assigned, result),
             functools.partial(self._recorded, result),
             self.agreed,
             *self.known,
@@ -106,7 +105,8 @@ class Rungs:
         assert now.ranks is not None
         return Agreement(call, now.settings, now.ranks, self._agreed_answers)
 
-    def _assigned(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
+    def assigned(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
+        """Returns the config that contextual tuning assigns; asked before the lock of a call is taken."""
         if (assignment := assignment_in_force.get()) is None:
             return None
         from quarantune.answers.assigned import assigned
@@ -116,10 +116,12 @@ class Rungs:
         return assigned(call, assignment, result)
 
     def _recorded(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
-        if now.settings.record is not None and self.layers.find(call, now) is None:
-            from quarantune.answers.recording import record
+        """Has a call without a measured result noted; not in a worker, nor for symbolic shapes."""
+        is_wanted = now.settings.record is not None and now.is_outside and not call.call.is_symbolic
+        if is_wanted and self.layers.find(call, now) is None:
+            from quarantune.answers.recording import note
 
-            record(call, now, result)
+            note(call, result, now.settings.record)
         return None
 
     def _nearest(self, call: KeyedCall, now: Situation) -> Answer | None:

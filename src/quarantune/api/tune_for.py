@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quarantune.answers.answer import Situation
 from quarantune.answers.layers import open_store
@@ -26,9 +26,6 @@ from quarantune.values.codec import JsonObject, equal, text_of
 from quarantune.values.settings import EXHAUSTIVE
 from quarantune.values.texts import call_text, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError
-
-if TYPE_CHECKING:
-    pass
 
 TOTAL, WORST = "total", "worst"
 

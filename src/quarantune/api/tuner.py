@@ -69,8 +69,9 @@ class Tuner:
             )
             return Answer(Origin.DEFAULTS, lasts=False)
         described, now = keyed(call), Situation.of(call)
-        free, *rungs = self.rungs.in_order(self.result)
-        return self.ladder.climb(described, now, free, rungs)
+        if (assigned := self.rungs.assigned(self.result, described, now)) is not None:
+            return assigned
+        return self.ladder.climb(described, now, self.rungs.in_order(self.result))
 
     def result(self, call: BoundCall) -> TuningResult:
         """Returns the result for a call, remembered or found by tuning.
@@ -79,13 +80,10 @@ class Tuner:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is remembered, and `ON_MISS` is neither `tune` nor `default`.
             TypeError: the call sets a tunable parameter by hand.
+            RuntimeError: this process is a worker, and the call would be tuned.
         """
         described, now = self._to_tune(call)
-        answer = self.ladder.settled(described, now, self.rungs.in_order(self.result)[1:])
-        if answer.config is None and not now.is_outside and now.settings.on_miss == "tune":
-            from quarantune.tuning.job import check_outside
-
-            check_outside(call)
+        answer = self.ladder.settled(described, now, self.rungs.in_order(self.result))
         if answer.result is not None:
             return answer.result
         from quarantune.tuning.outcome import call_result  # a call that is found does not need it
@@ -154,8 +152,11 @@ class Tuner:
         return self.rungs.tuning.seeds.in_use(self.function.compiled_fn, config, args, kwargs)
 
     def _to_tune(self, call: BoundCall) -> tuple[KeyedCall, Situation]:
-        """Returns a call to tune with its key on the devices that would tune it, and its situation."""
+        """Returns a call to tune with its key on the devices that would tune it, and its situation.
+
+        A job says why a worker does not tune, so the situation does not keep it from being asked.
+        """
         from quarantune.engine.place import place_of  # calls of decorated functions do not need it
 
-        now = Situation.of(call)
+        now = dataclasses.replace(Situation.of(call), may_tune=True)
         return keyed_to_tune(call, place_of(now.settings).device()), now

@@ -84,7 +84,7 @@ class SweepRequest:
             the caller's.
         outputs: `Reference.right_fds` for all sweeps of one call with the same arguments, empty before the first; None
             for a sweep that stands alone. The caller closes them.
-        isolation: the steps of a trial that run in workers; decided here, once.
+        isolation: the steps of a trial that run in workers; see `isolation_of`.
     """
 
     problem: Problem

@@ -23,7 +23,7 @@ from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep.ledger import Ledger, Listener
-from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, Isolation, SearchLimits, SweepLimits
+from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, Isolation, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
@@ -125,19 +125,19 @@ class TuningJob:
         self._name = keyed.call.name
         self._options = keyed.call.function.options
         self._configs = keyed.call.configs
-        self._limits = SweepLimits.of(self._options, now.settings)
         self._start_over = now.start_over
         self._follows = not (now.start_over and now.settings.always_tune)
         self._earlier = earlier
         self._stopped, self._saw_all = EXHAUSTED, True
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
-        self._records = ClaimAndJournal(keyed, now, self._limits)
-        self._ledger = Ledger(
-            Listener(on_trial=self._record, on_provisional=self._append, on_tick=self._records.refresh),
-            Listener(on_phase=self._tell_author),
-        )
+        self._ledger = Ledger()
         self._request = SweepRequest.of(keyed, now.settings, self._ledger)
+        self._limits = self._request.limits
+        self._records = ClaimAndJournal(keyed, now, self._limits)
+        journal = Listener(on_trial=self._record, on_provisional=self._append, on_tick=self._records.refresh)
+        self._ledger.listen(journal)
+        self._ledger.listen(Listener(on_phase=self._tell_author))
 
     def run(self) -> TuningResult:
         """Returns the result: of a sweep, or of the job that tuned meanwhile.
