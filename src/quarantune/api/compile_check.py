@@ -178,8 +178,7 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
     findings = findings_now(call, math.nan, report.trials, searched)
     entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
     entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
-    contents = {described.id.device: {described.id.key: entry}}
-    open_store(environment.current()).merge(call.name, contents, prefer=more_thorough)
+    open_store(environment.current()).put(*described.id, entry, prefer=more_thorough)
     return best.config
 
 

@@ -423,21 +423,22 @@ class Store:
                     break
                 yield entry
 
-    def put(self, name: str, device: str, key: str, entry: Mapping[str, Any]) -> None:
-        """Saves one entry, in place of any earlier one.
+    def put(self, name: str, device: str, key: str, entry: Mapping[str, Any], *, prefer: Prefer | None = None) -> None:
+        """Saves one entry, in place of any earlier one unless `prefer` keeps that.
 
         Args:
             name: the function.
             device: the kind of device.
             key: the key of the problem.
             entry: JSON-able data; `schema` is filled in if it is missing.
+            prefer: as for `merge`.
 
         Raises:
             CacheWriteError: it could not be saved; the message says why.
             ValueError: the entry holds NaN or infinity.
             TypeError: the entry holds a value that JSON cannot.
         """
-        self.merge(name, {device: {key: dict(entry)}})
+        self.merge(name, {device: {key: dict(entry)}}, prefer=prefer)
 
     def merge(
         self,

@@ -461,8 +461,7 @@ class TuningJob:
     def _save(self, entry: Entry) -> None:
         if self._records.directory is not None:
             with self._records.saving():
-                contents = {self._key.device: {self._key.key: entry}}
-                open_store(self._now.settings).merge(self._name, contents, prefer=more_thorough)
+                open_store(self._now.settings).put(*self._key, entry, prefer=more_thorough)
 
     def _result_of(self, answer: Answer) -> TuningResult:
         assert answer.config is not None
