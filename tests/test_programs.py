@@ -33,7 +33,6 @@ from quarantune.sweep import routes
 from quarantune.transport import payload, programs
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
-from quarantune.worker.judging import structure_of
 from quarantune.worker.main import TaskRunner
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -95,12 +94,13 @@ def test_a_program_that_calls_cudnn_by_itself_is_told_from_others(target: str) -
 
 
 def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -> None:
-    def identity(rate: float) -> str | None:
+    def identity(rate: float) -> str:
         def step(x: Any) -> Any:
             return x, jax.tree_util.Partial(lambda y: y - rate)
 
-        lowered = jax.jit(step).lower(X)
-        return programs.identity(lowered, lowered.as_text(), {}, structure_of)
+        traced = jax.jit(step).trace(X)
+        lowered = traced.lower()
+        return programs.identity(lowered, lowered.as_text(), traced.jaxpr, {})
 
     assert identity(0.1) == identity(0.1) != identity(0.2)
 
@@ -356,11 +356,13 @@ def test_products_have_the_same_names_in_every_process() -> None:
 
 def test_names_of_results_are_no_part_of_a_program() -> None:
     # A worker has no names for the fields of a class that a script has registered, only their positions.
-    lowered = jax.jit(lambda x: {"twice": 2 * x, "thrice": 3 * x}).lower(1.0)
+    traced = jax.jit(lambda x: {"twice": 2 * x, "thrice": 3 * x}).trace(1.0)
+    lowered = traced.lower()
     named = lowered.as_text()
     numbered = named.replace("result['thrice']", "result[0]").replace("result['twice']", "result[1]")
     assert named != numbered
-    assert programs.identity(lowered, named, {}, structure_of) == programs.identity(lowered, numbered, {}, structure_of)
+    of = functools.partial(programs.identity, lowered, jaxpr=traced.jaxpr, compiler_options={})
+    assert of(named) == of(numbered)
 
 
 @pytest.mark.parametrize("is_check", [False, True], ids=["a sweep", "a check or a confirmation"])

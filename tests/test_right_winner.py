@@ -47,7 +47,6 @@ from quarantune.values.configs import format_config
 from quarantune.values.settings import SUPPLIES, Tolerance
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
-from quarantune.worker.judging import structure_of
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -527,9 +526,9 @@ def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
 
     there, here = (jax.jit(scaled, static_argnames=["do"]) for _ in range(2))
     placed = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    lowered = there.trace(placed, placed, do=1).lower()
-    identity = programs.identity(lowered, lowered.as_text(), {}, structure_of)
-    assert identity is not None
+    traced = there.trace(placed, placed, do=1)
+    lowered = traced.lower()
+    identity = programs.identity(lowered, lowered.as_text(), traced.jaxpr, {})
     executable = executable_parts(lowered.compile()).program
     x = np.eye(4, dtype=np.float32)
     arrays = [jax.device_put(x, jax.devices()[0]) if is_committed else jnp.asarray(x), jnp.asarray(x)]
@@ -548,9 +547,10 @@ def test_a_program_that_jax_has_the_same_key_for_is_not_lowered_to_be_found(comp
         return jax.jit(shift)
 
     with compilation_cache_in_memory({}) as cache:
-        lowered = shifted().lower(X)
+        traced = shifted().trace(X)
+        lowered = traced.lower()
         lowered.compile()
-    identity = programs.identity(lowered, lowered.as_text(), {}, structure_of)
+    identity = programs.identity(lowered, lowered.as_text(), traced.jaxpr, {})
     seeds, here = CompilationSeeds(), shifted()
     seeds.add({**cache.programs, str(identity): b"is not looked at"})
     compiles.clear()

@@ -115,14 +115,14 @@ def _describe_dynamic(value: Any, *, is_jitted: bool) -> Any:
     for index, (path, leaf) in enumerate(leaves):
         name = jax.tree_util.keystr(path)
         described[name if name not in described else f"{name}#{index}"] = _describe_leaf(leaf, is_jitted=is_jitted)
-    return {"structure": _describe_structure(treedef), "leaves": described}
+    return {"structure": describe_structure(treedef), "leaves": described}
 
 
-def _describe_structure(treedef: Any) -> Any:
+def describe_structure(treedef: Any) -> Any:
     if _is_shown_by_repr(treedef):
         return str(treedef)
     kind, data = treedef.node_data()
-    children = [_describe_structure(child) for child in treedef.children()]
+    children = [describe_structure(child) for child in treedef.children()]
     try:
         described = describe.describe_static(data)
     except TypeError:

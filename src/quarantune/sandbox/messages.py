@@ -267,8 +267,7 @@ class Lowered(Reply):
     """The config was lowered, and is about to be compiled; where it has products, once the worker is told to proceed.
 
     Attributes:
-        program: the hash of the lowered program; configs with the same hash need to run only once. Empty where nothing
-            is known of it.
+        program: the identity of the program, as `transport.programs` makes it.
         outputs: the arrays of its output.
         products: names of what XLA tries kernels for on the device, as `worker.deviceless.products` returns them; none
             in a check, and where workers share nothing that XLA finds out.

@@ -14,7 +14,7 @@ from quarantune.scheduler.steps import RouteSteps
 from quarantune.scheduler.verdicts import raised, shortage, too_large
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
-from quarantune.values.trial import READY, Outcome, Phase, Route
+from quarantune.values.trial import READY, Outcome, Phase, Route, is_whole
 
 _logger = logging.getLogger("quarantune")
 
@@ -111,7 +111,8 @@ class Conclusions:
         """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
         job.slack_s = worker.deadline - self._run.clock()
         self._route.on_lowered(reply.outputs)
-        first = self._run.jobs.first_with(reply.program, job) if reply.program else job
+        job.program = reply.program
+        first = self._run.jobs.first_with(reply.program, job) if is_whole(reply.program) else job
         if first is not job:
             self._run.reference.join(job.index, first.index)
             self._run.on_phase(job.index, READY)

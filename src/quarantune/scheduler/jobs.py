@@ -195,6 +195,7 @@ class Jobs:
             message=with_diagnostic(verdict.message, log),
             compile_s=job.compile_s,
             figures=job.figures,
+            program=job.program,
             peak_memory_bytes=job.peak_bytes or None,
             log_tail=_informative_part(log),
             route=job.route or self._plan.route,
@@ -267,7 +268,9 @@ class Jobs:
         self._race.ran_as[job.index] = first.index
         same = f"the same program as {'the defaults' if first.index == UNTUNED else format_config(first.config)}"
         message = f"{same}: {trial.message}" if trial.message else same
-        trial = scored(dataclasses.replace(trial, config=job.config, message=message), self._plan.objective)
+        trial = scored(
+            dataclasses.replace(trial, config=job.config, message=message, program=job.program), self._plan.objective
+        )
         self._reference.join(job.index, first.index)
         job.raised_at = first.raised_at
         self._settle_as(job, trial, log)

@@ -91,6 +91,7 @@ class Job:
         executable_fd: the file of its executable; -1 where there is none.
         compile_s: seconds spent tracing, lowering and compiling it.
         figures: the compiler's figures about its program.
+        program: the identity of its program, once it is lowered.
         peak_bytes: the most memory that its workers held.
         slack_s: seconds of the compile deadline left after lowering.
         losses: how many workers of it were lost before.
@@ -114,6 +115,7 @@ class Job:
     executable_fd: int = -1
     compile_s: float | None = None
     figures: CompilerFigures | None = None
+    program: str = ""
     peak_bytes: int = 0
     slack_s: float = NEVER
     losses: int = 0

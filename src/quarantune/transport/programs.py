@@ -25,8 +25,10 @@ from typing import Any
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.functions.description import describe_structure
 from quarantune.host.process import content
 from quarantune.jax_internals.other_processes import hidden_interface
+from quarantune.transport.program_text import ProgramText
 from quarantune.values.codec import text_of
 
 PREFIX = "program:"
@@ -37,6 +39,11 @@ _ATTRIBUTES, _METADATA = "mhlo.frontend_attributes", "xla_metadata_payload"
 # Notes for profilers, such as the text of a config, and names of results, which say nothing about the program.
 _NOTES = re.compile(rf'(?:{_METADATA}|jax\.result_info) = "(?:[^"\\]|\\.)*"(?:, )?')
 _PLACES = re.compile(rf" \{{{_PLACE}\}}|{_PLACE}, |, {_PLACE}|\n *sdy\.mesh @empty_mesh = .*")
+_KERNEL = re.compile(r".*custom_call @(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu).*")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_SYMBOL = re.compile(r'@("(?:[^"\\]|\\.)*"|[\w.$-]+)')
+_MODULE = re.compile(r"module @\S+")
+_DEFINED = re.compile(rf"func\.func \w+ {_SYMBOL.pattern}")
 
 
 def calls_back(text: str) -> bool:
@@ -74,28 +81,40 @@ def remove_notes(lowered: Any) -> None:
 
 
 def identity(
-    lowered: Any, text: str, compiler_options: Mapping[str, Any], structure: Callable[[Any], object]
-) -> str | None:
-    """Returns a hash that two programs share only if they do the same.
+    lowered: Any, text: str, jaxpr: Any, compiler_options: Mapping[str, Any], *, is_shared: bool = True
+) -> str:
+    """Returns a hash that two programs share only if they do the same, whatever the functions are called.
 
-    It covers the program's text, its interface and the compiler options.
+    It has two halves: the first is a hash of the traced program, the second of the program's text, its interface and
+    the compiler options. The lines of a kernel's source are part of its text, so that its jaxpr stands for it.
 
     Args:
         lowered: the program.
         text: its text.
+        jaxpr: the traced program.
         compiler_options: the options that it is to be compiled with, in addition to those of its function.
-        structure: describes the structure of its output with the static parts, which are no part of the program.
+        is_shared: whether the program is all that its trial depends on.
 
     Returns:
-        The hash; None where the program calls back into Python, as its text holds only the index of the function in a
-        table, or where JAX does not tell its interface.
+        The hash. Its second half is empty if the text does not show the whole program: the program calls back into
+        Python, as its text holds only the index of the function in a table, or JAX does not tell its interface.
     """
-    interface = hidden_interface(lowered)
-    if calls_back(text) or interface is None:
-        return None
-    program = _NOTES.sub("", _PLACES.sub("", text))
-    whole = f"{interface} {structure(lowered.out_tree)} {text_of(compiler_options)} {program}"
-    return PREFIX + hashlib.sha256(whole.encode()).hexdigest()
+    traced, interface = ProgramText(jaxpr).hash, hidden_interface(lowered)
+    if calls_back(text) or interface is None or not is_shared:
+        return f"{PREFIX}{traced}."
+    try:
+        tree = describe_structure(lowered.out_tree)
+    except TypeError:  # of a class that shows only its address
+        tree = _ADDRESS.sub("", str(lowered.out_tree))
+    whole = f"{interface} {tree} {text_of(compiler_options)} {_normal(text)}"
+    return f"{PREFIX}{traced}.{hashlib.sha256(whole.encode()).hexdigest()[:24]}"
+
+
+def _normal(text: str) -> str:
+    """Returns the text of a program without notes, places, and the names of its functions."""
+    text = _KERNEL.sub(lambda line: _QUOTED.sub("", line[0]), _NOTES.sub("", _PLACES.sub("", text)))
+    numbers = {name: f"@{number}" for number, name in enumerate(dict.fromkeys(_DEFINED.findall(text)))}
+    return _SYMBOL.sub(lambda symbol: numbers.get(symbol[1], symbol[0]), _MODULE.sub("", text, count=1))
 
 
 # --- line by line ---

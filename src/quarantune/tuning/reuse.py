@@ -69,16 +69,15 @@ def _module_of(
     JAX may have another key for it here: a worker without the device compiled it, or with one of several, or with other
     names for the parts of a class that was sent by value. The program's text tells whether it is the same.
     """
-    from quarantune.worker.judging import structure_of  # calls that find their result do not need it
-
     try:
         _, options = split_config(fn, config)
         jitted, keywords = jitted_with(fn, config)
-        lowered = jitted.trace(*args, **kwargs, **keywords).lower()
+        traced = jitted.trace(*args, **kwargs, **keywords)
+        lowered = traced.lower()
         text = lowered.as_text()
-        identity = programs.identity(lowered, text, options, structure_of)
+        identity = programs.identity(lowered, text, traced.jaxpr, options)
     except Exception:
         return {}  # the call meets the same error, and reports it
     name = _MODULE.search(text)
-    executable = executables.get(identity or "")
+    executable = executables.get(identity)
     return {name[1]: executable} if name and executable else {}

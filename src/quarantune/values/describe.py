@@ -287,14 +287,14 @@ def _describe_sharding(array: Any) -> Any:
         # With explicit axes the function is another program, or fails to trace.
         kinds = zip(named.mesh.axis_names, named.mesh.axis_types, strict=True)
         explicit = [name for name, kind in kinds if kind is AxisType.Explicit]
-        described = {"spec": _describe_spec(named.spec), "mesh": dict(named.mesh.shape)}
+        described = {"spec": describe_spec(named.spec), "mesh": dict(named.mesh.shape)}
         return described | ({"explicit": explicit} if explicit else {})
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
         return None
     return {"type": type(array.sharding).__name__, "devices": len(array.sharding.device_set)}
 
 
-def _describe_spec(spec: Any) -> list[Any]:
+def describe_spec(spec: Any) -> list[Any]:
     axes = [list(axis) if isinstance(axis, tuple) else axis and str(axis) for axis in spec]
     while axes and axes[-1] is None:  # P("x") and P("x", None) are one layout
         axes.pop()

@@ -199,6 +199,17 @@ NO_FIGURES = CompilerFigures()
 """Those of a program whose figures are not known."""
 
 
+def is_whole(program: str) -> bool:
+    """Returns whether an identity says all about its program, so that configs that share it share a trial."""
+    return bool(program) and not program.endswith(".")
+
+
+def is_same(program: str, other: str) -> bool:
+    """Returns whether two identities may be of one program: their halves are equal, as far as both have them."""
+    pairs = zip(program.split("."), other.split("."), strict=False)
+    return all(ours == theirs or not (ours and theirs) for ours, theirs in pairs)
+
+
 # --- trials ---
 
 
@@ -215,7 +226,7 @@ Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_LATER_FIELDS = ("figures", "energy_mj", "watts", "score")
+_LATER_FIELDS = ("figures", "energy_mj", "watts", "score", "program", "recalled_from")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
@@ -248,6 +259,9 @@ class Trial(Record):
             None where that was not measured.
         watts: the mean power of the GPU while that was measured; it may run slower then than when it is timed.
         score: what the author's objective made of it, less being better; None where that is time.
+        program: the identity of its program; empty if it was not lowered, or has none.
+        recalled_from: when the same program was measured, in seconds of Unix time, if an earlier sweep measured it; else
+            None.
     """
 
     config: Annotated[Config, frozen]
@@ -268,11 +282,13 @@ class Trial(Record):
     energy_mj: Millijoules | None = None
     watts: Watts | None = None
     score: Score | None = None
+    program: str = ""
+    recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
         data = super().to_json() | {"config": as_json(self.config)}
-        return {name: value for name, value in data.items() if value is not None or name not in _LATER_FIELDS}
+        return {name: value for name, value in data.items() if value not in (None, "") or name not in _LATER_FIELDS}
 
     @property
     def device_memory_bytes(self) -> int | None:

@@ -27,18 +27,18 @@ from quarantune.transport import arrays, assignment, differentiation, executable
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
-from quarantune.values.trial import ArrayKind, CompilerFigures, CompileTarget
+from quarantune.values.trial import ArrayKind, CompilerFigures, CompileTarget, is_whole
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.deviceless import abstract_device, products, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError, check_is_done
-from quarantune.worker.judging import Judge, StaleMemory, structure_of
+from quarantune.worker.judging import Judge, StaleMemory
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
 Announce = Callable[[str, tuple[ArrayKind, ...], tuple[str, ...]], None]
-"""Receives the hash of a lowered program, which is that of other configs with the same program; its output; and its
-products. It may take long to return, until the program may be compiled."""
+"""Receives the identity of a lowered program, its output, and its products. It may take long to return, until the
+program may be compiled."""
 
 
 class Bench:
@@ -189,7 +189,7 @@ class Bench:
         tried = [Path(directory, name) for name in products(traced.jaxpr.jaxpr)] if directory else []
         new = tuple(file.name for file in tried if not file.exists())
         lowered_at = time.perf_counter()
-        identity = self._announce(lowered, text, config, announce, new)
+        identity = self._announce(lowered, text, traced.jaxpr, config, announce, new)
         start += time.perf_counter() - lowered_at
         cache_entries: dict[str, bytes] = {}
         if target is None:
@@ -213,7 +213,7 @@ class Bench:
             time.perf_counter() - start,
             cache_entries,
             calls_back=programs.calls_back(text),
-            identity=identity if on_gpu or target is not None else None,
+            identity=identity if is_whole(identity) and (on_gpu or target is not None) else None,
             coarsest=coarsest,
             figures=figures,
         )
@@ -460,27 +460,25 @@ class Bench:
         return rounds_ms, warm_ms, [[meter()[0] for meter in meters] for _ in range(rounds)]
 
     def _announce(
-        self, lowered: Any, text: str, config: Config, announce: Announce, found: tuple[str, ...]
-    ) -> str | None:
-        """Announces a lowered program by its hash, unless gradients are checked, which the program says nothing about.
+        self, lowered: Any, text: str, jaxpr: Any, config: Config, announce: Announce, found: tuple[str, ...]
+    ) -> str:
+        """Announces a lowered program, and returns its identity.
+
+        If gradients are checked, the program does not say how they are computed.
 
         Args:
             lowered: the program.
             text: its text.
+            jaxpr: the traced program.
             config: its config.
             announce: announces it.
             found: its products.
-
-        Returns:
-            Its hash.
         """
         _, compiler_options = split_config(self._jitted, config)
-        identity = programs.identity(lowered, text, compiler_options, structure_of)
-        if identity is not None and not self._options.check_grad:
-            arrays = jax.tree.leaves(lowered.out_info)
-            announce(identity, tuple(ArrayKind(array.shape, array.dtype.name) for array in arrays), found)
-        elif found:
-            announce("", (), found)
+        is_all = self._options.time_grad or not self._options.check_grad
+        identity = programs.identity(lowered, text, jaxpr, compiler_options, is_shared=is_all)
+        arrays = jax.tree.leaves(lowered.out_info)
+        announce(identity, tuple(ArrayKind(array.shape, array.dtype.name) for array in arrays), found)
         return identity
 
     def _has_own_clock(self) -> bool:

@@ -374,11 +374,6 @@ def _flat(tree: Any) -> Flat:
     return Flat.of(tree, describe)
 
 
-def structure_of(tree: jax.tree_util.PyTreeDef) -> Any:
-    """Returns the containers of a pytree and their static parts as data that is the same in all processes."""
-    return compare.described_structure(tree, describe)
-
-
 def _is_none(compared: ComparedOutput) -> bool:
     return [leaf is None for leaf in compared.output.values] == [True]
 

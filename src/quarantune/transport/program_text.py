@@ -1,0 +1,182 @@
+"""A traced program as text: two processes that trace the same program write the same lines.
+
+Unlike `programs.ProgramLines`, which may leave out a difference, the text holds all that JAX lowers: each equation with
+its operands by number, each constant by its bytes, and the programs inside it. It leaves out dead code, names, the
+functions that rules and callbacks hold, and the place of an array on a single device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding, PartitionSpec
+
+from quarantune import jax_internals
+from quarantune.values import describe
+
+_LEFT_OUT = frozenset(
+    {"debug", "debug_info", "device", "devices", "name", "name_and_src_info", "origin", "platforms"}
+)
+_MOVES_NOTHING = "reshard"
+"""On a single device. Up to JAX 0.11, tracing for a device that is described, as a worker does, adds some."""
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_DEEPEST = 12
+_SHORT, _MOST_LINES = 4, 512
+"""How many digits of a line's hash an entry keeps, and of how many lines."""
+
+
+class ProgramText:
+    """The text of a closed jaxpr.
+
+    Attributes:
+        lines: the lines, in the order of the equations; a program inside an equation comes before it.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        """Writes the text."""
+        self.lines: list[str] = []
+        self._equations: dict[int, Any] = {}
+        self._written: dict[int, tuple[str, Any]] = {}
+        self._avals: dict[Any, str] = {}
+        self._program(jaxpr)
+
+    @property
+    def hash(self) -> str:
+        """A hash of the text."""
+        return hashlib.sha256("\n".join(self.lines).encode()).hexdigest()[:24]
+
+    @property
+    def short(self) -> str:
+        """The first digits of the hashes of the first lines, by which `difference` finds a line."""
+        return "".join(map(_short, self.lines[:_MOST_LINES]))
+
+    def difference(self, short: str) -> str:
+        """Returns the first line that differs from another program's, and the place where the code makes it.
+
+        Args:
+            short: `short` of the other program.
+        """
+        theirs = [short[start : start + _SHORT] for start in range(0, len(short), _SHORT)]
+        pairs = enumerate(self.lines[:_MOST_LINES])
+        first = next((number for number, line in pairs if theirs[number : number + 1] != [_short(line)]), None)
+        if first is None:
+            return "it has fewer lines" if len(theirs) > len(self.lines) else "its last lines differ"
+        origin = jax_internals.origin_of(self._equations[first]) if first in self._equations else None
+        place = "" if origin is None else f", made by {origin[0].co_filename}:{origin[1]} in {origin[0].co_qualname}"
+        return f"its line {first + 1} is {self.lines[first][:120]!r}{place}"
+
+    def _program(self, jaxpr: Any) -> str:
+        """Writes a program, unless it is written already; returns its number."""
+        if id(jaxpr) in self._written:
+            return self._written[id(jaxpr)][0]
+        consts, open_jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        numbers: dict[Any, str] = {}
+
+        def name(variable: Any) -> str:
+            return numbers.setdefault(variable, f"%{len(numbers)}")
+
+        takes = " ".join(f"{name(each)}:{self._aval(each.aval)}" for each in [*open_jaxpr.constvars, *open_jaxpr.invars])
+        self.lines.append(f"takes {takes}")
+        for variable, const in zip(open_jaxpr.constvars, consts, strict=False):
+            self.lines.append(f"constant {name(variable)} {_bytes_of(const, variable.aval)}")
+        for equation in _live(open_jaxpr).eqns:
+            operands = [self._operand(each, name) for each in equation.invars]
+            if equation.primitive.name == _MOVES_NOTHING and describe.sharding_of(equation.outvars[0].aval) is None:
+                numbers[equation.outvars[0]] = operands[0]
+                continue
+            made = [f"{name(each)}:{self._aval(each.aval)}" for each in equation.outvars]
+            line = " ".join([equation.primitive.name, *operands, "->", *made, *self._params(equation.params)])
+            self._equations[len(self.lines)] = equation
+            self.lines.append(line)
+        self.lines.append("return " + " ".join(self._operand(each, name) for each in open_jaxpr.outvars))
+        self._written[id(jaxpr)] = f"program {len(self._written)}", jaxpr  # kept, so that its address stays its own
+        return self._written[id(jaxpr)][0]
+
+    def _operand(self, operand: Any, name: Any) -> str:
+        if hasattr(operand, "val"):
+            return f"{_bytes_of(operand.val, operand.aval)}:{self._aval(operand.aval)}"
+        return str(name(operand))
+
+    def _aval(self, aval: Any) -> str:
+        if aval not in self._avals:
+            text = _ADDRESS.sub("", str(aval))
+            if isinstance(aval, jax.core.ShapedArray):
+                described = describe.describe_array(aval, aval.dtype)
+                text = f"{described.pop('dtype')}{described.pop('shape')}{described or ''}"
+            self._avals[aval] = text
+        return self._avals[aval]
+
+    def _params(self, params: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in sorted(params.items()):
+            if name not in _LEFT_OUT and (text := self._text(value, 0)):
+                yield f"{name}={text}"
+
+    def _text(self, value: Any, depth: int) -> str:
+        """Returns a parameter as text; writes the programs in it."""
+        if value is None or isinstance(value, (str, bool, int, float, complex)) and not isinstance(value, enum.Enum):
+            return _ADDRESS.sub("", repr(value))
+        if isinstance(value, (enum.Enum, np.dtype)):
+            return str(value.name)
+        if isinstance(value, (np.generic, np.ndarray, jax.Array)):
+            return _bytes_of(value, value)
+        if isinstance(value, bytes):
+            return hashlib.sha256(value).hexdigest()
+        if hasattr(getattr(value, "jaxpr", value), "eqns"):
+            return self._program(value)
+        if isinstance(value, jax.core.AbstractValue):
+            return self._aval(value)
+        if isinstance(value, jax.tree_util.PyTreeDef):
+            return _ADDRESS.sub("", str(value))
+        if isinstance(value, NamedSharding):
+            is_spread = value.mesh.size > 1
+            return f"{dict(value.mesh.shape)} {describe.describe_spec(value.spec)}" if is_spread else ""
+        if isinstance(value, PartitionSpec):
+            return str(describe.describe_spec(value))
+        if isinstance(value, type):
+            return value.__qualname__
+        if depth == _DEEPEST:
+            return type(value).__qualname__
+        if dataclasses.is_dataclass(value):
+            names = (field.name for field in dataclasses.fields(value) if field.name not in _LEFT_OUT)
+            fields = ((name, self._text(getattr(value, name, None), depth + 1)) for name in names)
+            return f"{type(value).__qualname__}({', '.join(f'{name}={text}' for name, text in fields if text)})"
+        if isinstance(value, Mapping):
+            pairs = [f"{self._text(key, depth + 1)}: {self._text(item, depth + 1)}" for key, item in value.items()]
+            return f"{{{', '.join(sorted(pairs))}}}"
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(self._text(item, depth + 1) for item in value)})"
+        if isinstance(value, (set, frozenset)):
+            return f"{{{', '.join(sorted(self._text(item, depth + 1) for item in value))}}}"
+        return "" if callable(value) else type(value).__qualname__
+
+
+def _live(jaxpr: Any) -> Any:
+    """Returns a program without its dead code, which JAX does not lower either."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def _short(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:_SHORT]
+
+
+def _bytes_of(value: Any, like: Any) -> str:
+    """Returns a constant as text: a number in full, an array by its bytes; a traced one by its type."""
+    if isinstance(value, jax.core.Tracer):
+        return "traced"
+    if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value, like = jax.random.key_data(value), jax.random.key_data(value)
+    try:
+        array = np.asarray(value)
+        # JAX keeps an array of NumPy's as it was when a program used it first.
+        array = array.astype(like.dtype) if isinstance(like.dtype, np.dtype) else array
+        return repr(array.item()) if array.ndim == 0 else f"{array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
+    except Exception:  # an array that was deleted, or that has no place in this process
+        return type(value).__qualname__
