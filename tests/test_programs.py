@@ -30,6 +30,7 @@ from quarantune.sandbox import messages, spool
 from quarantune.sandbox.wire import Connection
 from quarantune.scheduler.workers import Worker, Workers, WorkerState
 from quarantune.sweep import routes
+from quarantune.transport.program_text import ProgramText
 from quarantune.transport import payload, programs
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
@@ -100,7 +101,7 @@ def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -
 
         traced = jax.jit(step).trace(X)
         lowered = traced.lower()
-        return programs.identity(lowered, lowered.as_text(), traced.jaxpr, {})
+        return programs.identity(lowered, lowered.as_text(), ProgramText(traced.jaxpr), {})
 
     assert identity(0.1) == identity(0.1) != identity(0.2)
 
@@ -361,7 +362,7 @@ def test_names_of_results_are_no_part_of_a_program() -> None:
     named = lowered.as_text()
     numbered = named.replace("result['thrice']", "result[0]").replace("result['twice']", "result[1]")
     assert named != numbered
-    of = functools.partial(programs.identity, lowered, jaxpr=traced.jaxpr, compiler_options={})
+    of = functools.partial(programs.identity, lowered, traced=ProgramText(traced.jaxpr), compiler_options={})
     assert of(named) == of(numbered)
 
 

@@ -41,6 +41,7 @@ from quarantune.jax_internals.other_processes import compilation_cache_in_memory
 from quarantune.measure import finals
 from quarantune.sandbox import spool, template
 from quarantune.sweep.request import Swept
+from quarantune.transport.program_text import ProgramText
 from quarantune.transport import payload, programs
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.values.configs import format_config
@@ -528,7 +529,7 @@ def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
     placed = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     traced = there.trace(placed, placed, do=1)
     lowered = traced.lower()
-    identity = programs.identity(lowered, lowered.as_text(), traced.jaxpr, {})
+    identity = programs.identity(lowered, lowered.as_text(), ProgramText(traced.jaxpr), {})
     executable = executable_parts(lowered.compile()).program
     x = np.eye(4, dtype=np.float32)
     arrays = [jax.device_put(x, jax.devices()[0]) if is_committed else jnp.asarray(x), jnp.asarray(x)]
@@ -550,7 +551,7 @@ def test_a_program_that_jax_has_the_same_key_for_is_not_lowered_to_be_found(comp
         traced = shifted().trace(X)
         lowered = traced.lower()
         lowered.compile()
-    identity = programs.identity(lowered, lowered.as_text(), traced.jaxpr, {})
+    identity = programs.identity(lowered, lowered.as_text(), ProgramText(traced.jaxpr), {})
     seeds, here = CompilationSeeds(), shifted()
     seeds.add({**cache.programs, str(identity): b"is not looked at"})
     compiles.clear()

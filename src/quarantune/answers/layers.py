@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quarantune.answers import proof
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.memory import Memory
 from quarantune.cache import store as cache
 from quarantune.cache.store import Entry, Store
 from quarantune.calls.call import BoundCall, TunedFunction
-from quarantune.calls.key import KeyedCall
+from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.host.process import entry_points
 from quarantune.values import describe
 from quarantune.values.codec import JsonObject
@@ -32,7 +33,11 @@ GROUP = "quarantune.tables"
 
 
 class Layers:
-    """Two rungs, which look for a measured result, in memory and then in the layers, and for an estimate."""
+    """Two rungs, which look for a measured result, in memory and then in the layers, and for an estimate.
+
+    Attributes:
+        differences: by the id of a call, how its program differs from the measured one, if a result was not used.
+    """
 
     def __init__(self, function: TunedFunction, memory: Memory) -> None:
         """Opens nothing yet.
@@ -43,6 +48,7 @@ class Layers:
         """
         self._function = function
         self._memory = memory
+        self.differences: dict[ProblemId, str] = {}
 
     def measured(self, call: KeyedCall, now: Situation) -> Answer | None:
         """Returns the measured result if it is as thorough as the call demands; if not, its search goes on."""
@@ -81,7 +87,7 @@ class Layers:
         """Returns the first measured result of the layers, or else their first estimate; each is read once."""
         best = None
         for store in self.stores(now):
-            found = self._usable(store.get(*call.id), call.call, now, is_own=not store.read_only)
+            found = self._usable(store.get(*call.id), call, now, is_own=not store.read_only)
             if found is not None and (best is None or found.origin is Origin.SAVED):
                 _logger.debug("%s: found in %s", call.id.name, store.label)
                 best = found
@@ -94,10 +100,13 @@ class Layers:
     ) -> Answer | None:
         """Returns the result that the user's cache holds now, or None if there is none to use, or no other."""
         entry = open_store(now.settings).get(*call.id, afresh=afresh)
-        return None if entry == other_than else self._usable(entry, call.call, now)
+        return None if entry == other_than else self._usable(entry, call, now)
 
-    def _usable(self, entry: Entry | None, call: BoundCall, now: Situation, *, is_own: bool = True) -> Answer | None:
-        """Returns the result of an entry if its config is one of the call's, and these versions may use it.
+    def _usable(self, entry: Entry | None, call: KeyedCall, now: Situation, *, is_own: bool = True) -> Answer | None:
+        """Returns the result of an entry that the call may use, if there is one.
+
+        Its config is one of the call's, these versions may use it, and if they made it, the call would run the program
+        that was measured.
 
         Args:
             entry: the entry, if there is one.
@@ -105,11 +114,22 @@ class Layers:
             now: the situation of the call.
             is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
         """
-        config = None if entry is None else self._function.config_of(entry, call, is_own=is_own)
-        if entry is None or config is None or not self.versions_serve(entry, now, is_own=is_own):
-            return None
-        is_estimate = dict_or_empty(entry.get("search")).get("stopped") == ESTIMATED
-        return Answer(Origin.ESTIMATED if is_estimate else Origin.SAVED, config, entry)
+        for each in () if entry is None else proof.results_in(entry):
+            config = self._function.config_of(each, call.call, is_own=is_own)
+            if config is None or not self.versions_serve(each, now, is_own=is_own):
+                continue
+            if not changed_versions(each) and (difference := proof.why_another(each, call, config)):
+                self.differences.setdefault(call.id, difference)
+                continue
+            self.differences.pop(call.id, None)
+            is_estimate = dict_or_empty(each.get("search")).get("stopped") == ESTIMATED
+            return Answer(Origin.ESTIMATED if is_estimate else Origin.SAVED, config, each)
+        if is_own and (difference := self.differences.get(call.id)):
+            cache.report_once(
+                f"{call.id.name}: the saved result is for another program than this call runs: {difference}: it is not "
+                f"used"
+            )
+        return None
 
     def versions_serve(self, entry: Entry, now: Situation, *, is_own: bool = True) -> bool:
         """Returns whether an entry may be used under the present versions; warns if the user's own have changed."""

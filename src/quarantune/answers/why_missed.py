@@ -26,7 +26,9 @@ def explain(known: Layers, call: KeyedCall, now: Situation, *, may_run_untuned: 
         asked = f"{asked} holds no entry" if len(layers) == 1 else f"none of these holds an entry: {asked}"
         return f"{wanted}: {asked}; {fix}"
     differences, store = min(candidates, key=lambda candidate: len(candidate[0]))
-    differences = differences or ["its config, which is not in the config space"]
+    if not differences:
+        other = known.differences.get(call.id)
+        differences = [f"its program: {other}" if other else "its config, which is not in the config space"]
     place = f" in {store.label}" if len(layers) > 1 else ""
     others = f" (asked: {', '.join(layers)})" if len(layers) > 1 else ""
     return f"{wanted}{others}; the nearest entry{place} differs in {'; '.join(differences)}; {fix}"

@@ -64,6 +64,7 @@ class KeyedCall:
         values: the values of the call that the key holds, by parameter.
         jax_state: JAX's settings that the key holds.
         axes: the axes of the mesh that the function communicates over, if it does so inside `shard_map`.
+        programs: the programs that the call runs, by the text of the config; filled by `calls.program`.
     """
 
     call: BoundCall
@@ -73,6 +74,7 @@ class KeyedCall:
     values: JsonObject
     jax_state: JsonObject
     axes: Axes | None
+    programs: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def readable(self) -> JsonObject:

@@ -81,7 +81,7 @@ def remove_notes(lowered: Any) -> None:
 
 
 def identity(
-    lowered: Any, text: str, jaxpr: Any, compiler_options: Mapping[str, Any], *, is_shared: bool = True
+    lowered: Any, text: str, traced: ProgramText, compiler_options: Mapping[str, Any], *, is_shared: bool = True
 ) -> str:
     """Returns a hash that two programs share only if they do the same, whatever the functions are called.
 
@@ -91,7 +91,7 @@ def identity(
     Args:
         lowered: the program.
         text: its text.
-        jaxpr: the traced program.
+        traced: the text of the traced program.
         compiler_options: the options that it is to be compiled with, in addition to those of its function.
         is_shared: whether the program is all that its trial depends on.
 
@@ -99,15 +99,15 @@ def identity(
         The hash. Its second half is empty if the text does not show the whole program: the program calls back into
         Python, as its text holds only the index of the function in a table, or JAX does not tell its interface.
     """
-    traced, interface = ProgramText(jaxpr).hash, hidden_interface(lowered)
+    interface = hidden_interface(lowered)
     if calls_back(text) or interface is None or not is_shared:
-        return f"{PREFIX}{traced}."
+        return f"{PREFIX}{traced.hash}."
     try:
         tree = describe_structure(lowered.out_tree)
     except TypeError:  # of a class that shows only its address
         tree = _ADDRESS.sub("", str(lowered.out_tree))
     whole = f"{interface} {tree} {text_of(compiler_options)} {_normal(text)}"
-    return f"{PREFIX}{traced}.{hashlib.sha256(whole.encode()).hexdigest()[:24]}"
+    return f"{PREFIX}{traced.hash}.{hashlib.sha256(whole.encode()).hexdigest()[:24]}"
 
 
 def _normal(text: str) -> str:

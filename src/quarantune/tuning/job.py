@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from quarantune.answers import proof
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, open_store
 from quarantune.answers.memory import Memory
@@ -388,7 +389,9 @@ class TuningJob:
         if defaults is not None and defaults.outcome is Outcome.OK:  # and not ruled out by a sample or two
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
             findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
-        self._save(self._entry(best.config, findings) | {"samples": len(best.samples_ms)})
+        is_here = place_of(self._now.settings).is_here
+        program = proof.measured_program(self._keyed, best, defaults, is_here=is_here)
+        self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)})
         told = findings.text()
         own = swept.untuned if default is None else settled.get(default)
         if own is not None and own.outcome.is_failure:
@@ -455,8 +458,9 @@ class TuningJob:
             findings = Findings(best.time_ms or 0.0, trials=count_outcomes(ended), score=best.score)
             self._tuning.remember(self._keyed, call_result(self._keyed, best.config, findings, ended), self._now)
 
-    def _entry(self, config: Config, findings: Findings) -> Entry:
-        return entry_for(self._keyed, config, findings, {"name": self._search.label, "seed": self._search.seed})
+    def _entry(self, config: Config, findings: Findings, program: JsonObject | None = None) -> Entry:
+        search = {"name": self._search.label, "seed": self._search.seed}
+        return entry_for(self._keyed, config, findings, search, program)
 
     def _save(self, entry: Entry) -> None:
         if self._records.directory is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from quarantune.answers import proof
 from quarantune.cache.fingerprint import plain_function
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
@@ -96,7 +97,9 @@ def findings_now(call: BoundCall, time_ms: float, trials: Sequence[Trial], searc
     return Findings(time_ms, created=now, commit=commit, trials=count_outcomes(trials), search=search)
 
 
-def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: JsonObject) -> Entry:
+def entry_for(
+    keyed: KeyedCall, config: Config, findings: Findings, search: JsonObject, program: JsonObject | None = None
+) -> Entry:
     """Returns the entry that remembers a result.
 
     Args:
@@ -104,6 +107,7 @@ def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: Json
         config: the winner; the function's own defaults where these won, whether or not they are in the config space.
         findings: the findings of the sweep.
         search: the search that chose the configs.
+        program: what `proof.measured_program` returned for it; None if it is of several calls, or was not measured.
     """
     found = findings.to_json()
     return {
@@ -118,6 +122,7 @@ def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: Json
         **({} if findings.score is None else {name: found[name] for name in SCORES}),
         "trials": found["trials"],
         "search": search | found["search"],
+        **({"program": program} if program else {}),
     }
 
 
@@ -125,7 +130,8 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     """Returns the one of two entries for one problem to keep.
 
     That is the offered one, unless the present one comes from a more thorough search of the same space under the same
-    versions, and its config is as fast. An estimate never replaces a measured one.
+    versions, and its config is as fast. An estimate never replaces a measured one. An entry for another program keeps the
+    result of the present one.
 
     Args:
         device: the kind of device.
@@ -133,9 +139,10 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
         present: the entry that is saved.
         offered: the entry to save.
     """
-    is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint"))
+    is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint", "program"))
     then, now = Findings.from_json(present), Findings.from_json(offered)
     if now.is_estimate != then.is_estimate:
-        return present if now.is_estimate else offered
+        return present if now.is_estimate else proof.with_others(offered, present)
     is_less = now.search.thoroughness < then.search.thoroughness
-    return present if is_alike and is_less and now.figure >= then.figure else offered
+    is_kept = is_alike and is_less and now.figure >= then.figure
+    return present if is_kept else proof.with_others(offered, present)

@@ -16,6 +16,7 @@ from quarantune.jax_internals.other_processes import (
     seed_compilation_cache,
 )
 from quarantune.transport import programs
+from quarantune.transport.program_text import ProgramText
 from quarantune.values.configs import Config
 
 _MODULE = re.compile(r"^module @([\w.-]+)", re.MULTILINE)
@@ -75,7 +76,7 @@ def _module_of(
         traced = jitted.trace(*args, **kwargs, **keywords)
         lowered = traced.lower()
         text = lowered.as_text()
-        identity = programs.identity(lowered, text, traced.jaxpr, options)
+        identity = programs.identity(lowered, text, ProgramText(traced.jaxpr), options)
     except Exception:
         return {}  # the call meets the same error, and reports it
     name = _MODULE.search(text)

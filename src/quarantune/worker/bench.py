@@ -25,6 +25,7 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
 from quarantune.transport.payload import Call, call_as_structs
+from quarantune.transport.program_text import ProgramText
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind, CompilerFigures, CompileTarget, is_whole
@@ -476,7 +477,7 @@ class Bench:
         """
         _, compiler_options = split_config(self._jitted, config)
         is_all = self._options.time_grad or not self._options.check_grad
-        identity = programs.identity(lowered, text, jaxpr, compiler_options, is_shared=is_all)
+        identity = programs.identity(lowered, text, ProgramText(jaxpr), compiler_options, is_shared=is_all)
         arrays = jax.tree.leaves(lowered.out_info)
         announce(identity, tuple(ArrayKind(array.shape, array.dtype.name) for array in arrays), found)
         return identity

@@ -1,0 +1,86 @@
+"""The proof of a saved result: the call would run the program that was measured, with the config of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quarantune.cache.store import Entry, canonical_json, short_hash
+from quarantune.calls.key import KeyedCall
+from quarantune.calls.program import program_of
+from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config
+from quarantune.values.trial import Trial, is_same
+
+OTHERS = "other_programs"
+"""The results for the same key that other programs have, within the entry of the latest."""
+_MOST_OTHERS = 7
+
+
+def measured_program(call: KeyedCall, best: Trial, defaults: Trial | None, *, is_here: bool) -> JsonObject:
+    """Returns what an entry holds of the program that a sweep has measured.
+
+    Args:
+        call: the call.
+        best: the trial of the winner.
+        defaults: the trial of the function's defaults; None if they did not run.
+        is_here: whether the call would run in this process, which then traces the program, too.
+
+    Returns:
+        The identities of both programs, and the lines of the winner's; empty if workers trace another text of it than
+        this process, so that no process could be sure to trace the same one.
+    """
+    found: JsonObject = {"winner": best.program, "defaults": "" if defaults is None else defaults.program}
+    if call.call.function.options.key_fn is not None:
+        found["arguments"] = _arguments(call)
+    if is_here and best.program:
+        ours = program_of(call, best.config)
+        if ours is None or not is_same(ours.identity, best.program):
+            return {}
+        found["lines"] = ours.text.short
+    return found if best.program else {}
+
+
+def results_in(entry: Entry) -> Iterator[Entry]:
+    """Yields the results of an entry: the latest one, and those that other programs have under the same key."""
+    yield entry
+    others = entry.get(OTHERS)
+    yield from (each for each in (others if isinstance(others, list) else []) if isinstance(each, dict))
+
+
+def with_others(offered: Entry, present: Entry) -> Entry:
+    """Returns a new entry with the results that the present one has for other programs."""
+    program = _winner_of(offered)
+    kept = [each for each in results_in(present) if program and _winner_of(each) not in ("", program)]
+    others = [{name: value for name, value in each.items() if name != OTHERS} for each in kept[:_MOST_OTHERS]]
+    return {**offered, **({OTHERS: others} if others else {})}
+
+
+def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
+    """Returns how the program that a call would run differs from the one that was measured; empty if it is the same.
+
+    A result of a `key_fn` may be for other shapes, whose program is another one; it is used as it is, like a result
+    without a program.
+
+    Args:
+        entry: the entry of the result, made under the present versions.
+        call: the call.
+        config: the config of the result.
+    """
+    program, winner = entry.get("program"), _winner_of(entry)
+    if not winner or not isinstance(program, dict) or program.get("arguments", "") not in ("", _arguments(call)):
+        return ""
+    ours = program_of(call, config)
+    if ours is None or is_same(ours.identity, winner):
+        return ""
+    lines = program.get("lines")
+    return ours.text.difference(lines) if isinstance(lines, str) and lines else "its text is another one"
+
+
+def _winner_of(entry: Entry) -> str:
+    program = entry.get("program")
+    winner = program.get("winner") if isinstance(program, dict) else ""
+    return winner if isinstance(winner, str) else ""
+
+
+def _arguments(call: KeyedCall) -> str:
+    return short_hash(canonical_json(call.arguments))

@@ -1,0 +1,73 @@
+"""The program that a call runs with a config, as this process traces and lowers it."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from quarantune import jax_internals
+from quarantune.calls.key import KeyedCall
+from quarantune.functions.binding import jitted_with, split_config
+from quarantune.host.process import is_interruption
+from quarantune.transport import programs
+from quarantune.transport.program_text import ProgramText
+from quarantune.values.codec import text_of
+from quarantune.values.configs import Config
+
+_logger = logging.getLogger("quarantune")
+
+
+class CallProgram(NamedTuple):
+    """The program of a call.
+
+    Attributes:
+        identity: its identity; without a second half inside a trace, where the call is not lowered by itself.
+        text: its text.
+    """
+
+    identity: str
+    text: ProgramText
+
+
+def program_of(call: KeyedCall, config: Config) -> CallProgram | None:
+    """Returns the program that a call runs with a config; made once for each config of a call.
+
+    JAX keeps what is traced and lowered here for the call that follows, so that nothing is done twice. A function whose
+    time includes its gradient is the exception: workers measure another program than the call runs, so that one is
+    traced, but not lowered.
+
+    Returns:
+        The program; None if the function is not jitted, its shapes are symbolic, it communicates inside `shard_map`, or
+        it cannot be traced: the call then raises the same error.
+    """
+    if (name := text_of(config)) not in call.programs:
+        call.programs[name] = None
+        try:
+            call.programs[name] = _program_of(call, config)
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            _logger.debug("%s: the program of the call is not known: %r", call.id.name, error)
+    found: CallProgram | None = call.programs[name]
+    return found
+
+
+def _program_of(call: KeyedCall, config: Config) -> CallProgram | None:
+    function, args, kwargs = call.call.function, call.call.args, call.call.kwargs
+    if not function.is_jitted or call.call.is_symbolic or call.axes is not None:
+        return None
+    jitted, keywords = jitted_with(function.fn, config)
+    _, options = split_config(function.fn, config)
+    is_part = function.options.time_grad or jax_internals.is_tracing()
+    if function.options.time_grad:
+        from quarantune.transport import differentiation  # few functions need it
+
+        jitted = differentiation.with_gradient(function.fn)
+    elif is_part:
+        jitted = function.fn  # options for the compiler are for the outermost jit
+    traced = jitted.trace(*args, **kwargs, **keywords)
+    text = ProgramText(traced.jaxpr)
+    if is_part:
+        return CallProgram(f"{programs.PREFIX}{text.hash}.", text)
+    lowered = traced.lower()
+    return CallProgram(programs.identity(lowered, lowered.as_text(), text, options), text)
