@@ -34,7 +34,7 @@ LARGEST_READ_JOURNAL_BYTES = 1 << 30
 """The size of the largest journal that is read: earlier versions wrote without looking at its size."""
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
-RECORDS = ("jsonl", "final", "uncompiled", "failed")
+RECORDS = ("jsonl", "final", "uncompiled", "failed", "keys")
 """The suffixes of the files about one problem beside its entry; locks and claims of living jobs are none of them."""
 PROBLEM = "[0-9a-f]" * 12
 """The pattern of a `problem_hash`, with which all files about a problem begin."""
@@ -135,6 +135,18 @@ def conclusions(directory: Path, name: str, device: str, key: str) -> Journal:
     It is read for reports only. A journal of trials holds their first measurements.
     """
     return Journal(directory, name, device, key, suffix=".final")
+
+
+def keys(directory: Path, name: str, device: str, call: str) -> Journal:
+    """Returns the journal of the keys under which one call was tuned, one for each version of the function's code.
+
+    Args:
+        directory: the cache directory.
+        name: the function.
+        device: the kind of device.
+        call: the part of the key that describes the call.
+    """
+    return Journal(directory, name, device, call, suffix=".keys")
 
 
 def discard_all(directory: Path, name: str, problem: str = PROBLEM) -> None:

@@ -108,16 +108,20 @@ class Conclusions:
             self._run.workers.share_modules(reply.modules)
 
     def _on_lowered(self, worker: Worker, job: Job, reply: messages.Lowered) -> None:
-        """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
+        """Ends a worker whose config lowered to the program of another one, or to one that was measured earlier."""
         job.slack_s = worker.deadline - self._run.clock()
         self._route.on_lowered(reply.outputs)
         job.program = reply.program
-        first = self._run.jobs.first_with(reply.program, job) if is_whole(reply.program) else job
+        jobs = self._run.jobs
+        first = jobs.first_with(reply.program, job) if is_whole(reply.program) else job
         if first is not job:
             self._run.reference.join(job.index, first.index)
             self._run.on_phase(job.index, READY)
             self._run.workers.retire(worker)
-            self._run.jobs.join_same_program(job, first)
+            jobs.join_same_program(job, first)
+        elif jobs.may_be_recalled(job):
+            self._run.workers.retire(worker)
+            jobs.hold(job)
         elif reply.products:
             self._run.products.add(worker, job, reply.products)
 

@@ -59,6 +59,9 @@ class Jobs:
         self.unloadable = ""
         self._source = source
         self._first_with: dict[str, Job] = {}
+        self._held: list[Job] = []
+        self._defaults_left: set[int] = set()
+        self._is_measuring = False
         self._places: set[str] = set()
         self._source_waits = False
         self._plan = plan
@@ -165,6 +168,51 @@ class Jobs:
         else:
             first.same_program.append(job)
 
+    def may_be_recalled(self, job: Job) -> bool:
+        """Whether an earlier sweep has measured the program of a job that was lowered, and its trial may serve.
+
+        The defaults run if another config is measured, or may yet be: it is compared with their output.
+        """
+        recall, is_default = self._plan.recall, self._reference.is_default(job.index)
+        if is_default and recall.reference is None:
+            recall.reference = job.program
+        is_decided = recall.reference is not None or bool(self._defaults_left)
+        is_known = recall.knows(job.program) and not job.runs and is_decided
+        may_hold = is_known and not (is_default and (self._is_measuring or self.may_come))
+        self._is_measuring |= not (may_hold or is_default)
+        return may_hold
+
+    def hold(self, job: Job) -> None:
+        """Keeps a job without a worker, until `settle_held` knows whether its earlier trial counts."""
+        job.close_executable()
+        self._held.append(job)
+
+    def settle_held(self) -> None:
+        """Ends the held jobs whose earlier trials count, and has the others run."""
+        recall = self._plan.recall
+        defaults = [job for job in self._held if self._reference.is_default(job.index)]
+        if recall.reference is not None or not self._defaults_left:
+            for job in [job for job in self._held if job not in defaults]:
+                self._end_held(job, recall.trial(job.program))
+        if self._is_measuring or self.unfinished == sum(1 + len(job.same_program) for job in defaults):
+            for job in defaults:
+                self._end_held(job, None if self._is_measuring else recall.trial(job.program))
+
+    def _end_held(self, job: Job, trial: Trial | None) -> None:
+        self._held.remove(job)
+        if trial is None:
+            job.runs = True
+            self._is_measuring |= not self._reference.is_default(job.index)
+            self.again(job)
+            return
+        trial = dataclasses.replace(trial, config=job.config)
+        if trial.is_usable and trial.own_ms is not None:
+            self._race.note_time(job.index, trial.own_ms)
+        job.end = trial, ""
+        self._settle_as(job, trial, "")
+        for other in job.same_program:
+            self._finish_as(other, job)
+
     def finish(
         self,
         job: Job,
@@ -227,23 +275,27 @@ class Jobs:
     def leave_unfit(self, job: Job, reason: str) -> None:
         """Leaves a job to the other route, with those not yet begun: their programs are of the same kind."""
         ready = list(self.ready) if self.unloadable else []
-        unfits = [job, *ready, *(same for each in [job, *ready] for same in each.same_program), *self.pending]
+        left = [job, *ready, *self._held]
+        unfits = [*left, *(same for each in left for same in each.same_program), *self.pending]
         self._forget_programs(unfits)
         self.leftovers.why_unfit = reason
         for unfit in unfits:
             self.leftovers.unfit[unfit.index] = unfit.config
             self._reference.ended(unfit.index)
+            self._defaults_left.discard(unfit.index)
             self.unfinished -= 1
             unfit.close_executable()
         self.pending.clear()
+        self._held.clear()
         if ready:
             self.ready.clear()
 
     def end_waiting(self, verdict: WorkerVerdict, phase: Phase | None) -> None:
         """Ends all jobs that no worker has."""
-        waiting = [*self.ready, *self.pending]
+        waiting = [*self.ready, *self.pending, *self._held]
         self.ready.clear()
         self.pending.clear()
+        self._held.clear()
         for job in waiting:
             self.finish(job, None, verdict, phase)
 
@@ -260,6 +312,7 @@ class Jobs:
     def _add(self, jobs: Sequence[Job]) -> None:
         self.begun.extend(jobs)
         self.pending.extend(jobs)
+        self._defaults_left |= {job.index for job in jobs if self._reference.is_default(job.index)}
         self.unfinished += len(jobs)
 
     def _finish_as(self, job: Job, first: Job) -> None:
@@ -278,6 +331,7 @@ class Jobs:
     def _settle_as(self, job: Job, trial: Trial, log: str) -> None:
         self.unfinished -= 1
         self._reference.ended(job.index)
+        self._defaults_left.discard(job.index)
         self._source_waits = False
         self._source.ended(job.index, trial)
         is_error = trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE

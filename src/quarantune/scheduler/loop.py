@@ -253,6 +253,7 @@ class Scheduler:
         events = self._sandbox.poll(self._until_next_deadline() if timeout_s is None else timeout_s)
         for event in events:
             self._handle(event)
+        self._run.jobs.settle_held()
         self._run.products.update()
         self._watch()
         return not events or not all(map(_is_progress, events))

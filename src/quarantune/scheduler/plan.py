@@ -10,6 +10,7 @@ from typing import TypeAlias
 from quarantune.devices.discovery import Device
 from quarantune.host import machine
 from quarantune.measure.finals import Objective
+from quarantune.scheduler.recall import Recall
 from quarantune.values.configs import Config
 from quarantune.values.settings import TIME
 from quarantune.values.trial import CompileTarget, Route, Trial
@@ -113,6 +114,7 @@ class Plan:
         errors_are_final: whether errors raised without the device count as they are, and are not confirmed on it.
         proof: compares the program of one config with the caller's.
         objective: the author's objective, by which trials are ranked.
+        recall: the trials of earlier sweeps, by program.
     """
 
     route: Route
@@ -136,6 +138,7 @@ class Plan:
     errors_are_final: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
     objective: Objective = TIME
+    recall: Recall = dataclasses.field(default_factory=Recall)
 
     @property
     def compiler_environ(self) -> dict[str, str]:

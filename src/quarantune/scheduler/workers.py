@@ -107,6 +107,7 @@ class Job:
         was_disturbed: whether that is not informative after all, because its worker or this process was held up.
         held_s: seconds for which it held a device before.
         route: its route where that is not the plan's.
+        runs: whether it runs, although its program has a trial of an earlier sweep.
         end: its trial and its output, once it has ended by itself.
     """
 
@@ -131,6 +132,7 @@ class Job:
     was_disturbed: bool = False
     held_s: float = 0.0
     route: Route | None = None
+    runs: bool = False
     end: tuple[Trial, str] | None = None
 
     @property

@@ -26,15 +26,14 @@ class Listener:
             its deadline, which comes from another thread, and `not_run` if an exception interrupts the sweep.
         on_phase: called with the index of a config and the phase that it enters, with `READY` when it was compiled and
             waits, and at last with `END`. The function's own defaults have a negative index if they are no config.
-        on_default: called with the time of the function's own defaults in milliseconds, if they are no config; None if
-            they failed.
+        on_default: called with the trial of the function's own defaults, if they are no config.
     """
 
     on_trial: Callable[[int, Trial], None] = _ignore
     on_tick: Callable[[], None] = _ignore
     on_provisional: Callable[[int, Trial], None] = _ignore
     on_phase: Callable[[int, str], None] = _ignore
-    on_default: Callable[[float | None], None] = _ignore
+    on_default: Callable[[Trial], None] = _ignore
 
 
 class Ledger:
@@ -92,8 +91,9 @@ class Ledger:
 
     def untuned(self, trial: Trial) -> None:
         """Reports the trial of the function's own defaults, if they are no config."""
+        trial = dataclasses.replace(trial, ended_s=time.time())
         for listener in self._listeners:
-            listener.on_default(trial.time_ms)
+            listener.on_default(trial)
         self.enter(UNTUNED, END)
 
     def tick(self) -> None:

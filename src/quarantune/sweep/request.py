@@ -12,6 +12,7 @@ from quarantune.calls.key import KeyedCall
 from quarantune.devices.targets import Target
 from quarantune.measure import finals
 from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource
+from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger
 from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
 from quarantune.values.configs import Config
@@ -84,6 +85,7 @@ class SweepRequest:
             the caller's.
         outputs: `Reference.right_fds` for all sweeps of one call with the same arguments, empty before the first; None
             for a sweep that stands alone. The caller closes them.
+        recall: the trials of earlier sweeps, by program.
         isolation: the steps of a trial that run in workers; see `isolation_of`.
     """
 
@@ -100,6 +102,7 @@ class SweepRequest:
     has_final: bool = True
     on_program: CompareProgram | None = None
     outputs: list[int] | None = None
+    recall: Recall = dataclasses.field(default_factory=Recall)
     isolation: Isolation = dataclasses.field(init=False)
 
     @classmethod

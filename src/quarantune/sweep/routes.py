@@ -127,15 +127,23 @@ class Routes:
                 self._request.outputs.extend(map(os.dup, self._reference.right_fds))
             trials, default = self._request.ledger.trials, self._problem.default
             contenders = self._reference.contenders(trials, default) if self._request.has_final else {}
-            last = self._opened[-1] if self._opened else self._new_scheduler(self._route_with_device)
-            # The last route may have run nothing but the config that confirms an error.
-            comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
-            final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
+            final = self._final(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = self._race.executables()
             if len(contenders) > 1 and not final.rounds_ms and jax_internals.is_jitted(self._problem.fn):
                 executables, for_cache = {}, {}  # no worker could load them, and XLA may end a process that tries
             reference = self._reference
             return Swept(final, for_cache, executables, reference.untuned, reference.complaint(), reference.noise)
+
+    def _final(self, contenders: Mapping[int, Config]) -> finals.Final:
+        """Compares the fastest configs, unless an earlier sweep has compared their programs."""
+        untuned = self._reference.untuned
+        known = {**self._request.ledger.trials, **({} if untuned is None else {UNTUNED: untuned})}
+        if (final := self._request.recall.final({index: known[index] for index in contenders})).rounds_ms:
+            return final
+        last = self._opened[-1] if self._opened else self._new_scheduler(self._route_with_device)
+        # The last route may have run nothing but the config that confirms an error.
+        comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
+        return comparing.compare(contenders)
 
     def compile(self, configs: dict[int, Config]) -> Swept:
         """Compiles configs without running them, and returns their executables, but none in a check.
@@ -303,6 +311,7 @@ class Routes:
             errors_are_final=self._on_tpu or self._request.target is not None,
             proof=self._proof,
             objective=self._request.options.objective,
+            recall=self._request.recall,
         )
 
     def _compiles_per_worker(self, route: Route) -> int:

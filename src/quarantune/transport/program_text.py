@@ -22,9 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from quarantune import jax_internals
 from quarantune.values import describe
 
-_LEFT_OUT = frozenset(
-    {"debug", "debug_info", "device", "devices", "name", "name_and_src_info", "origin", "platforms"}
-)
+_LEFT_OUT = frozenset({"debug", "debug_info", "device", "devices", "name", "name_and_src_info", "origin", "platforms"})
 _MOVES_NOTHING = "reshard"
 """On a single device. Up to JAX 0.11, tracing for a device that is described, as a worker does, adds some."""
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
@@ -83,7 +81,9 @@ class ProgramText:
         def name(variable: Any) -> str:
             return numbers.setdefault(variable, f"%{len(numbers)}")
 
-        takes = " ".join(f"{name(each)}:{self._aval(each.aval)}" for each in [*open_jaxpr.constvars, *open_jaxpr.invars])
+        takes = " ".join(
+            f"{name(each)}:{self._aval(each.aval)}" for each in [*open_jaxpr.constvars, *open_jaxpr.invars]
+        )
         self.lines.append(f"takes {takes}")
         for variable, const in zip(open_jaxpr.constvars, consts, strict=False):
             self.lines.append(f"constant {name(variable)} {_bytes_of(const, variable.aval)}")

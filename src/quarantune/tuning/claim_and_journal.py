@@ -16,15 +16,26 @@ from quarantune.cache import claims, journal
 from quarantune.cache import store as cache
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import CacheWriteError
+from quarantune.cache.store import CacheWriteError, canonical_json, short_hash
 from quarantune.calls.key import KeyedCall
+from quarantune.scheduler.recall import Recall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning.compile_verdicts import CompileVerdicts
 from quarantune.values import describe
-from quarantune.values.codec import DamageError, JsonObject, as_json
+from quarantune.values.codec import DamageError, JsonObject, as_json, decode_json
 from quarantune.values.configs import Config
+from quarantune.values.settings import Options
 from quarantune.values.space import Space
-from quarantune.values.trial import UNSETTLED, DifferentProgramError, Outcome, Phase, Route, Trial, TuningFailedError
+from quarantune.values.trial import (
+    UNSETTLED,
+    DifferentProgramError,
+    Outcome,
+    Phase,
+    Route,
+    Trial,
+    TuningFailedError,
+    is_whole,
+)
 
 _HEARTBEAT_S = 1.0
 """How often a tuning job refreshes its claim."""
@@ -32,6 +43,8 @@ _WORST_CASE_S = 60.0
 """A tuning job whose claim has not been refreshed for this long is stopped, or its host is gone."""
 _WAIT_MESSAGE_S = 5.0
 """How often a waiting job reports that it waits."""
+_MOST_KEYS = 16
+"""From the sweeps of this many versions of the code, the latest ones, trials are recalled."""
 _FATAL = 2
 """How often a process must end while it runs a config for the config to be the cause, and not chance."""
 
@@ -58,9 +71,19 @@ class ClaimAndJournal:
         self._id, self._is_jitted = call.id, call.call.function.is_jitted
         self._settings = settings
         self._limits = limits
+        self._directory = settings.cache_dir
         self._journal = Journal(settings.cache_dir, *call.id)
         self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
         self._verdicts = CompileVerdicts(call, limits, settings.cache_dir, *settings.cache_path)
+        parts = decode_json(call.id.key)
+        self._keys = journal.keys(
+            settings.cache_dir,
+            call.id.name,
+            call.id.device,
+            canonical_json({name: parts[name] for name in ("call", "jax") if name in parts}),
+        )
+        parts = call.call.function.fingerprint.parts
+        self._terms = short_hash(canonical_json({name: parts[name] for name in parts if name.startswith("option:")}))
         self._ended: collections.Counter[int] = collections.Counter()  # by the config's index, as in `ended_processes`
         self._unsaved: CacheWriteError | None = None
         self._claim: Claim | None = None
@@ -141,10 +164,43 @@ class ClaimAndJournal:
         if self._claim is not None:
             self._claim.leave_failure({**terms, "trials": [trial.to_json() for trial in trials]})
 
+    def recall(self, options: Options, *, start_over: bool) -> Recall:
+        """Returns the trials of earlier sweeps of the call by program, whatever the code was, and notes this sweep.
+
+        Trials that were judged by other options do not count.
+
+        Args:
+            options: the author's options.
+            start_over: whether no trial counts.
+        """
+        mine = {"key": self._id.key, "terms": self._terms}
+        known = self._keys.records()
+        if mine not in known:
+            with self.saving():
+                self._keys.append(mine)
+        alike = [] if start_over else [each for each in known if each.get("terms") == self._terms]
+        latest = [*dict.fromkeys(key for each in alike if isinstance(key := each.get("key"), str))][-_MOST_KEYS:]
+        trials: dict[tuple[str, str], Trial] = {}
+        finals: list[list[Trial]] = []
+        for key in latest:
+            of = self._directory, self._id.name, self._id.device, key
+            defaults = [each for each in alike if each["key"] == key and "trial" in each]
+            for record in [*defaults, *Journal(*of).each()]:
+                with contextlib.suppress(KeyError, DamageError):
+                    trial, reference = Trial.from_json(record["trial"]), record["reference"]
+                    counts = record["versions"] == describe.versions() and self._still_counts(trial, record)
+                    if counts and isinstance(reference, str) and is_whole(trial.program):
+                        trials[trial.program, reference] = trial
+            for record in journal.conclusions(*of).each():
+                with contextlib.suppress(KeyError, DamageError, TypeError):
+                    finals.append([Trial.from_json(each) for each in record["finalists"]])
+        return Recall(trials, finals, has_reference=options.compares_outputs or options.calibrates)
+
     def read(self, configs: Space) -> dict[int, Trial]:
         """Returns the trials of an interrupted sweep that settle a config, by the config's index.
 
-        Configs that ended the processes that ran them are settled, too.
+        A trial with a program is recalled by the program, once it is known which one the config has now. Configs that
+        ended the processes that ran them are settled, too.
 
         Args:
             configs: the configs.
@@ -159,7 +215,9 @@ class ClaimAndJournal:
                 if index is None:
                     continue
                 self._ended[index] = ended_processes(self._ended[index], trial)
-                if self._still_counts(trial, record):
+                if is_whole(trial.program) and "reference" in record:
+                    trials.pop(index, None)
+                elif self._still_counts(trial, record):
                     trials[index] = dataclasses.replace(trial, config=configs[index])
             except (KeyError, DamageError):
                 refused += 1
@@ -191,22 +249,33 @@ class ClaimAndJournal:
         if kind is DifferentProgramError:
             self.discard(with_failures=True)
 
-    def append(self, trial: Trial, *, was_troubled: bool) -> None:
+    def append(
+        self, trial: Trial, *, reference: str | None, was_troubled: bool = False, is_untuned: bool = False
+    ) -> None:
         """Records a trial.
 
         Args:
             trial: the trial.
+            reference: as in `Recall`.
+            is_untuned: whether it is of the function's own defaults, which are no config.
             was_troubled: whether its config is known to have crashed or hung.
         """
         self.refresh()
         if self.directory is None:
             return
+        record = {
+            "trial": trial.to_json(),
+            "limits": self._limits.deadlines(),
+            "versions": describe.versions(),
+            **({"reference": reference} if trial.program else {}),
+        }
         with self.saving():
+            if is_untuned:
+                self._keys.append({"key": self._id.key, "terms": self._terms, **record})
+                return
             if self._is_jitted:
                 self._verdicts.note(trial, source="a sweep")
-            self._journal.append(
-                {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": describe.versions()}
-            )
+            self._journal.append(record)
             is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
             if is_trouble or (was_troubled and trial.outcome not in UNSETTLED):
                 journal.remember_trouble(

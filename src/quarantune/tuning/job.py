@@ -23,6 +23,7 @@ from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, Isolation, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
@@ -35,6 +36,7 @@ from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
 from quarantune.values.trial import (
     READY,
+    UNSETTLED,
     UNTUNED,
     DifferentProgramError,
     Findings,
@@ -133,10 +135,16 @@ class TuningJob:
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
         self._ledger = Ledger()
+        self._recall = Recall()  # until the journal is read
         self._request = SweepRequest.of(keyed, now.settings, self._ledger)
         self._limits = self._request.limits
         self._records = ClaimAndJournal(keyed, now, self._limits)
-        journal = Listener(on_trial=self._record, on_provisional=self._append, on_tick=self._records.refresh)
+        journal = Listener(
+            on_trial=self._record,
+            on_provisional=self._append,
+            on_default=self._record_defaults,
+            on_tick=self._records.refresh,
+        )
         self._ledger.listen(journal)
         self._ledger.listen(Listener(on_phase=self._tell_author))
 
@@ -152,7 +160,7 @@ class TuningJob:
             shown = Listener(
                 on_trial=lambda index, trial: progress.step(trial),
                 on_phase=progress.enter,
-                on_default=progress.note_default,
+                on_default=lambda trial: progress.note_default(trial.time_ms),
             )
             self._ledger.listen(shown)
             stack.callback(self._ledger.close)
@@ -170,6 +178,7 @@ class TuningJob:
                     self._records.discard()
                 else:
                     self._ledger.recall(found)
+                self._recall = self._records.recall(self._options, start_over=self._start_over)
                 progress.on_interrupt(
                     "they are kept: the next run of the program goes on from there (here: tune or run with resume=True)"
                 )
@@ -236,8 +245,12 @@ class TuningJob:
         if trial.outcome is not Outcome.NOT_RUN:
             self._append(index, trial)
 
+    def _record_defaults(self, trial: Trial) -> None:
+        if trial.outcome not in UNSETTLED:
+            self._records.append(trial, reference=self._recall.reference, is_untuned=True)
+
     def _append(self, index: int, trial: Trial) -> None:
-        self._records.append(trial, was_troubled=index in self._troubled)
+        self._records.append(trial, reference=self._recall.reference, was_troubled=index in self._troubled)
 
     def _known_not_to_compile(self) -> dict[int, Trial]:
         """Returns the trials of further configs that are known not to compile, and are not compiled again."""
@@ -330,6 +343,7 @@ class TuningJob:
             self._request,
             problem=problem,
             troubled=last,
+            recall=self._recall,
             space=None if source is None else self._configs,
             source=source or NOTHING_MORE,
         )

@@ -1,0 +1,69 @@
+"""The trials of earlier sweeps, recalled by program: a config whose program has a trial is lowered, and not measured.
+
+Whether an output is right depends on the output that it was compared with. So a trial is recalled if the program of the
+function's defaults, the *reference*, is the same as in the sweep that measured it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from quarantune.measure.finals import Final
+from quarantune.values.trial import Trial
+
+NO_REFERENCE = ""
+"""In place of the defaults' program, if outputs are not compared with theirs."""
+
+
+class Recall:
+    """The trials that one sweep may recall.
+
+    Attributes:
+        reference: the program that outputs are compared with in this sweep; `NO_REFERENCE` if they are not compared
+            with the defaults', and None until it is known.
+    """
+
+    def __init__(
+        self,
+        trials: Mapping[tuple[str, str], Trial] | None = None,
+        finals: Sequence[Sequence[Trial]] = (),
+        *,
+        has_reference: bool = False,
+    ) -> None:
+        """Takes the trials of earlier sweeps.
+
+        Args:
+            trials: the trials by their program and their reference.
+            finals: the trials of the finalists of each earlier sweep, with their rounds, the latest last.
+            has_reference: whether outputs are compared with the output of the defaults.
+        """
+        self.reference: str | None = None if has_reference else NO_REFERENCE
+        self._trials = dict(trials or {})
+        self._programs = {program for program, _ in self._trials}
+        self._finals = finals
+
+    def knows(self, program: str) -> bool:
+        """Returns whether a program has a trial, whatever its reference."""
+        return program in self._programs
+
+    def trial(self, program: str) -> Trial | None:
+        """Returns the trial of a program for the reference of this sweep; None if there is none."""
+        found = None if self.reference is None else self._trials.get((program, self.reference))
+        return None if found is None else dataclasses.replace(found, recalled_from=found.recalled_from or found.ended_s)
+
+    def final(self, contenders: Mapping[int, Trial]) -> Final:
+        """Returns the final of an earlier sweep between the programs of contenders that were all recalled.
+
+        Args:
+            contenders: the trials of the contenders by index.
+
+        Returns:
+            The final; one without rounds if a contender was measured in this sweep, or there was no such final.
+        """
+        if all(trial.recalled_from is not None for trial in contenders.values()):
+            for finalists in reversed(self._finals):
+                rounds_ms = {trial.program: trial.samples_ms for trial in finalists}
+                if rounds_ms.keys() >= {trial.program for trial in contenders.values()}:
+                    return Final({index: rounds_ms[trial.program] for index, trial in contenders.items()})
+        return Final()
