@@ -30,8 +30,8 @@ from quarantune.sandbox import messages, spool
 from quarantune.sandbox.wire import Connection
 from quarantune.scheduler.workers import Worker, Workers, WorkerState
 from quarantune.sweep import routes
-from quarantune.transport.program_text import ProgramText
 from quarantune.transport import payload, programs
+from quarantune.transport.program_text import ProgramText
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
 from quarantune.worker.main import TaskRunner

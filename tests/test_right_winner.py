@@ -41,8 +41,8 @@ from quarantune.jax_internals.other_processes import compilation_cache_in_memory
 from quarantune.measure import finals
 from quarantune.sandbox import spool, template
 from quarantune.sweep.request import Swept
-from quarantune.transport.program_text import ProgramText
 from quarantune.transport import payload, programs
+from quarantune.transport.program_text import ProgramText
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.values.configs import format_config
 from quarantune.values.settings import SUPPLIES, Tolerance

@@ -124,10 +124,10 @@ class Layers:
             self.differences.pop(call.id, None)
             is_estimate = dict_or_empty(each.get("search")).get("stopped") == ESTIMATED
             return Answer(Origin.ESTIMATED if is_estimate else Origin.SAVED, config, each)
-        if is_own and (difference := self.differences.get(call.id)):
+        if is_own and call.id in self.differences:
             cache.report_once(
-                f"{call.id.name}: the saved result is for another program than this call runs: {difference}: it is not "
-                f"used"
+                f"{call.id.name}: the saved result is for another program than this call runs: "
+                f"{self.differences[call.id]}: it is not used"
             )
         return None
 

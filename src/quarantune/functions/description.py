@@ -119,6 +119,11 @@ def _describe_dynamic(value: Any, *, is_jitted: bool) -> Any:
 
 
 def describe_structure(treedef: Any) -> Any:
+    """Returns a description of the structure of a pytree, with the static parts of its nodes.
+
+    Raises:
+        TypeError: a static part has no description that is the same in every process.
+    """
     if _is_shown_by_repr(treedef):
         return str(treedef)
     kind, data = treedef.node_data()

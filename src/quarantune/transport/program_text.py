@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import re
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -121,41 +123,44 @@ class ProgramText:
 
     def _text(self, value: Any, depth: int) -> str:
         """Returns a parameter as text; writes the programs in it."""
-        if value is None or isinstance(value, (str, bool, int, float, complex)) and not isinstance(value, enum.Enum):
-            return _ADDRESS.sub("", repr(value))
+        if (text := self._text_of_leaf(value)) is not None:
+            return text
+        if depth == _DEEPEST:
+            return type(value).__qualname__
+        within = functools.partial(self._text, depth=depth + 1)
+        if dataclasses.is_dataclass(value):
+            names = (field.name for field in dataclasses.fields(value) if field.name not in _LEFT_OUT)
+            fields = ((name, within(getattr(value, name, None))) for name in names)
+            return f"{type(value).__qualname__}({', '.join(f'{name}={text}' for name, text in fields if text)})"
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(sorted(f'{within(key)}: {within(item)}' for key, item in value.items()))}}}"
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(map(within, value))})"
+        if isinstance(value, (set, frozenset)):
+            return f"{{{', '.join(sorted(map(within, value)))}}}"
+        return "" if callable(value) else type(value).__qualname__
+
+    def _text_of_leaf(self, value: Any) -> str | None:
         if isinstance(value, (enum.Enum, np.dtype)):
             return str(value.name)
+        if isinstance(value, (types.NoneType, str, bool, int, float, complex)):
+            return _ADDRESS.sub("", repr(value))
         if isinstance(value, (np.generic, np.ndarray, jax.Array)):
             return _bytes_of(value, value)
         if isinstance(value, bytes):
             return hashlib.sha256(value).hexdigest()
-        if hasattr(getattr(value, "jaxpr", value), "eqns"):
-            return self._program(value)
         if isinstance(value, jax.core.AbstractValue):
             return self._aval(value)
-        if isinstance(value, jax.tree_util.PyTreeDef):
-            return _ADDRESS.sub("", str(value))
+        if isinstance(value, PartitionSpec):
+            return str(describe.describe_spec(value))
         if isinstance(value, NamedSharding):
             is_spread = value.mesh.size > 1
             return f"{dict(value.mesh.shape)} {describe.describe_spec(value.spec)}" if is_spread else ""
-        if isinstance(value, PartitionSpec):
-            return str(describe.describe_spec(value))
+        if isinstance(value, jax.tree_util.PyTreeDef):
+            return _ADDRESS.sub("", str(value))
         if isinstance(value, type):
             return value.__qualname__
-        if depth == _DEEPEST:
-            return type(value).__qualname__
-        if dataclasses.is_dataclass(value):
-            names = (field.name for field in dataclasses.fields(value) if field.name not in _LEFT_OUT)
-            fields = ((name, self._text(getattr(value, name, None), depth + 1)) for name in names)
-            return f"{type(value).__qualname__}({', '.join(f'{name}={text}' for name, text in fields if text)})"
-        if isinstance(value, Mapping):
-            pairs = [f"{self._text(key, depth + 1)}: {self._text(item, depth + 1)}" for key, item in value.items()]
-            return f"{{{', '.join(sorted(pairs))}}}"
-        if isinstance(value, (tuple, list)):
-            return f"({', '.join(self._text(item, depth + 1) for item in value)})"
-        if isinstance(value, (set, frozenset)):
-            return f"{{{', '.join(sorted(self._text(item, depth + 1) for item in value))}}}"
-        return "" if callable(value) else type(value).__qualname__
+        return self._program(value) if hasattr(getattr(value, "jaxpr", value), "eqns") else None
 
 
 def _live(jaxpr: Any) -> Any:

@@ -18,7 +18,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from inspect import ismodule
 from typing import Any
 

@@ -130,8 +130,8 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     """Returns the one of two entries for one problem to keep.
 
     That is the offered one, unless the present one comes from a more thorough search of the same space under the same
-    versions, and its config is as fast. An estimate never replaces a measured one. An entry for another program keeps the
-    result of the present one.
+    versions, and its config is as fast. An estimate never replaces a measured one. An entry for another program keeps
+    the result of the present one.
 
     Args:
         device: the kind of device.

@@ -295,6 +295,7 @@ def _describe_sharding(array: Any) -> Any:
 
 
 def describe_spec(spec: Any) -> list[Any]:
+    """Returns a description of a `PartitionSpec`."""
     axes = [list(axis) if isinstance(axis, tuple) else axis and str(axis) for axis in spec]
     while axes and axes[-1] is None:  # P("x") and P("x", None) are one layout
         axes.pop()

@@ -260,8 +260,7 @@ class Trial(Record):
         watts: the mean power of the GPU while that was measured; it may run slower then than when it is timed.
         score: what the author's objective made of it, less being better; None where that is time.
         program: the identity of its program; empty if it was not lowered, or has none.
-        recalled_from: when the same program was measured, in seconds of Unix time, if an earlier sweep measured it; else
-            None.
+        recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
     """
 
     config: Annotated[Config, frozen]
