@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pkgutil
 import time
@@ -25,7 +26,7 @@ from quarantune.cache.store import (
 from quarantune.host.process import new_lock
 from quarantune.host.shared_files import paths
 from quarantune.values import settings as environment
-from quarantune.values.codec import as_json, frozen
+from quarantune.values.codec import JsonObject, as_json, frozen
 from quarantune.values.configs import Config
 from quarantune.values.settings import forget_choices
 
@@ -273,8 +274,8 @@ class TuningCache:
         """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.
 
         The arguments are made from each entry's shapes, dtypes and static values, by the function's `supply`. Without
-        `retune`, nothing is saved, and no entry is changed. Names in a cache are never imported, so the functions have
-        to be given.
+        `retune`, no result is saved; an entry of an earlier version gets the program that was measured. Names in a
+        cache are never imported, so the functions have to be given.
 
         Args:
             *functions: the tuned functions: those of `autotune`, `AutoTuner` objects, or texts such as
@@ -305,9 +306,21 @@ class TuningCache:
                 tuned,
                 arguments,
                 tune=lambda call: Tuner(call.function).tune(call),
+                complete=self._complete,
                 max_loss_percent=max_loss_percent,
                 retune=retune,
             )
+
+    def _complete(self, key: CacheKey, program: JsonObject) -> None:
+        """Adds the program to an entry that lacks it."""
+
+        def completed(device: str, problem: str, present: Entry, offered: Entry) -> Entry:
+            is_same = present.get("config") == offered.get("config") and "program" not in present
+            return present | {"program": program} if is_same else present
+
+        if program and (entry := self.entry(*key)) is not None:
+            with contextlib.suppress(CacheWriteError):  # a directory that is only read
+                self._on_disk().put(key.kernel_type, key.device, key.problem_size, entry, prefer=completed)
 
     def _on_disk(self) -> Store:
         """Returns the store.

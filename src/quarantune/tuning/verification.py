@@ -10,12 +10,13 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from quarantune.answers import proof
 from quarantune.answers.layers import changed_versions, dict_or_empty
 from quarantune.answers.recording import Tune
 from quarantune.cache.entries import CacheKey, CacheRecord
 from quarantune.cache.store import Entry, safe_name
 from quarantune.calls.call import BoundCall, TunedFunction
-from quarantune.calls.key import keyed
+from quarantune.calls.key import KeyedCall, keyed
 from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
 from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
@@ -123,6 +124,7 @@ def verify(
     arguments: Callable[[CacheKey], Arguments | None] | None,
     *,
     tune: Tune,
+    complete: Callable[[CacheKey, JsonObject], None],
     max_loss_percent: float | None = None,
     retune: bool = False,
 ) -> VerifyReport:
@@ -133,6 +135,7 @@ def verify(
         functions: the functions that they are for; an entry of another function is `unknown`.
         arguments: returns the arguments for an entry, or None to make them from its key.
         tune: tunes for a call of a function now.
+        complete: takes the key of a current entry that lacks its program, and what `proof.measured_program` returned.
         max_loss_percent: a winner that takes longer by more than that is stale; None for no such bound.
         retune: whether all configs are measured again where a winner is stale, or was only estimated.
     """
@@ -145,7 +148,7 @@ def verify(
         verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
         verified = next((it for it in verdicts if isinstance(it, tuple)), verdicts[0])
         if isinstance(verified, tuple):
-            verified = _measured(record, *verified, tune, max_loss_percent, retune=retune)
+            verified = _measured(record, *verified, tune, max_loss_percent, retune=retune, complete=complete)
         found.append(verified)
         _logger.info("%s", found[-1])
     return VerifyReport(tuple(found))
@@ -153,7 +156,7 @@ def verify(
 
 def _verify(
     record: CacheRecord, function: TunedFunction, arguments: Callable[[CacheKey], Arguments | None] | None
-) -> Verified | tuple[BoundCall, Config]:
+) -> Verified | tuple[KeyedCall, Config]:
     """Returns the call and the config to measure, or the verdict if no call of the function as it is now finds it."""
     fingerprint = function.fingerprint
     if _code_of(record.key) != fingerprint.digest:
@@ -179,14 +182,35 @@ def _verify(
         return _verified(record, Verdict.UNUSED, "its config is not in the list of configs any more")
     if record.entry.get("space") != call.space:
         return _verified(record, Verdict.UNUSED, "the list of configs has changed, so a call tunes again")
-    return call, config
+    if not changed_versions(record.entry) and (difference := proof.why_another(record.entry, now, config)):
+        return _verified(record, Verdict.UNUSED, f"a call runs another program than the measured one: {difference}")
+    return now, config
 
 
 def _measured(
-    record: CacheRecord, call: BoundCall, config: Config, tune: Tune, max_loss_percent: float | None, *, retune: bool
+    record: CacheRecord,
+    keyed: KeyedCall,
+    config: Config,
+    tune: Tune,
+    max_loss_percent: float | None,
+    *,
+    retune: bool,
+    complete: Callable[[CacheKey, JsonObject], None],
 ) -> Verified:
     """Measures one winner again, and all configs in its place where that is due and asked for."""
-    found = _compared(record, call, config, tune)
+    call, default = keyed.call, keyed.call.own_defaults
+    try:
+        result = _swept(call, [config, *([default] if default not in (None, config) else [])], tune)
+    except TuningFailedError as error:
+        found = _verified(record, Verdict.STALE, _failure(error.trials[0]))
+    except (SandboxError, TypeError, ValueError) as error:
+        return _verified(record, Verdict.UNKNOWN, f"it could not be measured: {first_line(error)}")
+    else:
+        found = _judged(record, config, default, result)
+        is_complete = "program" in record.entry or changed_versions(record.entry)
+        if found.verdict is Verdict.CURRENT and not is_complete and call.function.options.key_fn is None:
+            winner = dataclasses.replace(result.trials[0], config=config)
+            complete(record.key, proof.measured_program(keyed, winner, None, is_here=True))
     if found.verdict is Verdict.CURRENT and (found.loss_percent or 0.0) > (max_loss_percent or math.inf):
         times = f"{found.time_ms:.4g} ms against {found.saved_time_ms:.4g} ms"
         lost = f"it takes {found.loss_percent:.3g}% longer than when it was saved: {times}"
@@ -201,18 +225,6 @@ def _measured(
     forget_choices(lambda _, *key: key == (record.key.device, record.key.problem_size))
     reason = f"{found.reason}; tuned again: {result.config_text}, {result.findings.text()}"
     return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
-
-
-def _compared(record: CacheRecord, call: BoundCall, config: Config, tune: Tune) -> Verified:
-    """Measures one winner against the defaults."""
-    default = call.own_defaults
-    try:
-        result = _swept(call, [config, *([default] if default not in (None, config) else [])], tune)
-    except TuningFailedError as error:
-        return _verified(record, Verdict.STALE, _failure(error.trials[0]))
-    except (SandboxError, TypeError, ValueError) as error:
-        return _verified(record, Verdict.UNKNOWN, f"it could not be measured: {first_line(error)}")
-    return _judged(record, config, default, result)
 
 
 def _judged(record: CacheRecord, config: Config, default: Config | None, result: TuningResult) -> Verified:
