@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.answers import proof
+from quarantune.answers import saved_program
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.memory import Memory
 from quarantune.cache import store as cache
@@ -114,11 +114,11 @@ class Layers:
             now: the situation of the call.
             is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
         """
-        for each in () if entry is None else proof.results_in(entry):
+        for each in () if entry is None else saved_program.results_in(entry):
             config = self._function.config_of(each, call.call, is_own=is_own)
             if config is None or not self.versions_serve(each, now, is_own=is_own):
                 continue
-            if not changed_versions(each) and (difference := proof.why_another(each, call, config)):
+            if not changed_versions(each) and (difference := saved_program.why_another(each, call, config)):
                 self.differences.setdefault(call.id, difference)
                 continue
             self.differences.pop(call.id, None)

@@ -97,6 +97,7 @@ class Compile(Task):
         as_data: whether the executable is for the caller, who runs no code of a worker to load it.
         is_check: whether the only purpose is to find out if the config compiles, perhaps for a device that is not here.
         shows_program: whether the traced program is told, in `Traced`.
+        known: the last digits of the identities of programs that need not be compiled: `Lowered` ends the task.
     """
 
     config: EncodedConfig
@@ -105,6 +106,12 @@ class Compile(Task):
     as_data: bool = False
     is_check: bool = False
     shows_program: bool = False
+    known: tuple[str, ...] = ()
+
+
+def tail_of(program: str) -> str:
+    """Returns the last digits of the identity of a program, which tell it from all others that one sweep meets."""
+    return program[-12:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -114,13 +114,14 @@ class Conclusions:
         job.program = reply.program
         jobs = self._run.jobs
         first = jobs.first_with(reply.program, job) if is_whole(reply.program) else job
+        is_known = jobs.note_program(job)
+        if is_known or first is not job:
+            self._run.on_phase(job.index, READY)
+            (self._route.stopped if is_known else self._run.workers.retire)(worker)
         if first is not job:
             self._run.reference.join(job.index, first.index)
-            self._run.on_phase(job.index, READY)
-            self._run.workers.retire(worker)
             jobs.join_same_program(job, first)
-        elif jobs.may_be_recalled(job):
-            self._run.workers.retire(worker)
+        elif is_known:
             jobs.hold(job)
         elif reply.products:
             self._run.products.add(worker, job, reply.products)

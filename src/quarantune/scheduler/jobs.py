@@ -168,19 +168,17 @@ class Jobs:
         else:
             first.same_program.append(job)
 
-    def may_be_recalled(self, job: Job) -> bool:
-        """Whether an earlier sweep has measured the program of a job that was lowered, and its trial may serve.
+    def note_program(self, job: Job) -> bool:
+        """Records that a job was lowered; returns whether an earlier sweep has measured its program.
 
-        The defaults run if another config is measured, or may yet be: it is compared with their output.
+        The worker has then stopped.
         """
         recall, is_default = self._plan.recall, self._reference.is_default(job.index)
         if is_default and recall.reference is None:
             recall.reference = job.program
-        is_decided = recall.reference is not None or bool(self._defaults_left)
-        is_known = recall.knows(job.program) and not job.runs and is_decided
-        may_hold = is_known and not (is_default and (self._is_measuring or self.may_come))
-        self._is_measuring |= not (may_hold or is_default)
-        return may_hold
+        is_known = recall.knows(job.program) and not job.runs
+        self._is_measuring |= not (is_known or is_default)
+        return is_known
 
     def hold(self, job: Job) -> None:
         """Keeps a job without a worker, until `settle_held` knows whether its earlier trial counts."""
@@ -188,15 +186,19 @@ class Jobs:
         self._held.append(job)
 
     def settle_held(self) -> None:
-        """Ends the held jobs whose earlier trials count, and has the others run."""
+        """Ends the held jobs whose earlier trials count, and has the others run.
+
+        The defaults run if another config is measured, or may yet be: it is compared with their output.
+        """
         recall = self._plan.recall
         defaults = [job for job in self._held if self._reference.is_default(job.index)]
         if recall.reference is not None or not self._defaults_left:
             for job in [job for job in self._held if job not in defaults]:
                 self._end_held(job, recall.trial(job.program))
-        if self._is_measuring or self.unfinished == sum(1 + len(job.same_program) for job in defaults):
+        runs = self._is_measuring or self.may_come
+        if runs or self.unfinished == sum(1 + len(job.same_program) for job in defaults):
             for job in defaults:
-                self._end_held(job, None if self._is_measuring else recall.trial(job.program))
+                self._end_held(job, None if runs else recall.trial(job.program))
 
     def _end_held(self, job: Job, trial: Trial | None) -> None:
         self._held.remove(job)

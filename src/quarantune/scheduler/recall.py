@@ -10,8 +10,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from quarantune.measure.finals import Final
+from quarantune.sandbox.messages import tail_of
 from quarantune.values.trial import Trial
 
+_MOST_KNOWN = 2048
+"""Each task to compile a config lists the known programs; this many take 30 kB."""
 NO_REFERENCE = ""
 """In place of the defaults' program, if outputs are not compared with theirs."""
 
@@ -22,6 +25,7 @@ class Recall:
     Attributes:
         reference: the program that outputs are compared with in this sweep; `NO_REFERENCE` if they are not compared
             with the defaults', and None until it is known.
+        known: `tail_of` the programs that have a trial.
     """
 
     def __init__(
@@ -40,12 +44,13 @@ class Recall:
         """
         self.reference: str | None = None if has_reference else NO_REFERENCE
         self._trials = dict(trials or {})
-        self._programs = {program for program, _ in self._trials}
+        self.known = tuple(dict.fromkeys(tail_of(program) for program, _ in self._trials))[-_MOST_KNOWN:]
+        self._known = frozenset(self.known)
         self._finals = finals
 
     def knows(self, program: str) -> bool:
         """Returns whether a program has a trial, whatever its reference."""
-        return program in self._programs
+        return tail_of(program) in self._known
 
     def trial(self, program: str) -> Trial | None:
         """Returns the trial of a program for the reference of this sweep; None if there is none."""

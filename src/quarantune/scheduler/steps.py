@@ -125,6 +125,7 @@ class RouteSteps:
             as_data=self._saves and (plan.compile_only or plan.measures_here),
             is_check=plan.is_check,
             shows_program=plan.proof.wants(job.index),
+            known=() if job.runs else plan.recall.known,
         )
         fds = [job.executable_fd] if job.executable_fd >= 0 else []
         if worker is None:
@@ -148,6 +149,11 @@ class RouteSteps:
             return
         for worker in run.workers.in_state(WorkerState.BETWEEN):
             run.workers.retire(worker)
+
+    def stopped(self, worker: Worker) -> None:
+        """Takes its job from a worker that has only lowered it, so that it may compile another."""
+        worker.release()
+        worker.transition(WorkerState.BETWEEN)
 
     def free(self, worker: Worker) -> None:
         """Takes its job and its device from a worker, which may compile another config or ends."""

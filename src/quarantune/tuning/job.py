@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from quarantune.answers import proof
+from quarantune.answers import saved_program
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, open_store
 from quarantune.answers.memory import Memory
@@ -404,7 +404,7 @@ class TuningJob:
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
             findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
         is_here = place_of(self._now.settings).is_here
-        program = proof.measured_program(self._keyed, best, defaults, is_here=is_here)
+        program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here)
         self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)})
         told = findings.text()
         own = swept.untuned if default is None else settled.get(default)

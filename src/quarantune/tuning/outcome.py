@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from quarantune.answers import proof
+from quarantune.answers import saved_program
 from quarantune.cache.fingerprint import plain_function
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
@@ -107,7 +107,7 @@ def entry_for(
         config: the winner; the function's own defaults where these won, whether or not they are in the config space.
         findings: the findings of the sweep.
         search: the search that chose the configs.
-        program: what `proof.measured_program` returned for it; None if it is of several calls, or was not measured.
+        program: the program that was measured, as `measured_program` returns it; None if there is not one.
     """
     found = findings.to_json()
     return {
@@ -142,7 +142,7 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint", "program"))
     then, now = Findings.from_json(present), Findings.from_json(offered)
     if now.is_estimate != then.is_estimate:
-        return present if now.is_estimate else proof.with_others(offered, present)
+        return present if now.is_estimate else saved_program.with_others(offered, present)
     is_less = now.search.thoroughness < then.search.thoroughness
     is_kept = is_alike and is_less and now.figure >= then.figure
-    return present if is_kept else proof.with_others(offered, present)
+    return present if is_kept else saved_program.with_others(offered, present)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from quarantune.answers import proof
+from quarantune.answers import saved_program
 from quarantune.answers.layers import changed_versions, dict_or_empty
 from quarantune.answers.recording import Tune
 from quarantune.cache.entries import CacheKey, CacheRecord
@@ -135,7 +135,8 @@ def verify(
         functions: the functions that they are for; an entry of another function is `unknown`.
         arguments: returns the arguments for an entry, or None to make them from its key.
         tune: tunes for a call of a function now.
-        complete: takes the key of a current entry that lacks its program, and what `proof.measured_program` returned.
+        complete: takes the key of a current entry that lacks its program, and the program as `measured_program` returns
+            it.
         max_loss_percent: a winner that takes longer by more than that is stale; None for no such bound.
         retune: whether all configs are measured again where a winner is stale, or was only estimated.
     """
@@ -182,7 +183,7 @@ def _verify(
         return _verified(record, Verdict.UNUSED, "its config is not in the list of configs any more")
     if record.entry.get("space") != call.space:
         return _verified(record, Verdict.UNUSED, "the list of configs has changed, so a call tunes again")
-    if not changed_versions(record.entry) and (difference := proof.why_another(record.entry, now, config)):
+    if not changed_versions(record.entry) and (difference := saved_program.why_another(record.entry, now, config)):
         return _verified(record, Verdict.UNUSED, f"a call runs another program than the measured one: {difference}")
     return now, config
 
@@ -210,7 +211,7 @@ def _measured(
         is_complete = "program" in record.entry or changed_versions(record.entry)
         if found.verdict is Verdict.CURRENT and not is_complete and call.function.options.key_fn is None:
             winner = dataclasses.replace(result.trials[0], config=config)
-            complete(record.key, proof.measured_program(keyed, winner, None, is_here=True))
+            complete(record.key, saved_program.measured_program(keyed, winner, None, is_here=True))
     if found.verdict is Verdict.CURRENT and (found.loss_percent or 0.0) > (max_loss_percent or math.inf):
         times = f"{found.time_ms:.4g} ms against {found.saved_time_ms:.4g} ms"
         lost = f"it takes {found.loss_percent:.3g}% longer than when it was saved: {times}"

@@ -58,6 +58,10 @@ _LONGEST_PROVEN_S = 2.0
 _MOST_LINES = 5000
 
 
+class _KnownProgramError(Exception):
+    """An earlier sweep has measured the program of a config."""
+
+
 def main(connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> NoReturn:
     """Runs the first task and those that follow it, and never returns."""
     code = 0
@@ -208,23 +212,36 @@ class TaskRunner:
             # Before libtpu is loaded here, since it forks.
             trace = functools.partial(bench.traced_for, config, task.target, is_check=True)
             figures = estimates.estimate(trace, task.target)
-        self.program = bench.compile(
+        compile_config = functools.partial(
+            bench.compile,
             config,
             target=task.target,
             away=bool(fds) or task.is_check,
             is_check=task.is_check,
             figures=figures,
-            announce=self._announce,
+            announce=functools.partial(self._announce, task.known),
             show=functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None,
         )
+        try:
+            self.program = compile_config()
+        except _KnownProgramError:
+            return
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
                 bench.save(self.program, fds[0], as_data=task.as_data)
         yield self.compiled(bench, self.program)
 
-    def _announce(self, program: str, outputs: tuple[ArrayKind, ...], products: tuple[str, ...]) -> None:
-        """Tells of a lowered program, and waits until it may be compiled where it has products."""
+    def _announce(
+        self, known: tuple[str, ...], program: str, outputs: tuple[ArrayKind, ...], products: tuple[str, ...]
+    ) -> None:
+        """Tells of a lowered program, and waits until it may be compiled where it has products.
+
+        Raises:
+            _KnownProgramError: it need not be compiled.
+        """
         self.send(messages.Lowered(**self._heading(), program=program, outputs=outputs, products=products))
+        if messages.tail_of(program) in known:
+            raise _KnownProgramError
         while products and not self._connection.receive_messages(messages.Proceed):
             pass  # a part of the message has come
 
