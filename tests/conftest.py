@@ -111,14 +111,23 @@ def swept_configs(sweep_watch: SweepWatch) -> list[list[Config]]:
 
 @pytest.fixture
 def swept(sweep_watch: SweepWatch) -> list[list[Any]]:
-    """Notes the values of n that every sweep measures."""
+    """Notes the values of n that every sweep measures, without those whose program was measured before."""
     started: list[list[Any]] = []
+    running: list[SweepRequest] = []
 
     def note(request: SweepRequest, configs: Mapping[int, Config]) -> None:
-        if configs:
-            started.append([config["n"] for config in configs.values()])
+        running.append(request)
+        started.append([config["n"] for config in configs.values()])
+
+    def leave_out_recalled(_: Swept) -> None:
+        trials = running.pop().ledger.trials.values()
+        recalled = [trial.config["n"] for trial in trials if trial.recalled_from is not None]
+        started[-1] = [n for n in started[-1] if n not in recalled]
+        if not started[-1]:
+            started.pop()
 
     sweep_watch.on_begin.append(note)
+    sweep_watch.on_end.append(leave_out_recalled)
     return started
 
 

@@ -80,7 +80,7 @@ FIELDS_OF_A_TRIAL = (
 )
 FIELDS_OF_AN_ENTRY = (
     "schema config time_ms default_time_ms speedup_interval key_values fingerprint space versions created trials "
-    "search samples"
+    "search program samples"
 )
 FIELDS_OF_A_RESULT = (
     "schema name best_config time_ms default_config default_time_ms speedup_interval noise finalists counts created "
@@ -101,10 +101,10 @@ def test_what_is_written_has_the_fields_that_earlier_versions_wrote(
     assert " ".join(name for name in entry if name != "commit") == FIELDS_OF_AN_ENTRY, "it is there in a repository"
     assert " ".join(entry["search"]) == "name seed stopped seen space_size budget"
     for record in Journal(cache_dir, path.stem, device, key).records():
-        assert " ".join(record) == "trial limits versions"
-        assert " ".join(record["trial"]) == f"{FIELDS_OF_A_TRIAL} figures"
+        assert " ".join(record) == "trial limits versions reference"
+        assert " ".join(record["trial"]) == f"{FIELDS_OF_A_TRIAL} figures program"
     about = json.loads((tmp_path / "result.json").read_text())
     assert " ".join(about) == FIELDS_OF_A_RESULT
-    assert {" ".join(trial) for trial in about["trials"]} == {f"{FIELDS_OF_A_TRIAL} figures"}
-    bare = dataclasses.replace(Trial.from_json(about["trials"][0]), figures=None)  # as of a function that is not jitted
+    assert {" ".join(trial) for trial in about["trials"]} == {f"{FIELDS_OF_A_TRIAL} figures program"}
+    bare = dataclasses.replace(Trial.from_json(about["trials"][0]), figures=None, program="")  # as of a function that is not jitted
     assert " ".join(bare.to_json()) == FIELDS_OF_A_TRIAL

@@ -52,7 +52,7 @@ def with_others(offered: Entry, present: Entry) -> Entry:
     program = _winner_of(offered)
     kept = [each for each in results_in(present) if program and _winner_of(each) not in ("", program)]
     others = [{name: value for name, value in each.items() if name != OTHERS} for each in kept[:_MOST_OTHERS]]
-    return {**offered, **({OTHERS: others} if others else {})}
+    return {**offered, OTHERS: others} if others else offered
 
 
 def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
