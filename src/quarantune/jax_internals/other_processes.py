@@ -181,22 +181,6 @@ def questions() -> Iterator[set[str]]:
 # --- compiled programs ---
 
 
-def hidden_interface(lowered: jax.stages.Lowered) -> str | None:
-    """Returns the properties of a lowered program's arguments and outputs that its text does not show.
-
-    These are the flat indices of the arguments that the program uses, and the types of its outputs with weak types and
-    PRNG keys. Private because the text numbers the remaining arguments anew, and `out_info` has every type strong.
-
-    Returns:
-        A text; None if JAX does not say, or the program has constants among its arguments.
-    """
-    lowering: Any = getattr(lowered, "_lowering", None)
-    about = getattr(lowering, "compile_args", {})
-    if getattr(lowering, "const_args", []) or not {"kept_var_idx", "global_out_avals"} <= set(about):
-        return None
-    return f"{sorted(about['kept_var_idx'])} {about['global_out_avals']}"
-
-
 def prepare_to_load(executable: bytes) -> None:
     """Initialises the LAPACK kernels of JAX if a program calls them.
 

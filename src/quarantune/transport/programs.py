@@ -27,7 +27,6 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.functions.description import describe_structure
 from quarantune.host.process import content
-from quarantune.jax_internals.other_processes import hidden_interface
 from quarantune.transport.program_text import ProgramText
 from quarantune.values.codec import text_of
 
@@ -39,7 +38,7 @@ _ATTRIBUTES, _METADATA = "mhlo.frontend_attributes", "xla_metadata_payload"
 # Notes for profilers, such as the text of a config, and names of results, which say nothing about the program.
 _NOTES = re.compile(rf'(?:{_METADATA}|jax\.result_info) = "(?:[^"\\]|\\.)*"(?:, )?')
 _PLACES = re.compile(rf" \{{{_PLACE}\}}|{_PLACE}, |, {_PLACE}|\n *sdy\.mesh @empty_mesh = .*")
-_KERNEL = re.compile(r".*custom_call @(?:tpu_custom_call|__gpu\$xla\.gpu\.triton|mosaic_gpu).*")
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _SYMBOL = re.compile(r'@("(?:[^"\\]|\\.)*"|[\w.$-]+)')
 _MODULE = re.compile(r"module @\S+")
@@ -99,7 +98,7 @@ def identity(
         The hash. Its second half is empty if the text does not show the whole program: the program calls back into
         Python, as its text holds only the index of the function in a table, or JAX does not tell its interface.
     """
-    interface = hidden_interface(lowered)
+    interface = jax_internals.hidden_interface(lowered)
     if calls_back(text) or interface is None or not is_shared:
         return f"{PREFIX}{traced.hash}."
     try:
@@ -112,9 +111,18 @@ def identity(
 
 def _normal(text: str) -> str:
     """Returns the text of a program without notes, places, and the names of its functions."""
-    text = _KERNEL.sub(lambda line: _QUOTED.sub("", line[0]), _NOTES.sub("", _PLACES.sub("", text)))
+    if "@empty_mesh" in text:
+        text = _PLACES.sub("", text)
+    if any(f"custom_call @{kernel}" in text for kernel in _KERNELS):
+        text = "\n".join(map(_without_source, text.split("\n")))
+    text = _NOTES.sub("", text)
     numbers = {name: f"@{number}" for number, name in enumerate(dict.fromkeys(_DEFINED.findall(text)))}
     return _SYMBOL.sub(lambda symbol: numbers.get(symbol[1], symbol[0]), _MODULE.sub("", text, count=1))
+
+
+def _without_source(line: str) -> str:
+    """Returns a line without the text of a kernel, if it calls one."""
+    return _QUOTED.sub("", line) if any(f"custom_call @{kernel}" in line for kernel in _KERNELS) else line
 
 
 # --- line by line ---
