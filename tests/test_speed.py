@@ -205,7 +205,7 @@ def miss_and_hit(program: Path) -> tuple[FirstCall, FirstCall]:
 @pytest.mark.slow
 def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, FirstCall]) -> None:
     miss, hit = miss_and_hit
-    assert len(hit.ran) <= 22, hit.ran
+    assert len(hit.ran) <= 27, hit.ran
     assert len(miss.ran) <= 80, miss.ran
 
 
@@ -272,7 +272,7 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(
     assert not ours & {f"answers.{name}" for name in ("assigned", "nearest", "ranks", "recording", "why_missed")}
     assert not ours & {f"api.{name}" for name in ("compile_check", "contextual", "tune_many", "tuning_cache")}
     assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep", "transport.pickling"))]
-    assert len(ours) <= 35
+    assert len(ours) <= 40
     recording = {"answers.recording", "cache.journal"}
     assert not recording & ours
     cached = {"QUARANTUNE_CACHE_DIR": str(program.with_name("cache"))}
