@@ -34,6 +34,7 @@ class Jobs:
         compiled: how many were compiled for other workers.
         lost_compilers: how many ended the worker that compiled them.
         has_loaded: whether a worker could load a program that another had compiled.
+        will_measure: whether a config is measured, as far as known; not while all programs so far are recalled.
         unloadable: why programs that other workers compiled cannot be loaded; empty while one may be.
     """
 
@@ -56,6 +57,7 @@ class Jobs:
         self.compiled = 0
         self.lost_compilers = 0
         self.has_loaded = False
+        self.will_measure = not plan.recall.known
         self.unloadable = ""
         self._source = source
         self._first_with: dict[str, Job] = {}
@@ -177,6 +179,7 @@ class Jobs:
         if is_default and recall.reference is None:
             recall.reference = job.program
         is_known = recall.knows(job.program) and not job.runs
+        self.will_measure |= not is_known
         self._is_measuring |= not (is_known or is_default)
         return is_known
 
@@ -203,7 +206,7 @@ class Jobs:
     def _end_held(self, job: Job, trial: Trial | None) -> None:
         self._held.remove(job)
         if trial is None:
-            job.runs = True
+            job.runs = self.will_measure = True
             self._is_measuring |= not self._reference.is_default(job.index)
             self.again(job)
             return

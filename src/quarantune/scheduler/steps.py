@@ -408,7 +408,8 @@ class SplitRoute(RouteSteps):
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""
         run = self._run
-        if not self.prepares_ahead or device.is_cramped or not run.may_start_on(device):
+        may_prepare = self.prepares_ahead and run.jobs.will_measure and not device.is_cramped
+        if not may_prepare or not run.may_start_on(device):
             return
         each = run.plan.configs_per_worker
         most = _STANDBY_WORKERS if each == 1 and not device.device.has_one_owner else 1
