@@ -106,5 +106,7 @@ def test_what_is_written_has_the_fields_that_earlier_versions_wrote(
     about = json.loads((tmp_path / "result.json").read_text())
     assert " ".join(about) == FIELDS_OF_A_RESULT
     assert {" ".join(trial) for trial in about["trials"]} == {f"{FIELDS_OF_A_TRIAL} figures program"}
-    bare = dataclasses.replace(Trial.from_json(about["trials"][0]), figures=None, program="")  # as of a function that is not jitted
+    bare = dataclasses.replace(
+        Trial.from_json(about["trials"][0]), figures=None, program=""
+    )  # as of a function that is not jitted
     assert " ".join(bare.to_json()) == FIELDS_OF_A_TRIAL

@@ -137,16 +137,16 @@ def conclusions(directory: Path, name: str, device: str, key: str) -> Journal:
     return Journal(directory, name, device, key, suffix=".final")
 
 
-def keys(directory: Path, name: str, device: str, call: str) -> Journal:
-    """Returns the journal of the keys under which one call was tuned, one for each version of the function's code.
+def keys(directory: Path, name: str, device: str, arrays: str) -> Journal:
+    """Returns the journal of the keys under which calls with the same arrays were tuned, whatever the function's code.
 
     Args:
         directory: the cache directory.
         name: the function.
         device: the kind of device.
-        call: the part of the key that describes the call.
+        arrays: the descriptions of the arrays.
     """
-    return Journal(directory, name, device, call, suffix=".keys")
+    return Journal(directory, name, device, arrays, suffix=".keys")
 
 
 def discard_all(directory: Path, name: str, problem: str = PROBLEM) -> None:

@@ -160,6 +160,8 @@ class Jobs:
 
     def first_with(self, program: str, job: Job) -> Job:
         """Returns the job that runs a program: an earlier one, or `job`."""
+        if job.runs:
+            self._first_with[program] = job
         return self._first_with.setdefault(program, job)
 
     def join_same_program(self, job: Job, first: Job) -> None:

@@ -22,7 +22,7 @@ from quarantune.scheduler.recall import Recall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning.compile_verdicts import CompileVerdicts
 from quarantune.values import describe
-from quarantune.values.codec import DamageError, JsonObject, as_json, decode_json
+from quarantune.values.codec import DamageError, JsonObject, as_json
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options
 from quarantune.values.space import Space
@@ -45,6 +45,8 @@ _WAIT_MESSAGE_S = 5.0
 """How often a waiting job reports that it waits."""
 _MOST_KEYS = 16
 """From the sweeps of this many versions of the code, the latest ones, trials are recalled."""
+_ARRAY = frozenset({"shape", "leaves"})
+"""An argument that is an array, or contains arrays, has one of these in its description."""
 _FATAL = 2
 """How often a process must end while it runs a config for the config to be the cause, and not chance."""
 
@@ -75,13 +77,10 @@ class ClaimAndJournal:
         self._journal = Journal(settings.cache_dir, *call.id)
         self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
         self._verdicts = CompileVerdicts(call, limits, settings.cache_dir, *settings.cache_path)
-        parts = decode_json(call.id.key)
-        self._keys = journal.keys(
-            settings.cache_dir,
-            call.id.name,
-            call.id.device,
-            canonical_json({name: parts[name] for name in ("call", "jax") if name in parts}),
+        arrays = sorted(
+            canonical_json(it) for it in call.values.values() if isinstance(it, dict) and _ARRAY & it.keys()
         )
+        self._keys = journal.keys(settings.cache_dir, call.id.name, call.id.device, canonical_json(arrays))
         parts = call.call.function.fingerprint.parts
         self._terms = short_hash(canonical_json({name: parts[name] for name in parts if name.startswith("option:")}))
         self._ended: collections.Counter[int] = collections.Counter()  # by the config's index, as in `ended_processes`
@@ -165,9 +164,10 @@ class ClaimAndJournal:
             self._claim.leave_failure({**terms, "trials": [trial.to_json() for trial in trials]})
 
     def recall(self, options: Options, *, start_over: bool) -> Recall:
-        """Returns the trials of earlier sweeps of the call by program, whatever the code was, and notes this sweep.
+        """Returns the trials of earlier sweeps by program, whatever the code was, and notes this sweep.
 
-        Trials that were judged by other options do not count.
+        They are of calls with such arrays, whatever the other arguments. Trials that were judged by other options do not
+        count.
 
         Args:
             options: the author's options.
