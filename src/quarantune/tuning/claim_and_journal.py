@@ -45,8 +45,6 @@ _WAIT_MESSAGE_S = 5.0
 """How often a waiting job reports that it waits."""
 _MOST_KEYS = 16
 """From the sweeps of this many versions of the code, the latest ones, trials are recalled."""
-_ARRAY = frozenset({"shape", "leaves"})
-"""An argument that is an array, or contains arrays, has one of these in its description."""
 _FATAL = 2
 """How often a process must end while it runs a config for the config to be the cause, and not chance."""
 
@@ -77,9 +75,8 @@ class ClaimAndJournal:
         self._journal = Journal(settings.cache_dir, *call.id)
         self._conclusions = journal.conclusions(settings.cache_dir, *call.id)
         self._verdicts = CompileVerdicts(call, limits, settings.cache_dir, *settings.cache_path)
-        arrays = sorted(
-            canonical_json(it) for it in call.values.values() if isinstance(it, dict) and _ARRAY & it.keys()
-        )
+        described = [each for each in call.values.values() if isinstance(each, dict)]
+        arrays = sorted(canonical_json(each) for each in described if "shape" in each or each.get("leaves"))
         self._keys = journal.keys(settings.cache_dir, call.id.name, call.id.device, canonical_json(arrays))
         parts = call.call.function.fingerprint.parts
         self._terms = short_hash(canonical_json({name: parts[name] for name in parts if name.startswith("option:")}))
@@ -166,8 +163,8 @@ class ClaimAndJournal:
     def recall(self, options: Options, *, start_over: bool) -> Recall:
         """Returns the trials of earlier sweeps by program, whatever the code was, and notes this sweep.
 
-        They are of calls with such arrays, whatever the other arguments. Trials that were judged by other options do not
-        count.
+        They are of calls with the same arrays, whatever the other arguments. Trials that were judged by other options do
+        not count.
 
         Args:
             options: the author's options.
