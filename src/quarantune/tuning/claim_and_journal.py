@@ -163,7 +163,7 @@ class ClaimAndJournal:
     def recall(self, options: Options, *, start_over: bool) -> Recall:
         """Returns the trials of earlier sweeps by program, whatever the code was, and notes this sweep.
 
-        They are of calls with the same arrays, whatever the other arguments. Trials that were judged by other options do
+        They are of calls with the same arrays, whatever the other arguments. Trials judged by other options do
         not count.
 
         Args:
