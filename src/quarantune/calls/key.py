@@ -27,6 +27,7 @@ from quarantune.functions.description import (
     key_part,
 )
 from quarantune.values.codec import JsonObject
+from quarantune.values.describe import layout_of, sharding_of
 from quarantune.values.texts import array_text, printable
 
 if TYPE_CHECKING:
@@ -169,6 +170,27 @@ def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
         verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
         raise TypeError(f"{call.name}: {', '.join(sorted(given))} {verb} tuned here: leave {them} out")
     return described
+
+
+def check_can_travel(call: BoundCall) -> None:
+    """Raises if workers would not get an argument as the function gets it here.
+
+    Raises:
+        ValueError: an array is a sum that is yet to be made over axes of a mesh, or is not in row-major order.
+    """
+    for parameter, value in named(call.bound):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+            sharding = sharding_of(leaf) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else None
+            reason = ""
+            if sharding is not None and getattr(sharding.spec, "unreduced", None):
+                reason = f"is unreduced over {', '.join(sorted(sharding.spec.unreduced))}: reduce it before the call"
+            elif layout_of(leaf) is not None:
+                reason = f"has the layout {layout_of(leaf)}, not row-major order: copy it before the call"
+            if reason:
+                raise ValueError(
+                    f"{call.name}: {parameter}{jax.tree_util.keystr(path)} {reason}, as workers cannot make such an "
+                    f"array, or give the tunables by hand"
+                )
 
 
 def _key_values(call: BoundCall, arguments: JsonObject) -> JsonObject:

@@ -137,6 +137,7 @@ class ArraySpec:
         offset: where its bytes start in the spool, if it has any there.
         is_generated: whether the worker generates the array, because there is no concrete value.
         sharding: how it is laid out over several devices, over a mesh without them; None if it is on one device.
+        memory_kind: the memory of its device that it is in, by JAX's name; None for the device's own.
         is_transposed: whether the spool has the bytes of its transpose. A numpy array in Fortran order keeps its order,
             as the speed of a plain callable may depend on it.
     """
@@ -150,6 +151,7 @@ class ArraySpec:
     offset: int = 0
     is_generated: bool = False
     sharding: NamedSharding | None = None
+    memory_kind: str | None = None
     is_transposed: bool = False
 
     @property
@@ -221,6 +223,9 @@ def restore_array(
 def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
     if sharding is None:
         return cast("jax.Array", jax.device_put(_off_alignment(data)))
+
+    if "host" in (sharding.memory_kind or ""):  # an array from a callback lacks the memory in its type
+        return cast("jax.Array", jax.device_put(_off_alignment(data), sharding))
 
     def shard(index: Any) -> np.ndarray[Any, Any]:
         return _off_alignment(np.asarray(data[index], order="C"))

@@ -38,7 +38,13 @@ from quarantune.transport.arrays import (
 )
 from quarantune.transport.pickling import Copies, dumps, held_by, loads
 from quarantune.transport.unpicklable import explain
-from quarantune.values.describe import canonical_dtype, context_mesh, local_sharding, sharding_of
+from quarantune.values.describe import (
+    canonical_dtype,
+    context_mesh,
+    is_in_host_memory,
+    local_sharding,
+    sharding_of,
+)
 from quarantune.values.texts import shown
 
 
@@ -416,6 +422,7 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
         offset=offset,
         is_generated=is_generated,
         sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
+        memory_kind=_memory_kind(array),
         is_transposed=is_numpy and array.flags.f_contiguous and not array.flags.c_contiguous,
     )
 
@@ -426,6 +433,12 @@ def _is_committed(array: Any) -> bool:
         return False
     is_on_one = isinstance(getattr(array, "sharding", None), jax.sharding.SingleDeviceSharding)
     return is_on_one and bool(getattr(array, "committed", True))  # a struct names a device only if it is bound to it
+
+
+def _memory_kind(array: Any) -> str | None:
+    if not is_in_host_memory(array):
+        return None
+    return "pinned_host" if isinstance(array, jax.core.Tracer) else str(array.sharding.memory_kind)
 
 
 def _is_abstract(array: Any) -> bool:
@@ -480,14 +493,14 @@ def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
 
 def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
     """Returns the place of an array in this process; None for one that is free to be anywhere."""
-    if spec.is_committed:
-        place: Sharding = jax.device_put(np.zeros(())).sharding  # where JAX puts what nobody has placed
-        return place
-    if spec.sharding is None:
-        return None
+    place: Sharding | None = None
     if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
-        return own
-    return NamedSharding(mesh_like(spec.sharding.mesh), spec.sharding.spec)
+        place = own
+    elif spec.sharding is not None:
+        place = NamedSharding(mesh_like(spec.sharding.mesh), spec.sharding.spec)
+    elif spec.is_committed or spec.memory_kind:
+        place = jax.device_put(np.zeros(())).sharding  # where JAX puts what nobody has placed
+    return place.with_memory_kind(spec.memory_kind) if place is not None and spec.memory_kind else place
 
 
 def _with_arrays(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:

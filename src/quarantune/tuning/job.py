@@ -15,7 +15,7 @@ from quarantune.answers.layers import Layers, open_store
 from quarantune.answers.memory import Memory
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
-from quarantune.calls.key import KeyedCall
+from quarantune.calls.key import KeyedCall, check_can_travel
 from quarantune.engine.place import place_of
 from quarantune.host.process import in_sandbox, is_interruption, lazy
 from quarantune.measure import finals, model
@@ -121,6 +121,7 @@ class TuningJob:
             TypeError: the function cannot be tuned where it is called.
         """
         check_outside(keyed.call)
+        check_can_travel(keyed.call)
         if keyed.axes is not None:
             keyed.axes.check(keyed.call.name)
         self._keyed, self._key, self._now, self._tuning = keyed, keyed.id, now, tuning

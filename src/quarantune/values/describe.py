@@ -46,6 +46,8 @@ _PLUGINS = {
 }
 """The packages that compile for a platform, beside jaxlib."""
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_SUMS = ("unreduced", "reduced")
+"""The axes of a mesh over which an array is a sum that is yet to be made, or was."""
 
 
 # --- values ---
@@ -109,9 +111,10 @@ def describe_plain(value: Any) -> Any:
     if kind is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, enum.Enum):
-        return {"enum": f"{name_of(kind)}.{value.name}"}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return describe_plain(value.item())
+        return {"enum": f"{name_of(kind)}.{value.name}", "value": _describe_value(value)}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcmM":
+        is_date = value.dtype.kind in "mM"
+        return {"dtype": value.dtype.str, "value": str(value) if is_date else describe_plain(value.item())}
     if kind is complex:
         return {"complex": str(value)}
     if isinstance(value, (bytes, bytearray)):
@@ -123,6 +126,14 @@ def describe_plain(value: Any) -> Any:
     if isinstance(value, (np.ndarray, jax.Array)) and not value.dtype.hasobject:
         return describe_array(value, canonical_dtype(value.dtype)) | {"data": digest(np.asarray(value).tobytes())}
     return _describe_type(value) if isinstance(value, type) else _EMPTY
+
+
+def _describe_value(member: enum.Enum) -> Any:
+    """Describes the value of a member of an enum; by its type if it has no description."""
+    try:
+        return describe_static(member.value)
+    except TypeError:
+        return {"type": name_of(type(member.value))}
 
 
 def _describe_type(value: Any) -> Any:
@@ -278,7 +289,29 @@ def describe_array(array: Any, dtype: Any) -> JsonObject:
     sharding = _describe_sharding(array)
     if sharding is not None:
         described["sharding"] = sharding
+    if is_in_host_memory(array):
+        described["memory"] = "host"
+    if (layout := layout_of(array)) is not None:
+        described["layout"] = list(layout)
     return described
+
+
+def is_in_host_memory(array: Any) -> bool:
+    """Returns whether an array of JAX's, a tracer or a `jax.ShapeDtypeStruct` is in the memory of a device's host."""
+    if isinstance(array, jax.Array):
+        return getattr(getattr(jax.typeof(array), "memory_space", None), "name", "") == "Host"
+    sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else None
+    return "host" in (getattr(sharding, "memory_kind", None) or "")
+
+
+def layout_of(array: Any) -> tuple[int, ...] | None:
+    """Returns the order of the axes of a concrete array in memory; None for row-major order, or if JAX does not say."""
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or array.ndim < 2:
+        return None
+    with contextlib.suppress(Exception):  # a key, or an array that was deleted
+        order = tuple(cast("Any", array).format.layout.major_to_minor)
+        return None if order == tuple(range(array.ndim)) else order
+    return None
 
 
 def _describe_sharding(array: Any) -> Any:
@@ -296,10 +329,16 @@ def _describe_sharding(array: Any) -> Any:
 
 def describe_spec(spec: Any) -> list[Any]:
     """Returns a description of a `PartitionSpec`."""
-    axes = [list(axis) if isinstance(axis, tuple) else axis and str(axis) for axis in spec]
+    axes = [list(axis) if isinstance(axis, tuple) else axis and str(axis) for axis in parts_of(spec)]
     while axes and axes[-1] is None:  # P("x") and P("x", None) are one layout
         axes.pop()
-    return axes
+    further = {name: sorted(map(str, found)) for name in _SUMS if (found := getattr(spec, name, None))}
+    return [*axes, further] if further else axes
+
+
+def parts_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    """Returns the axes of a `PartitionSpec` for each dimension."""
+    return tuple(getattr(spec, "partitions", spec))
 
 
 def canonical_dtype(dtype: Any) -> Any:
@@ -326,7 +365,7 @@ def sharding_of(array: Any) -> NamedSharding | None:
     if is_tracer and AxisType.Explicit not in sharding.mesh.axis_types:
         return None
     mesh = _abstract(sharding.mesh)
-    return NamedSharding(mesh, PartitionSpec(*sharding.spec)) if mesh.size > 1 else None
+    return NamedSharding(mesh, sharding.spec) if mesh.size > 1 else None
 
 
 def _abstract(mesh: Any) -> AbstractMesh:

@@ -175,6 +175,8 @@ class Bench:
         start = time.perf_counter()
         platform = self._options.platform if target is None else target.platform
         is_apart = target is not None and not is_check
+        if is_apart and any(spec.memory_kind for spec in self._call.specs):
+            raise NeedsDeviceError("an argument is in the memory of the device's host")
         with self.traced_for(config, target, is_check=is_check, away=away or target is not None) as (traced, _):
             show(traced.jaxpr)
             if is_apart and (reason := why_device_is_needed(traced.jaxpr.jaxpr, platform)):
