@@ -112,7 +112,7 @@ def test_without_jit_values_beside_arrays_count_by_value() -> None:
     calls: list[Any] = [5, 6, 5.5, True, "5", None]
     assert len({_plainly(a, call) for call in calls}) == len(calls)
     assert len({_plainly({"a": a, "n": call}) for call in calls}) == len(calls)
-    assert _plainly({"a": a, "n": 5}) == _plainly({"n": np.int64(5), "a": a + 1})
+    assert _plainly({"a": a, "n": 5}) == _plainly({"n": 5, "a": a + 1})
 
 
 def test_structs_count_as_arrays() -> None:
@@ -292,6 +292,10 @@ class _Pair(typing.NamedTuple):
     y: int
 
 
+class _Bits(enum.IntFlag, boundary=enum.KEEP):
+    READ = 4
+
+
 class _Plain:
     def __init__(self, width: int) -> None:
         self.width = width
@@ -360,7 +364,8 @@ EQUAL = {
     "wrapping objects": (_Wrapping(_square, 2), _Wrapping(_square, 2)),
     "gradients": (jax.grad(_square), jax.grad(_square)),
     "jitted functions": (jax.jit(_square), jax.jit(_square)),
-    "numpy scalar": (np.int64(3), 3),
+    "numpy scalar": (np.int64(3), np.array(3)[()]),
+    "numpy booleans": (np.bool_(True), True),
     "dtypes": (jnp.float32, np.dtype("float32")),
     "scalar types": (np.float32, jnp.float32),
     "dataclass": (_Options(3), _Options(3, note="other")),
@@ -420,7 +425,23 @@ DIFFERENT = {
     "ordered dicts": (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
     "lists of a class": (_Many([1, 2]), _Many([1, 3])),
     "descriptions": (re.compile("a"), re.compile("b")),
+    "a numpy scalar and a number": (np.float32(2), 2.0),
+    "numpy scalars": (np.int64(2), np.int32(2)),
+    "numpy dates": (np.datetime64("2026-01-01"), np.datetime64("2026-01-02")),
+    "members of an enum": (enum.Enum("Mode", {"FAST": 1}).FAST, enum.Enum("Mode", {"FAST": 2}).FAST),  # type: ignore[attr-defined]
+    "members that hold tuples": (enum.Enum("Mode", {"A": (1, 2)}).A, enum.Enum("Mode", {"A": (1, 3)}).A),  # type: ignore[attr-defined]
+    "flags without a name": (_Bits(8), _Bits(16)),
+    "sums over axes": (jax.P("x", unreduced={"y"}), jax.P("x")),
 }
+
+
+def test_how_arrays_of_a_plain_callable_lie_in_memory_counts() -> None:
+    square = np.zeros((4, 4))
+    frozen = np.zeros((4, 4))
+    frozen.flags.writeable = False
+    arrays = [square, square.T, np.zeros((4, 8))[:, ::2], square[::-1], np.broadcast_to(np.zeros(4), (4, 4)), frozen]
+    assert len({_plainly(array) for array in arrays}) == len(arrays)
+    assert _plainly(square) == _plainly(np.zeros((8, 4))[:4])
 
 
 @pytest.mark.parametrize("name", EQUAL)

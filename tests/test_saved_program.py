@@ -77,7 +77,7 @@ def test_a_result_is_not_used_for_another_program(form: str, name: str, monkeypa
     with quarantune.settings(on_miss="error"):
         uses[form](total(name))
         monkeypatch.setenv(VARIABLE, "quick")
-        with another_program("its line 2 is 'reshape", "made by .*test_saved_program.py", "in total.*total_of"):
+        with another_program("its line 2 is '(slice|reshape)", "made by .*test_saved_program.py", "in total.*total_of"):
             if form == "lookup":
                 assert total(name).lookup(X) is None
             else:

@@ -151,7 +151,9 @@ def _is_shown_by_repr(treedef: Any) -> bool:
 
 def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
     if not is_jitted and not isinstance(leaf, jax.ShapeDtypeStruct):  # a struct stands for a JAX array
-        return describe.describe_array(leaf, leaf.dtype) if is_array(leaf) else describe.describe_static(leaf)
+        if not is_array(leaf):
+            return describe.describe_static(leaf)
+        return describe.describe_array(leaf, leaf.dtype) | _describe_memory(leaf)
     if is_array(leaf) or isinstance(leaf, np.generic):
         return describe.describe_array(leaf, describe.canonical_dtype(leaf.dtype))
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, enum.Enum):
@@ -159,6 +161,14 @@ def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
         is_wide = kind != "bool" and describe.canonical_dtype(np.dtype(np.float64)) == np.float64
         return {"scalar": kind} | ({"x64": True} if is_wide else {})
     return describe.describe_static(leaf)
+
+
+def _describe_memory(array: Any) -> JsonObject:
+    """Describes how the elements of an array of NumPy's lie in memory, unless they lie as usual."""
+    if not isinstance(array, np.ndarray):
+        return {}
+    strides = {} if array.flags.c_contiguous else {"strides": list(array.strides)}
+    return strides | ({} if array.flags.writeable else {"read_only": True})
 
 
 def is_array(leaf: Any) -> bool:

@@ -138,8 +138,9 @@ class ArraySpec:
         is_generated: whether the worker generates the array, because there is no concrete value.
         sharding: how it is laid out over several devices, over a mesh without them; None if it is on one device.
         memory_kind: the memory of its device that it is in, by JAX's name; None for the device's own.
-        is_transposed: whether the spool has the bytes of its transpose. A numpy array in Fortran order keeps its order,
-            as the speed of a plain callable may depend on it.
+        strides: the strides of an array of NumPy's in bytes, as the speed of a plain callable may depend on them; None
+            for one in row-major order.
+        is_read_only: whether nobody may write into an array of NumPy's.
     """
 
     index: int
@@ -152,7 +153,8 @@ class ArraySpec:
     is_generated: bool = False
     sharding: NamedSharding | None = None
     memory_kind: str | None = None
-    is_transposed: bool = False
+    strides: tuple[int, ...] | None = None
+    is_read_only: bool = False
 
     @property
     def ndim(self) -> int:
@@ -166,7 +168,9 @@ class ArraySpec:
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """The shape of the data in the spool, where key arrays have further axes."""
+        """The shape of the data in the spool: key arrays have further axes, and what is repeated is there once."""
+        if self.strides is not None:
+            return tuple(size if stride else 1 for size, stride in zip(self.shape, self.strides, strict=True))
         return self.shape if self.key_impl is None else self.shape + jax_internals.key_data_shape(self.key_impl)
 
     @property
@@ -178,6 +182,34 @@ class ArraySpec:
     def nbytes(self) -> int:
         """How many bytes it has in the spool; 0 if the worker generates it."""
         return 0 if self.is_generated else math.prod(self.data_shape) * self.data_dtype.itemsize
+
+    @property
+    def extent_bytes(self) -> int:
+        """The size of the memory that an array of NumPy's covers with its strides."""
+        steps = [(size - 1) * abs(stride) for size, stride in zip(self.shape, self.strides or (), strict=False)]
+        return sum(steps) + self.data_dtype.itemsize if self.strides is not None else self.nbytes
+
+    def arranged(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns an array of NumPy's in new memory, with the strides and the flag of the caller's.
+
+        Args:
+            data: the elements, as they are in the spool.
+        """
+        if self.strides is None:
+            array = data.copy()
+        else:
+            first = sum(
+                (1 - size) * stride for size, stride in zip(self.shape, self.strides, strict=True) if stride < 0
+            )
+            array = np.ndarray(self.shape, self.dtype, np.zeros(self.extent_bytes, np.uint8), first, self.strides)
+            once(array)[...] = data
+        array.flags.writeable = not self.is_read_only
+        return array
+
+
+def once(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns a view of an array without the elements that its strides repeat."""
+    return array[tuple(slice(None) if stride else slice(0, 1) for stride in array.strides)]
 
 
 def mesh_like(mesh: AbstractMesh | Mesh) -> Mesh:

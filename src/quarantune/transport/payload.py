@@ -34,6 +34,7 @@ from quarantune.transport.arrays import (
     make,
     mesh_like,
     next_start,
+    once,
     restore_array,
 )
 from quarantune.transport.pickling import Copies, dumps, held_by, loads
@@ -46,6 +47,9 @@ from quarantune.values.describe import (
     sharding_of,
 )
 from quarantune.values.texts import shown
+
+_MOST_EXTENT_BYTES, _MOST_SPREAD = 1 << 28, 16
+"""A view of NumPy's that covers more memory is refused, unless its elements fill the given share of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +261,7 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
     for spec, source in zip(packed.call.specs, packed.sources, strict=True):
         if spec.nbytes:
             data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
-            data = data.T if spec.is_transposed else data
+            data = data if spec.strides is None else once(data)
             os.lseek(fd, spec.offset, os.SEEK_SET)
             write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
@@ -307,7 +311,7 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
             )
         data = _view(spool, spec)
         if spec.is_numpy:
-            return data.copy(order="K")
+            return spec.arranged(data)
         return restore_array(data, spec.weak_type, spec.key_impl, sharding)
 
     # The mapping is closed with the last view of it.
@@ -411,7 +415,7 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
     has_value = _has_value(array)
     is_generated = not (has_value and with_value)
     is_numpy = isinstance(array, np.ndarray) and not is_generated
-    return ArraySpec(
+    spec = ArraySpec(
         index=index,
         shape=tuple(array.shape),
         # A concrete array has the dtype it has; a struct's float64 is float32 unless x64 is on.
@@ -423,8 +427,15 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
         is_generated=is_generated,
         sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
         memory_kind=_memory_kind(array),
-        is_transposed=is_numpy and array.flags.f_contiguous and not array.flags.c_contiguous,
+        strides=array.strides if is_numpy and not array.flags.c_contiguous else None,
+        is_read_only=is_numpy and not array.flags.writeable,
     )
+    if spec.extent_bytes > max(_MOST_EXTENT_BYTES, _MOST_SPREAD * spec.nbytes):
+        raise ValueError(
+            f"an argument of shape {spec.shape} is a view that is spread over {spec.extent_bytes:,} bytes, and workers "
+            f"would need as much memory: pass a copy (numpy.ascontiguousarray)"
+        )
+    return spec
 
 
 def _is_committed(array: Any) -> bool:
@@ -488,7 +499,7 @@ def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
     if spool is None or spec.nbytes == 0:
         return np.zeros(spec.data_shape, spec.data_dtype)
     flat = np.frombuffer(spool, spec.data_dtype, math.prod(spec.data_shape), spec.offset)
-    return flat.reshape(spec.data_shape[::-1]).T if spec.is_transposed else flat.reshape(spec.data_shape)
+    return flat.reshape(spec.data_shape)
 
 
 def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:

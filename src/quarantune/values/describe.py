@@ -112,7 +112,9 @@ def describe_plain(value: Any) -> Any:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, enum.Enum):
         return {"enum": f"{name_of(kind)}.{value.name}", "value": _describe_value(value)}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufcmM":
+    if isinstance(value, np.bool_):
+        return bool(value)
+    if isinstance(value, np.generic) and value.dtype.kind in "iufcmM":
         is_date = value.dtype.kind in "mM"
         return {"dtype": value.dtype.str, "value": str(value) if is_date else describe_plain(value.item())}
     if kind is complex:
