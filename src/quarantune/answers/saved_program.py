@@ -34,7 +34,7 @@ def measured_program(call: KeyedCall, best: Trial, defaults: Trial | None, *, is
         found["arguments"] = _arguments(call)
     if is_here and best.program:
         ours = program_of(call, best.config)
-        if ours is None or not is_same(ours.identity, best.program):
+        if ours is None or ours.text is None or not is_same(ours.identity, best.program):
             return {}
         found["lines"] = ours.text.short
     return found if best.program else {}
@@ -70,7 +70,11 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
     if not winner or not isinstance(program, dict) or program.get("arguments", "") not in ("", _arguments(call)):
         return ""
     ours = program_of(call, config)
-    if ours is None or is_same(ours.identity, winner):
+    if ours is None:
+        return ""
+    if ours.text is None:
+        return f"it cannot be traced: {ours.error}"
+    if is_same(ours.identity, winner):
         return ""
     lines = program.get("lines")
     return ours.text.difference(lines) if isinstance(lines, str) and lines else "its text is another one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import reprlib
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -142,6 +143,8 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     assignment = assignment_in_force.get()
     state = describe_jax_state(call.args, call.kwargs, own=None if assignment is None else assignment.text)
     parts = {"call": values, "code": function.fingerprint.digest} | ({"jax": state} if state else {})
+    if sys.flags.optimize:  # code without `assert`, and with another `__debug__`
+        parts["python"] = {"optimize": sys.flags.optimize}
     return KeyedCall(
         call=call,
         id=ProblemId(call.name, kind, canonical_json(parts)),

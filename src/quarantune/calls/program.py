@@ -21,12 +21,15 @@ class CallProgram(NamedTuple):
     """The program of a call.
 
     Attributes:
-        identity: its identity; without a second half inside a trace, where the call is not lowered by itself.
-        text: its text.
+        identity: its identity; without a second half inside a trace, where the call is not lowered by itself, and empty
+            if the program cannot be traced.
+        text: its text; None if it cannot be traced.
+        error: why it cannot be traced.
     """
 
     identity: str
-    text: ProgramText
+    text: ProgramText | None = None
+    error: str = ""
 
 
 def program_of(call: KeyedCall, config: Config) -> CallProgram | None:
@@ -37,8 +40,7 @@ def program_of(call: KeyedCall, config: Config) -> CallProgram | None:
     traced, but not lowered.
 
     Returns:
-        The program; None if the function is not jitted, its shapes are symbolic, it communicates inside `shard_map`, or
-        it cannot be traced: the call then raises the same error.
+        The program; None if the function is not jitted, its shapes are symbolic, or it communicates inside `shard_map`.
     """
     if (name := text_of(config)) not in call.programs:
         call.programs[name] = None
@@ -65,7 +67,12 @@ def _program_of(call: KeyedCall, config: Config) -> CallProgram | None:
         jitted = differentiation.with_gradient(function.fn)
     elif is_part:
         jitted = function.fn  # options for the compiler are for the outermost jit
-    traced = jitted.trace(*args, **kwargs, **keywords)
+    try:
+        traced = jitted.trace(*args, **kwargs, **keywords)
+    except Exception as error:
+        if is_interruption(error):
+            raise
+        return CallProgram("", error=f"{type(error).__name__}: {error}")
     text = ProgramText(traced.jaxpr)
     if is_part:
         return CallProgram(f"{programs.PREFIX}{text.hash}.", text)

@@ -27,7 +27,7 @@ from quarantune.functions.binding import Arguments
 from quarantune.functions.description import with_leaves
 from quarantune.host.process import adopt_program_name, import_path, is_interruption, program_name
 from quarantune.host.shared_files import write_all
-from quarantune.transport import importable
+from quarantune.transport import importable, process_state
 from quarantune.transport.arrays import (
     ArraySpec,
     concrete_data,
@@ -240,7 +240,8 @@ def _copies_of(call: Call, *, is_sent: bool) -> Copies:
 def _blob(call: Call, given: Call) -> bytes:
     """Returns two pickles, because the outer one is read before any of the user's modules is imported."""
     contexts = dumps(jax_internals.contexts())  # their values may be of the user's own classes
-    process = import_path(), jax_internals.options_to_travel(), contexts, call.devices_needed, program_name()
+    options, state = jax_internals.options_to_travel(), process_state.state()
+    process = import_path(), options, contexts, call.devices_needed, program_name(), state
     return pickle.dumps((*process, dumps(call, source=given)))
 
 
@@ -272,9 +273,10 @@ def unpack_call(blob: bytes | memoryview) -> Call:
     Args:
         blob: `PackedCall.blob`.
     """
-    paths, options, contexts, devices, program, root = pickle.loads(blob)
+    paths, options, contexts, devices, program, state, root = pickle.loads(blob)
     sys.path[:] = paths + [entry for entry in sys.path if entry not in paths]
     adopt_program_name(program)
+    process_state.adopt_before(state)
     importlib.invalidate_caches()  # the user may have written a module since this process last looked
     options = {**options, "jax_num_cpu_devices": _cpu_devices(options["jax_num_cpu_devices"], devices)}
     jax_internals.adopt_options(options)
@@ -282,6 +284,7 @@ def unpack_call(blob: bytes | memoryview) -> Call:
     # Again, as that has imported the user's modules: some register options, or set them, which the caller has undone.
     jax_internals.adopt_options(options)
     jax_internals.set_contexts(loads(contexts))
+    process_state.adopt(state)
     return call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import enum
 import functools
 import importlib.util
@@ -205,6 +206,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         # Nobody holds it in the process that it travels to.
         return _LOCKS[type(lock)], ()
 
+    def _reduce_context_variable(self, variable: contextvars.ContextVar[Any]) -> Any:
+        # What it has here is the default of its copy, which no context sets.
+        default = {} if failure_of(variable.get) else {"default": variable.get()}
+        return functools.partial(contextvars.ContextVar, variable.name, **default), ()
+
     def _reduce_weak_reference(self, reference: Any) -> Any:
         held = reference()
         return (_dead_reference, ()) if held is None else (weakref.ref, (held,))
@@ -375,6 +381,7 @@ _REDUCERS: Mapping[Any, Callable[[_Pickler, Any], Any]] = {
     types.CodeType: _Pickler._reduce_code,
     types.ModuleType: _Pickler._reduce_module,
     weakref.ref: _Pickler._reduce_weak_reference,
+    contextvars.ContextVar: _Pickler._reduce_context_variable,
     jax_internals.pjit_type: _Pickler._reduce_jitted,
     functools._lru_cache_wrapper: _Pickler._reduce_lru_cache,
     **dict.fromkeys(_LOCKS, _Pickler._reduce_lock),
