@@ -7,6 +7,7 @@ address counts by its type. (The key of a call has a stricter describer, `values
 from __future__ import annotations
 import __future__
 
+import argparse
 import ast
 import collections
 import contextlib
@@ -17,14 +18,18 @@ import functools
 import hashlib
 import inspect
 import json
+import linecache
 import logging
+import marshal
 import operator
+import os
 import re
 import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from quarantune import jax_internals
@@ -53,6 +58,13 @@ _CLASS_MACHINERY = frozenset(
 _FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
+_MANY = 1000
+"""A container with more plain values is hashed at once: describing 300,000 numbers takes 5 s."""
+_PLAIN = frozenset(LITERALS) - {type(...)}
+_SET_SHOWN = re.compile(r"\{[^:{}]+,[^:{}]*\}")
+_MUTATORS = frozenset({"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"})
+_MUTATORS |= {"popleft", "remove", "setdefault", "update"}
+_AT_FIRST = frozenset({"__init__", "__new__", "__post_init__", "__setstate__"})
 _texts: weakref.WeakKeyDictionary[types.FunctionType, dict[Any, str]] = weakref.WeakKeyDictionary()
 
 
@@ -78,7 +90,9 @@ class Fingerprint:
         return sorted(name for name in self.parts.keys() | theirs.keys() if self.parts.get(name) != theirs.get(name))
 
 
-def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> Fingerprint:
+def fingerprint(
+    fn: Callable[..., Any], *, options: Mapping[str, Any] | None = None, is_proved: bool = False
+) -> Fingerprint:
     """Returns the fingerprint of a function and the options that decide which config wins.
 
     It covers the function's code, its defaults and closure by value, and, transitively, the functions, classes
@@ -95,9 +109,23 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
     Args:
         fn: the function or other callable, wrapped or not.
         options: the options, by name. A function among them is covered as `fn` is, and its decorators count.
+        is_proved: whether the program of a call is compared before a result is used. Then what the user's code writes
+            while it runs, such as a memo, counts by its type: the key must not depend on what the process did before.
     """
     option_parts = {f"option:{name}": _hash(_describe_option(value)) for name, value in (options or {}).items()}
-    return Fingerprint(parts=_Walk(fn).parts | option_parts)
+    return Fingerprint(parts=_Walk(fn, is_proved=is_proved).parts | option_parts)
+
+
+def code_digest(arguments: Mapping[str, Any]) -> str:
+    """Returns a hash of the user's code that arguments hold; empty if there is none.
+
+    Args:
+        arguments: by name: functions, classes, and objects and containers that hold them.
+    """
+    walk = _Walk(None)
+    for name, value in arguments.items():
+        walk.visit_argument(name, value)
+    return short_hash(canonical_json(walk.parts)) if walk.parts else ""
 
 
 def reached(fn: Callable[..., Any]) -> Mapping[tuple[str, ...], Any]:
@@ -135,8 +163,9 @@ class _Walk:
     from another of the user's modules start with the name of that module.
     """
 
-    def __init__(self, fn: Callable[..., Any], *, has_parts: bool = True) -> None:
+    def __init__(self, fn: Any, *, has_parts: bool = True, is_proved: bool = False) -> None:
         self._has_parts = has_parts
+        self._is_proved = is_proved
         self.parts: dict[str, str] = {}
         self.reached: dict[tuple[str, ...], Any] = {}
         self._seen: set[int] = set()
@@ -145,7 +174,8 @@ class _Walk:
         self._module = function.__globals__ if function else {}
         self._visit_rules(fn)
         if function is None:
-            self.parts["code"] = _hash(describe(fn))
+            if fn is not None:
+                self.parts["code"] = _hash(describe(fn))
             return
         if (wrapping := _describe_wrapping(fn)) is not None:
             self.parts["bound"] = _hash(wrapping)
@@ -165,8 +195,15 @@ class _Walk:
         elif isinstance(value, type) and self._is_own(value):
             self._visit_class(value)
         else:
-            self.parts[f"{kind}:{name}"] = _hash(describe(value)) if self._has_parts else ""
+            self.parts[f"{kind}:{name}"] = _hash(describe(self._from_here(value))) if self._has_parts else ""
             self._follow(value)
+
+    def _from_here(self, value: Any) -> Any:
+        """Returns a path in the checkout as it lies from the module, wherever the checkout lies; else the value."""
+        home = os.path.dirname(os.path.abspath(self._module.get("__file__") or os.devnull))
+        if isinstance(value, PurePath) and (value.is_relative_to(home) or PurePath(home).is_relative_to(value)):
+            return ["path", os.path.relpath(value, home)]
+        return value
 
     def _visit_helper(self, part: str, value: Any, function: types.FunctionType) -> None:
         if id(function) in self._seen:
@@ -208,8 +245,12 @@ class _Walk:
         chains = _chains_of(function.__code__)
         for name in sorted({chain.root for chain in chains if chain.kind == "global"}):
             if name in function.__globals__:
-                self.reached[function.__globals__.get("__name__", ""), name] = function.__globals__[name]
-                self._visit("global", prefix + name, function.__globals__[name])
+                value = function.__globals__[name]
+                self.reached[function.__globals__.get("__name__", ""), name] = value
+                if self._is_proved and _may_be_written(value) and name in _written_in(function).names:
+                    self.parts[f"global:{prefix}{name}"] = _hash(["written", type_name(type(value))])
+                elif not _is_read_by_fields(value, [each.path for each in chains if each[:2] == ("global", name)]):
+                    self._visit("global", prefix + name, value)
         for name in (chain.root for chain in chains if chain.kind == "import"):
             # No part, as it may or may not be imported by now.
             for module in (sys.modules.get(name), sys.modules.get(f"{function.__globals__.get('__package__')}.{name}")):
@@ -268,12 +309,15 @@ class _Walk:
             return
         if isinstance(value, (type, types.ModuleType)) or not isinstance(fields, dict) or not label:
             return
-        if plain_function(value) or describe(value) != [type_name(type(value)), ""]:
+        if plain_function(value) or not (_is_open(value) or describe(value) == [type_name(type(value)), ""]):
+            return
+        if self._is_proved and name in _written_in(value).attributes:
             return
         if name in fields and not isinstance(attribute(type(value), name), functools.cached_property):
             self._visit("global", f"{label}.{name}", fields[name])
         elif is_users_class(type(value)):
-            self.parts[f"global:{label}.fields"] = _hash(_describe_instance(value))
+            left_out = _written_in(value).attributes if self._is_proved else frozenset()
+            self.parts[f"global:{label}.fields"] = _hash(_describe_instance(value, left_out=left_out))
         elif name:
             with contextlib.suppress(Exception):  # a flag that is not parsed yet
                 if isinstance(found := getattr(value, name), LITERALS):
@@ -331,6 +375,22 @@ class _Walk:
             if isinstance(fields, dict):
                 self._visit_held(type_name(type(value)), {str(name): item for name, item in fields.items()})
 
+    def visit_argument(self, name: str, value: Any, depth: int = 0) -> None:
+        """Visits the user's code in an argument: nobody sees here which of its methods are called."""
+        if isinstance(value, LITERALS) or id(value) in self._followed or depth > _DEEPEST_FOLLOWED:
+            return
+        if isinstance(value, type) or plain_function(value) is not None:
+            if is_users_class(value) if isinstance(value, type) else _is_users(value):
+                self._visit("argument", name, value)
+            return
+        self._followed[id(value)] = value
+        items = _items(value)
+        if is_users_class(type(value)):
+            self._visit_class(type(value))
+            items = items or getattr(value, "__dict__", {}).values()
+        for item in items or ():
+            self.visit_argument(name, item, depth + 1)
+
     def _visit_held(self, holder: str, held: Mapping[str, Any]) -> None:
         """Visits the user's own functions that a library's function or object was given: `haiku.transform(f)`."""
         for name, value in sorted(held.items()):
@@ -347,6 +407,68 @@ class _Walk:
             for item in (*value.args, *value.keywords.values()):
                 self._follow(item)
             value = value.func
+
+
+def _is_open(value: Any) -> bool:
+    """Returns whether an object shows its fields to everybody, so that the code that reads it names them."""
+    return isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def _is_read_by_fields(value: Any, paths: Sequence[tuple[str, ...]]) -> bool:
+    """Returns whether code names nothing but fields of an open object."""
+    return _is_open(value) and hasattr(value, "__dict__") and all(path and path[0] in vars(value) for path in paths)
+
+
+def _may_be_written(value: Any) -> bool:
+    return not (callable(value) or isinstance(value, (type, types.ModuleType)))
+
+
+class _Written(NamedTuple):
+    """What the functions of a module write while they run.
+
+    Attributes:
+        names: globals.
+        attributes: attributes of objects, outside of the methods that make these.
+    """
+
+    names: frozenset[str] = frozenset()
+    attributes: frozenset[str] = frozenset()
+
+
+def _written_in(thing: Any) -> _Written:
+    """Returns what is written in the module of a function, or of the class of an object."""
+    names = getattr(thing, "__globals__", None) or vars(sys.modules.get(type(thing).__module__, object))
+    file = names.get("__file__")
+    return _written_in_file(file) if isinstance(file, str) and not is_installed(file) else _Written()
+
+
+@functools.lru_cache(maxsize=256)
+def _written_in_file(file: str) -> _Written:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return _Written()
+    names, attributes = set[str](), set[str]()
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        nodes = list(ast.walk(function))
+        outer = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+        stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names |= stored & outer
+        for node in nodes:
+            target: Any = None
+            if isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+                target = node if isinstance(node, ast.Attribute) else node.value
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _MUTATORS:
+                target = node.func.value
+            if isinstance(target, ast.Name) and target.id not in stored - outer:
+                names.add(target.id)
+            elif isinstance(target, ast.Attribute) and function.name not in _AT_FIRST:
+                attributes.add(target.attr)
+    return _Written(frozenset(names), frozenset(attributes))
 
 
 def _items(value: Any) -> Iterable[Any] | None:
@@ -555,6 +677,8 @@ def _describe_parts(value: Any, inside: Around) -> Any:
         return [kind, repr(value)]
     if isinstance(value, types.CodeType):
         return [kind, describe_code(value)]
+    if isinstance(value, (list, tuple, dict)) and len(value) > _MANY and _are_literals(value):
+        return [kind, hashlib.sha256(marshal.dumps(value, 0)).hexdigest()]
     if isinstance(value, (list, tuple)):
         return [kind, [describe(item, inside) for item in value]]
     if isinstance(value, (set, frozenset)):
@@ -576,9 +700,16 @@ def _describe_parts(value: Any, inside: Around) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return [kind, describe(fields, inside)]
-    if _holds_set(value):  # a repr shows a set in an order that differs from process to process
+    # A repr shows a set in an order that differs from process to process.
+    if _holds_set(value) or _SET_SHOWN.search(stable_repr(value)):
         return [kind, describe(_state(value), inside)]
     return [kind, stable_repr(value)]
+
+
+def _are_literals(value: Any) -> bool:
+    """Returns whether a large container holds plain values alone; its exact type says how it is written down."""
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return type(value) in (list, tuple, dict) and set(map(type, items)) <= _PLAIN
 
 
 def stable_repr(value: Any) -> str:
@@ -679,7 +810,9 @@ def _describe_wrapping(value: Any) -> Any:
     return None if plain_function(value) else ["callable", _describe_instance(value)]
 
 
-def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
+def _describe_instance(
+    value: Any, seen: dict[int, Any] | None = None, *, left_out: Collection[str] = frozenset()
+) -> Any:
     """Describes the object of a method, or a callable object: by its fields if its repr shows only an address."""
     described, seen = describe(value), {} if seen is None else seen
     if described != [type_name(type(value)), ""]:
@@ -692,7 +825,8 @@ def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
         # A dict, or a pair of them for a class with slots.
         parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
         fields = {name: field for part in parts for name, field in without_caches(value, part).items()}
-        return [*described, [[name, _describe_instance(fields[name], seen)] for name in sorted(fields)]]
+        kept = sorted(fields.keys() - left_out)
+        return [*described, [[name, _describe_instance(fields[name], seen)] for name in kept]]
     except Exception:
         return described
 

@@ -163,7 +163,7 @@ class TunedFunction:
     @lazy
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the function's code and of the options that affect which config wins."""
-        return fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
+        return fingerprint(inspect.unwrap(self.fn), options=self.options.deciding(), is_proved=self.is_jitted)
 
     @lazy
     def identity(self) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from quarantune.cache.fingerprint import code_digest
 from quarantune.cache.store import canonical_json
 from quarantune.calls.call import BoundCall
 from quarantune.devices import discovery
@@ -143,6 +144,8 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     assignment = assignment_in_force.get()
     state = describe_jax_state(call.args, call.kwargs, own=None if assignment is None else assignment.text)
     parts = {"call": values, "code": function.fingerprint.digest} | ({"jax": state} if state else {})
+    if not function.is_jitted and (code := code_digest(call.values)):
+        parts["code of arguments"] = code
     if sys.flags.optimize:  # code without `assert`, and with another `__debug__`
         parts["python"] = {"optimize": sys.flags.optimize}
     return KeyedCall(
