@@ -171,7 +171,7 @@ def test_inside_a_trace_programs_are_compared(monkeypatch: pytest.MonkeyPatch) -
     assert found == [""]
 
 
-def test_only_the_defaults_are_traced_in_this_process() -> None:
+def test_only_the_defaults_and_the_winner_are_traced_in_this_process() -> None:
     traced = []
 
     @quarantune.autotune({"n": [4, 1, 2, 3]}, rep=1, warmup=0)
@@ -180,8 +180,8 @@ def test_only_the_defaults_are_traced_in_this_process() -> None:
         traced.append(n)
         return x * n / n
 
-    noting.tune(jnp.ones(4))
-    assert set(traced) == {2}
+    winner = noting.tune(jnp.ones(4)).best_config["n"]
+    assert set(traced) == {2, winner}
 
 
 def _lines(fn: Callable[..., Any], *args: Any) -> ProgramLines:
