@@ -1,0 +1,21 @@
+"""No edit of a kernel has a saved result used for another program, or an unchanged program measured again."""
+
+from __future__ import annotations
+
+import pytest
+from check_edits import EDITS, KERNELS, run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "jax rms_norm"])
+def test_edits_neither_misuse_a_result_nor_measure_a_program_again(name: str) -> None:
+    (counts,) = run([name], 24, seed=7).values()
+    assert counts["misused"] == 0, counts
+    assert counts["measured again"] == 0, counts
+    assert counts["equal"] >= 4
+    assert counts["different"] >= 2
+
+
+def test_there_are_edits_of_twelve_kernels() -> None:
+    assert len(KERNELS) == 12
+    assert len(set(EDITS)) >= 15
