@@ -64,6 +64,8 @@ class FakeWorker:
     immortal: bool = False
 
     def says(self, kind: str, phase: str, **more: Any) -> Said:
+        if "program" in more:  # the half of its identity that says all about it
+            more["program"] = f"traced.{more['program']}" if more["program"] else ""
         return Said(self.number, {"message": kind, "trial": self.trial, "phase": phase, **more})
 
     def ends(self, status: int | None = 0) -> Ended:

@@ -21,7 +21,7 @@ import quarantune
 from quarantune import CacheMissError, CacheWarning, TuningCache
 from quarantune.transport import programs
 from quarantune.transport.program_text import ProgramText
-from quarantune.values.trial import is_same, is_whole
+from quarantune.values.trial import is_same, lowered_half
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -281,7 +281,7 @@ PAIRS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 def test_two_programs_have_two_identities(pair: str) -> None:
     one, other = PAIRS[pair]
     assert text(one) == text(one) != text(other)
-    assert is_whole(identity(one))
+    assert lowered_half(identity(one))
     assert identity(one) == identity(one) != identity(other)
     assert not is_same(identity(one), identity(other))
 
@@ -328,7 +328,7 @@ def test_a_kernel_is_the_same_wherever_its_lines_stand(tmp_path: Path) -> None:
 
     here = told("here", "", 2.0, "1")
     assert len(here) == 2
-    assert all(map(is_whole, here))
+    assert all(map(lowered_half, here))
     assert told("there", "# moved\n\n\n", 2.0, "2") == here
     assert set(told("other", "", 3.0, "1")).isdisjoint(here)
 
@@ -337,4 +337,5 @@ def test_identities_without_a_second_half_are_compared_by_the_first() -> None:
     assert is_same("program:a.b", "program:a.")
     assert is_same("program:a.", "program:a.b")
     assert not is_same("program:a.b", "program:a.c")
+    assert is_same("program:a.b", "program:c.b"), "of another trace, and lowered alike"
     assert not is_same("program:a.", "program:b.")

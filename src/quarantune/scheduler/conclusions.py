@@ -14,7 +14,7 @@ from quarantune.scheduler.steps import RouteSteps
 from quarantune.scheduler.verdicts import raised, shortage, too_large
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
-from quarantune.values.trial import READY, Outcome, Phase, Route, is_whole
+from quarantune.values.trial import READY, Outcome, Phase, Route, lowered_half
 
 _logger = logging.getLogger("quarantune")
 
@@ -113,7 +113,8 @@ class Conclusions:
         self._route.on_lowered(reply.outputs)
         job.program = reply.program
         jobs = self._run.jobs
-        first = jobs.first_with(reply.program, job) if is_whole(reply.program) else job
+        lowered = lowered_half(reply.program)
+        first = jobs.first_with(lowered, job) if lowered else job
         is_known = jobs.note_program(job)
         if is_known or first is not job:
             self._run.on_phase(job.index, READY)

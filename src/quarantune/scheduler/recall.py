@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from quarantune.measure.finals import Final
 from quarantune.sandbox.messages import tail_of
-from quarantune.values.trial import Trial
+from quarantune.values.trial import Trial, lowered_half
 
 _MOST_KNOWN = 2048
 """Each task to compile a config lists the known programs; this many take 30 kB."""
@@ -38,13 +38,13 @@ class Recall:
         """Takes the trials of earlier sweeps.
 
         Args:
-            trials: the trials by their program and their reference.
+            trials: the trials by the `lowered_half` of their program and of their reference.
             finals: the trials of the finalists of each earlier sweep, with their rounds, the latest last.
             has_reference: whether outputs are compared with the output of the defaults.
         """
         self.reference: str | None = None if has_reference else NO_REFERENCE
         self._trials = dict(trials or {})
-        self.known = tuple(dict.fromkeys(tail_of(program) for program, _ in self._trials))[-_MOST_KNOWN:]
+        self.known = tuple(dict.fromkeys(lowered[-12:] for lowered, _ in self._trials))[-_MOST_KNOWN:]
         self._known = frozenset(self.known)
         self._finals = finals
 
@@ -54,7 +54,8 @@ class Recall:
 
     def trial(self, program: str) -> Trial | None:
         """Returns the trial of a program for the reference of this sweep; None if there is none."""
-        found = None if self.reference is None else self._trials.get((program, self.reference))
+        reference = None if self.reference is None else lowered_half(self.reference)
+        found = None if reference is None else self._trials.get((lowered_half(program), reference))
         return None if found is None else dataclasses.replace(found, recalled_from=found.recalled_from or found.ended_s)
 
     def final(self, contenders: Mapping[int, Trial]) -> Final:
@@ -68,7 +69,8 @@ class Recall:
         """
         if all(trial.recalled_from is not None for trial in contenders.values()):
             for finalists in reversed(self._finals):
-                rounds_ms = {trial.program: trial.samples_ms for trial in finalists}
-                if rounds_ms.keys() >= {trial.program for trial in contenders.values()}:
-                    return Final({index: rounds_ms[trial.program] for index, trial in contenders.items()})
+                rounds_ms = {lowered_half(trial.program): trial.samples_ms for trial in finalists}
+                programs = {index: lowered_half(trial.program) for index, trial in contenders.items()}
+                if rounds_ms.keys() >= set(programs.values()):
+                    return Final({index: rounds_ms[program] for index, program in programs.items()})
         return Final()

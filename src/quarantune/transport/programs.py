@@ -85,7 +85,7 @@ def identity(
     """Returns a hash that two programs share only if they do the same, whatever the functions are called.
 
     It has two halves: the first is a hash of the traced program, the second of the program's text, its interface and
-    the compiler options. The lines of a kernel's source are part of its text, so that its jaxpr stands for it.
+    the compiler options. The lines of a kernel's source are part of its text, so that the traced program stands for it.
 
     Args:
         lowered: the program.
@@ -105,7 +105,8 @@ def identity(
         tree = describe_structure(lowered.out_tree)
     except TypeError:  # of a class that shows only its address
         tree = _ADDRESS.sub("", str(lowered.out_tree))
-    whole = f"{interface} {tree} {text_of(compiler_options)} {_normal(text)}"
+    kernels = traced.hash if _has_kernels(text) else ""
+    whole = f"{interface} {tree} {text_of(compiler_options)} {kernels} {_normal(text)}"
     return f"{PREFIX}{traced.hash}.{hashlib.sha256(whole.encode()).hexdigest()[:24]}"
 
 
@@ -113,7 +114,7 @@ def _normal(text: str) -> str:
     """Returns the text of a program without notes, places, and the names of its functions."""
     if "@empty_mesh" in text:
         text = _PLACES.sub("", text)
-    if any(f"custom_call @{kernel}" in text for kernel in _KERNELS):
+    if _has_kernels(text):
         text = "\n".join(map(_without_source, text.split("\n")))
     text = _NOTES.sub("", text)
     numbers = {name: f"@{number}" for number, name in enumerate(dict.fromkeys(_DEFINED.findall(text)))}
@@ -122,7 +123,11 @@ def _normal(text: str) -> str:
 
 def _without_source(line: str) -> str:
     """Returns a line without the text of a kernel, if it calls one."""
-    return _QUOTED.sub("", line) if any(f"custom_call @{kernel}" in line for kernel in _KERNELS) else line
+    return _QUOTED.sub("", line) if _has_kernels(line) else line
+
+
+def _has_kernels(text: str) -> bool:
+    return any(f"custom_call @{kernel}" in text for kernel in _KERNELS)
 
 
 # --- line by line ---

@@ -34,7 +34,7 @@ from quarantune.values.trial import (
     Route,
     Trial,
     TuningFailedError,
-    is_whole,
+    lowered_half,
 )
 
 _HEARTBEAT_S = 1.0
@@ -186,8 +186,9 @@ class ClaimAndJournal:
                 with contextlib.suppress(KeyError, DamageError):
                     trial, reference = Trial.from_json(record["trial"]), record["reference"]
                     counts = record["versions"] == describe.versions() and self._still_counts(trial, record)
-                    if counts and isinstance(reference, str) and is_whole(trial.program):
-                        trials[trial.program, reference] = trial
+                    lowered = lowered_half(trial.program)
+                    if counts and isinstance(reference, str) and lowered:
+                        trials[lowered, lowered_half(reference)] = trial
             for record in journal.conclusions(*of).each():
                 with contextlib.suppress(KeyError, DamageError, TypeError):
                     finals.append([Trial.from_json(each) for each in record["finalists"]])
@@ -212,7 +213,7 @@ class ClaimAndJournal:
                 if index is None:
                     continue
                 self._ended[index] = ended_processes(self._ended[index], trial)
-                if is_whole(trial.program) and "reference" in record:
+                if lowered_half(trial.program) and "reference" in record:
                     trials.pop(index, None)
                 elif self._still_counts(trial, record):
                     trials[index] = dataclasses.replace(trial, config=configs[index])

@@ -199,15 +199,18 @@ NO_FIGURES = CompilerFigures()
 """Those of a program whose figures are not known."""
 
 
-def is_whole(program: str) -> bool:
-    """Returns whether an identity says all about its program, so that configs that share it share a trial."""
-    return bool(program) and not program.endswith(".")
+def lowered_half(program: str) -> str:
+    """Returns the half of an identity that says all about a program: those that share it share a trial.
+
+    It is empty if the identity has none; see `transport.programs.identity`.
+    """
+    return program.partition(".")[2]
 
 
 def is_same(program: str, other: str) -> bool:
-    """Returns whether two identities may be of one program: their halves are equal, as far as both have them."""
-    pairs = zip(program.split("."), other.split("."), strict=False)
-    return all(ours == theirs or not (ours and theirs) for ours, theirs in pairs)
+    """Returns whether two identities are of one program, as far as they can be compared."""
+    (traced, _, lowered), (other_traced, _, other_lowered) = program.partition("."), other.partition(".")
+    return lowered == other_lowered if lowered and other_lowered else traced == other_traced
 
 
 # --- trials ---

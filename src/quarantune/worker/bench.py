@@ -28,7 +28,7 @@ from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.program_text import ProgramText
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
-from quarantune.values.trial import ArrayKind, CompilerFigures, CompileTarget, is_whole
+from quarantune.values.trial import ArrayKind, CompilerFigures, CompileTarget, lowered_half
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.deviceless import abstract_device, products, why_device_is_needed
@@ -216,7 +216,7 @@ class Bench:
             time.perf_counter() - start,
             cache_entries,
             calls_back=programs.calls_back(text),
-            identity=identity if is_whole(identity) and (on_gpu or target is not None) else None,
+            identity=identity if lowered_half(identity) and (on_gpu or target is not None) else None,
             coarsest=coarsest,
             figures=figures,
         )
