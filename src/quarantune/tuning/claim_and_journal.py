@@ -81,6 +81,7 @@ class ClaimAndJournal:
         parts = call.call.function.fingerprint.parts
         self._terms = short_hash(canonical_json({name: parts[name] for name in parts if name.startswith("option:")}))
         self._ended: collections.Counter[int] = collections.Counter()  # by the config's index, as in `ended_processes`
+        self._is_noted = False
         self._unsaved: CacheWriteError | None = None
         self._claim: Claim | None = None
         self._next_heartbeat = 0.0
@@ -161,7 +162,7 @@ class ClaimAndJournal:
             self._claim.leave_failure({**terms, "trials": [trial.to_json() for trial in trials]})
 
     def recall(self, options: Options, *, start_over: bool) -> Recall:
-        """Returns the trials of earlier sweeps by program, whatever the code was, and notes this sweep.
+        """Returns the trials of earlier sweeps by program, whatever the code was.
 
         They are of calls with the same arrays, whatever the other arguments. Trials judged by other options do
         not count.
@@ -170,11 +171,8 @@ class ClaimAndJournal:
             options: the author's options.
             start_over: whether no trial counts.
         """
-        mine = {"key": self._id.key, "terms": self._terms}
         known = self._keys.records()
-        if mine not in known:
-            with self.saving():
-                self._keys.append(mine)
+        self._is_noted = {"key": self._id.key, "terms": self._terms} in known
         alike = [] if start_over else [each for each in known if each.get("terms") == self._terms]
         latest = [*dict.fromkeys(key for each in alike if isinstance(key := each.get("key"), str))][-_MOST_KEYS:]
         trials: dict[tuple[str, str], Trial] = {}
@@ -267,9 +265,13 @@ class ClaimAndJournal:
             "versions": describe.versions(),
             **({"reference": reference} if trial.program else {}),
         }
+        mine = {"key": self._id.key, "terms": self._terms}
         with self.saving():
+            if not self._is_noted:
+                self._is_noted = True
+                self._keys.append(mine)
             if is_untuned:
-                self._keys.append({"key": self._id.key, "terms": self._terms, **record})
+                self._keys.append({**mine, **record})
                 return
             if self._is_jitted:
                 self._verdicts.note(trial, source="a sweep")
