@@ -700,7 +700,7 @@ def test_a_config_with_trouble_at_another_shape_runs_last(
 def test_an_impossible_time_in_the_journal_is_measured_again(
     name: str, cache_dir: Path, swept: list[list[Any]], absurd_ms: float
 ) -> None:
-    @quarantune.autotune({"n": [20, 21, 400_000]}, rep=3, name=name)
+    @quarantune.autotune({"n": [20, 400_000]}, rep=3, name=name)
     @functools.partial(jax.jit, static_argnames=["n"])
     def work(x: Any, n: int = 20) -> Any:
         return x + 0 * jax.lax.fori_loop(0, n, lambda _, y: y * 1.01, x)
@@ -717,11 +717,11 @@ def test_an_impossible_time_in_the_journal_is_measured_again(
     file.write_text("".join(lines))
     (cache_dir / f"{name}.json").unlink()  # as if the sweep had been interrupted
     swept.clear()
-    again = quarantune.autotune({"n": [20, 21, 400_000]}, rep=3, name=name)(work.__wrapped__)
+    again = quarantune.autotune({"n": [20, 400_000]}, rep=3, name=name)(work.__wrapped__)
     with one_warning("1 records of the journal", "are no trials"):
         again(X)
-    assert [sorted(each) for each in swept] == [[20, 400_000]], "the defaults, too, as it is compared with their output"
-    assert again.lookup(X) != {"n": 400_000}
+    assert swept == [[400_000]]
+    assert again.lookup(X) == {"n": 20}
 
 
 def test_a_config_that_timed_out_runs_again_under_a_longer_deadline(name: str, tmp_path: Path) -> None:

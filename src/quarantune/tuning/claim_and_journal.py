@@ -195,8 +195,7 @@ class ClaimAndJournal:
     def read(self, configs: Space) -> dict[int, Trial]:
         """Returns the trials of an interrupted sweep that settle a config, by the config's index.
 
-        A trial with a program is recalled by the program, once it is known which one the config has now. Configs that
-        ended the processes that ran them are settled, too.
+        Configs that ended the processes that ran them are settled, too.
 
         Args:
             configs: the configs.
@@ -211,10 +210,9 @@ class ClaimAndJournal:
                 if index is None:
                     continue
                 self._ended[index] = ended_processes(self._ended[index], trial)
-                if lowered_half(trial.program) and "reference" in record:
-                    trials.pop(index, None)
-                elif self._still_counts(trial, record):
-                    trials[index] = dataclasses.replace(trial, config=configs[index])
+                if self._still_counts(trial, record):
+                    when = trial.recalled_from or trial.ended_s
+                    trials[index] = dataclasses.replace(trial, config=configs[index], recalled_from=when)
             except (KeyError, DamageError):
                 refused += 1
         if refused:

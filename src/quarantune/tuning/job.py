@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from quarantune.answers.memory import Memory
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, check_can_travel
+from quarantune.calls.program import program_of
 from quarantune.engine.place import place_of
 from quarantune.host.process import in_sandbox, is_interruption, lazy
 from quarantune.measure import finals, model
@@ -46,6 +48,7 @@ from quarantune.values.trial import (
     Trial,
     TuningFailedError,
     count_outcomes,
+    is_same,
     pruned_trial,
 )
 
@@ -178,7 +181,7 @@ class TuningJob:
                 if self._start_over:
                     self._records.discard()
                 else:
-                    self._ledger.recall(found)
+                    self._ledger.recall(self._of_this_program(found))
                 self._recall = self._records.recall(self._options, start_over=self._start_over)
                 progress.on_interrupt(
                     "they are kept: the next run of the program goes on from there (here: tune or run with resume=True)"
@@ -245,6 +248,21 @@ class TuningJob:
     def _record(self, index: int, trial: Trial) -> None:
         if trial.outcome is not Outcome.NOT_RUN:
             self._append(index, trial)
+
+    def _of_this_program(self, found: Mapping[int, Trial]) -> Mapping[int, Trial]:
+        """Returns the trials of an interrupted sweep by config, if the best config still has the program of its trial.
+
+        If not, only their programs tell what they are worth, which workers find out as they lower each config.
+        """
+        usable = [trial for trial in found.values() if trial.is_usable and trial.program]
+        ours = None
+        if usable and place_of(self._now.settings).is_here:
+            best = min(usable, key=lambda trial: trial.merit or math.inf)
+            ours = program_of(self._keyed, best.config)
+        is_proved = ours is None or is_same(ours.identity, best.program)
+        if is_proved and self._key not in self._tuning.layers.differences:
+            return found
+        return {index: trial for index, trial in found.items() if not trial.program}
 
     def _record_defaults(self, trial: Trial) -> None:
         if trial.outcome not in UNSETTLED:
