@@ -265,8 +265,11 @@ def an_annotation(rng: random.Random, tree: ast.Module) -> None:
 
 
 def lines(rng: random.Random, tree: ast.Module) -> None:
-    """Moves the code down by some lines; the text is indented anew, too."""
-    tree.body.insert(_after_future(tree), ast.parse("\n" * rng.randrange(20) + "pass").body[0])
+    """Adds comments and empty lines."""
+    function = rng.choice(_functions(tree))
+    added = f"# edited {rng.random()}\n" + rng.choice(["", "\n", "# and more\n"]) * rng.randrange(20)
+    # A name is written as it is. Comments need no indentation.
+    function.body.insert(rng.randrange(len(function.body)), ast.Expr(ast.Name(added)))
 
 
 def _after_future(tree: ast.Module) -> int:
@@ -315,13 +318,15 @@ class Edited:
         return importlib.import_module("edited_module").tuned
 
     def texts(self, tuned: Any) -> dict[str, str]:
-        """Returns the lowered text of each config, without the names of functions."""
+        """Returns the lowered text of each config, with functions numbered in place of their names."""
         return {str(config): self.text(tuned, config) for config in _grid(self.kernel.space)}
 
     def text(self, tuned: Any, config: dict[str, Any]) -> str:
         """Returns the lowered text of one config."""
         text = tuned.__wrapped__.lower(*self.arguments, **config).as_text()
-        return re.sub(r"@[\w.]+", "@name", text)
+        # One name for all would hide that another function is called.
+        numbers: dict[str, int] = {}
+        return re.sub(r"@[\w.]+", lambda name: f"@{numbers.setdefault(name[0], len(numbers))}", text)
 
 
 def _grid(space: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -390,14 +395,16 @@ def run(names: list[str], edits: int, seed: int) -> dict[str, collections.Counte
                 tuned = edited.load(source_of(kernel))
                 tuned.tune(*edited.arguments)
                 originals = edited.texts(tuned)
-            for number in range(edits):
+            while counts["edits"] < edits:
                 edit = rng.choice(EDITS)
                 try:
                     source = source_of(kernel, functools.partial(edit, rng))
                 except IndexError:  # there is nothing to edit
                     continue
+                if source == source_of(kernel):
+                    continue
+                result = check(edited, originals, Path(saved), source, in_trace=counts["edits"] % 10 == 0)
                 counts["edits"] += 1
-                result = check(edited, originals, Path(saved), source, in_trace=number % 10 == 0)
                 counts.update(result)
                 if {"misused", "measured again"} & set(result):
                     counts[f"{edit.__name__}: {' '.join(dict.fromkeys(result))}"] += 1
