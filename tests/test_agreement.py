@@ -13,7 +13,7 @@ import pytest
 
 from quarantune.answers import ranks
 from quarantune.answers.ranks import Member, Offer, Source
-from quarantune.cache.store import canonical_json
+from quarantune.values.codec import canonical_json
 
 TOPIC = "topic"
 DEADLINE_S = 20.0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from helpers import python
 
-from quarantune.cache.fingerprint import Fingerprint, code_text, fingerprint
+from quarantune.functions.fingerprint import Fingerprint, code_text, fingerprint
 
 BASE = """
 import functools
@@ -423,7 +423,7 @@ def test_a_fingerprint_is_the_same_in_every_process_and_directory(tmp_path: Path
     (tmp_path / "stable_module.py").write_text(module)
     script = """
 import stable_module
-from quarantune.cache.fingerprint import fingerprint
+from quarantune.functions.fingerprint import fingerprint
 found = fingerprint(stable_module.kernel)
 print(found.digest, len(found.parts))
 """

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune.cache.fingerprint import fingerprint
-from quarantune.cache.store import canonical_json, plain, safe_name
+from quarantune.cache.store import safe_name
+from quarantune.functions.fingerprint import fingerprint
 from quarantune.values import describe
+from quarantune.values.codec import canonical_json, plain
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers import python
 
-from quarantune.cache.fingerprint import Fingerprint, fingerprint
+from quarantune.functions.fingerprint import Fingerprint, fingerprint
 
 FILES = {
     "config.py": "BLOCK = 8\nUNREACHED = 1\n",
@@ -349,7 +349,7 @@ def test_fingerprints_over_modules_are_the_same_in_every_process(tmp_path: Path)
         (tmp_path / file).write_text(textwrap.dedent(text))
     script = """
 import types, main_module
-from quarantune.cache.fingerprint import fingerprint
+from quarantune.functions.fingerprint import fingerprint
 names = [name for name in vars(main_module) if callable(getattr(main_module, name))]
 print([fingerprint(getattr(main_module, name)).digest for name in sorted(names)])
 """

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from helpers import python
 
-from quarantune.cache.fingerprint import is_library
+from quarantune.functions import importable
+from quarantune.functions.fingerprint import is_library
 from quarantune.host import process
-from quarantune.transport import importable
 
 SOURCE = """
 STEPS = 3
@@ -159,7 +159,7 @@ sys.meta_path.insert(0, Finder)
 import hooked
 if {is_written_again}:
     open(hooked.__file__, "w").write("def kernel(x): return x")
-from quarantune.transport import importable
+from quarantune.functions import importable
 print(hooked.kernel(1), importable.leads_to_edited("hooked"))
 """
 
@@ -259,7 +259,7 @@ finders.install(sys.argv[1])
 import numpy as np
 import quarantune
 import secret
-from quarantune.transport import importable
+from quarantune.functions import importable
 
 print(importable.can_import("secret"))
 if sys.argv[2:]:

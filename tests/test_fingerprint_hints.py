@@ -17,7 +17,7 @@ import pytest
 from helpers import python
 
 import quarantune
-from quarantune.cache.fingerprint import code_digest, fingerprint
+from quarantune.functions.fingerprint import code_digest, fingerprint
 
 _HEAD = "import argparse, dataclasses, types\nfrom pathlib import Path\n"
 _names = (f"hinted_{number}" for number in itertools.count())
@@ -115,7 +115,7 @@ def test_a_path_in_the_checkout_counts_as_it_lies_from_the_module(load: Callable
 _SEEDED = """
 import sys
 from jax.sharding import PartitionSpec as P
-from quarantune.cache.fingerprint import fingerprint
+from quarantune.functions.fingerprint import fingerprint
 SPEC = P("x", unreduced={"alpha", "beta", "gamma", "delta"})
 NAMES = frozenset({"a", "b", "c", "d"})
 class Shown:

@@ -379,7 +379,8 @@ def test_the_code_in_memory_is_tuned_even_if_the_file_was_edited(tmp_path: Path)
 import importlib
 from pathlib import Path
 import edited_module, helper_module
-from quarantune.transport import importable, pickling
+from quarantune.functions import importable
+from quarantune.transport import pickling
 
 def by_name():
     return importable.travels_by_name(edited_module.kernel), importable.travels_by_name(edited_module.plain)

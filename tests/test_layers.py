@@ -19,9 +19,10 @@ import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.answers import nearest
 from quarantune.answers.answer import Situation
-from quarantune.cache.store import SCHEMA, Store, canonical_json
+from quarantune.cache.store import SCHEMA, Store
 from quarantune.calls.key import keyed
 from quarantune.tuning.starts import earlier_winners
+from quarantune.values.codec import canonical_json
 from quarantune.values.describe import versions
 from quarantune.values.settings import Options, table_directory
 

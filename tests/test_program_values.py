@@ -16,7 +16,7 @@ from helpers import TESTS, child_environ, python
 from shared_python import SharedPython
 
 import quarantune
-from quarantune.worker import program_values
+from quarantune.transport import program_values
 
 pytestmark = pytest.mark.clients  # its programs use absl
 

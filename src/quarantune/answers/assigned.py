@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from quarantune.answers.answer import Answer, Origin
-from quarantune.cache import store as cache
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.transport.assignment import Assignment
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, canonical_json
 from quarantune.values.configs import Config
 
 
@@ -24,7 +23,7 @@ def assigned(call: KeyedCall, assignment: Assignment, tune: Any) -> Answer | Non
     if assignment.note is not None:
         assignment.note(call, tune)
         return Answer(Origin.ASSIGNED, lasts=False)
-    slot = assignment.slot(call.id.name, cache.canonical_json(call.values), call.call.function.identity)
+    slot = assignment.slot(call.id.name, canonical_json(call.values), call.call.function.identity)
     is_assigned, config = assignment.find(slot, lambda: _seen(call.call))
     return Answer(Origin.ASSIGNED, config, lasts=config is not None) if is_assigned else None
 

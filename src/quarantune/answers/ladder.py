@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from quarantune.answers.answer import Answer, Origin, Rung, Situation
 from quarantune.cache import store as cache
 from quarantune.calls.key import KeyedCall, ProblemId
+from quarantune.values.codec import canonical_json
 from quarantune.values.trial import CacheMissError
 
 _MOST_LOCKS = 4096
@@ -51,7 +52,7 @@ class Ladder:
             elif call.call.is_symbolic:
                 cache.report_once(
                     f"{call.id.name}: running with its defaults where its shapes are symbolic and nothing is cached "
-                    f"for the key {cache.canonical_json(call.values)}: tune it with concrete shapes of that key before "
+                    f"for the key {canonical_json(call.values)}: tune it with concrete shapes of that key before "
                     f"jax.export"
                 )
         return answer

@@ -12,7 +12,7 @@ from quarantune.cache import store as cache
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
-from quarantune.values.codec import decode_json
+from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.configs import Config
 from quarantune.values.trial import Findings
 
@@ -35,7 +35,7 @@ def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
     for _, store, entry in sorted(candidates, key=lambda candidate: candidate[0]):
         config = kept(entry, call.call)
         if config is not None and layers.versions_serve(entry, now, is_own=not store.read_only):
-            wanted, there = map(cache.canonical_json, (call.readable, entry.get("key_values")))
+            wanted, there = map(canonical_json, (call.readable, entry.get("key_values")))
             cache.report_once(
                 f"{call.id.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
                 f"{there} in {store.label} (ON_MISS=nearest; this is said once)",

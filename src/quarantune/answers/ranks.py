@@ -36,13 +36,12 @@ from typing import Any, TypeAlias
 import jax
 
 from quarantune.answers.answer import Answer, Origin
-from quarantune.cache import store as cache
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.host.process import lazy
 from quarantune.jax_internals import Coordination
 from quarantune.results.progress import Progress
 from quarantune.sweep.limits import Isolation, SearchLimits, SweepLimits, isolation_of
-from quarantune.values.codec import JsonObject, Record, as_json, decode_json, equal
+from quarantune.values.codec import JsonObject, Record, as_json, canonical_json, decode_json, equal
 from quarantune.values.settings import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS, Settings
 from quarantune.values.trial import TuningFailedError
 
@@ -206,7 +205,7 @@ class Agreement:
         """This rank's part in the agreement."""
         call = self.keyed.call
         parts = [*self.keyed.id, call.space]  # the same for all ranks
-        topic = f"{_PREFIX}/{hashlib.sha256(cache.canonical_json(parts).encode()).hexdigest()}"
+        topic = f"{_PREFIX}/{hashlib.sha256(canonical_json(parts).encode()).hexdigest()}"
         return Member(topic, self.coordination)
 
     def _wait(self, progress: Progress, tuner: int | None, waited_s: float, most_s: float) -> None:
@@ -301,7 +300,7 @@ class Member:
 
     def offer(self, answer: Offer) -> Offer:
         """Offers an answer, and returns the one that was offered first."""
-        while not self._write("answer", cache.canonical_json(answer.to_json())):
+        while not self._write("answer", canonical_json(answer.to_json())):
             if (first := self.read()) is not None:
                 return first
         return answer

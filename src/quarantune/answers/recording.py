@@ -27,7 +27,7 @@ from quarantune.host.process import cache_name, module_name, new_lock
 from quarantune.host.shared_files import advice
 from quarantune.transport import assignment
 from quarantune.values import settings as environment
-from quarantune.values.codec import IN_MEMORY, DamageError, Record, within
+from quarantune.values.codec import IN_MEMORY, DamageError, Record, canonical_json, within
 from quarantune.values.describe import canonical_dtype, sharding_of
 from quarantune.values.texts import call_text
 
@@ -153,7 +153,7 @@ class RecordedCall(Record):
     @property
     def identity(self) -> str:
         """The call with its settings as text, whatever the function's code is and however often it was met."""
-        return cache.canonical_json([self.name, self.device, self.arguments, self.bucket, self.jax_settings])
+        return canonical_json([self.name, self.device, self.arguments, self.bucket, self.jax_settings])
 
     def tune(self) -> TuningResult:
         """Returns the result for the call, from the cache or by tuning now.
@@ -198,7 +198,7 @@ def note(call: KeyedCall, tune: Tune, record: Path | Callable[..., None] | None)
 def call_of(call: KeyedCall) -> Any:
     """Returns an identity of a call. Calls that `key_fn` maps to one key have different identities."""
     has_bucket = call.call.function.options.key_fn is not None
-    return call.id, cache.canonical_json(call.arguments) if has_bucket else ""
+    return call.id, canonical_json(call.arguments) if has_bucket else ""
 
 
 def read(directory: Path) -> list[RecordedCall]:

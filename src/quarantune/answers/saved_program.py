@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quarantune.cache.store import Entry, canonical_json, short_hash
+from quarantune.cache.store import Entry
 from quarantune.calls.key import KeyedCall
 from quarantune.calls.program import program_of
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, canonical_json, short_hash
 from quarantune.values.configs import Config
 from quarantune.values.trial import Trial, is_same
 

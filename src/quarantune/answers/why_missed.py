@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from quarantune.answers.answer import Situation
 from quarantune.answers.layers import Layers, changed_versions, dict_or_empty
-from quarantune.cache import store as cache
 from quarantune.cache.entries import CacheRecord
 from quarantune.calls.key import KeyedCall
+from quarantune.values.codec import canonical_json
 
 _FIX = "tune it with QUARANTUNE_ON_MISS=tune"
 _ALLOW = f"{_FIX}, or allow defaults with QUARANTUNE_ON_MISS=default"
@@ -16,7 +16,7 @@ def explain(known: Layers, call: KeyedCall, now: Situation, *, may_run_untuned: 
     """Returns a message about a call for which no layer has a usable entry: the key, the layers, the nearest entry."""
     layers = [store.label for store in known.stores(now)]
     name = call.id.name
-    wanted = f"{name}: nothing is cached for {cache.canonical_json(call.readable)} on {call.id.device!r}"
+    wanted = f"{name}: nothing is cached for {canonical_json(call.readable)} on {call.id.device!r}"
     fix = _ALLOW if may_run_untuned else f"{_FIX}, or give its tunables defaults"
     if now.settings.disable_cache:
         return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
@@ -40,9 +40,7 @@ def _differences(call: KeyedCall, record: CacheRecord, now: Situation) -> list[s
     ours, theirs = call.readable, dict_or_empty(entry.get("key_values"))
     for name in dict.fromkeys([*ours, *theirs]):
         if theirs.get(name) != ours.get(name):
-            differences.append(
-                f"{name}: {cache.canonical_json(theirs.get(name))}, not {cache.canonical_json(ours.get(name))}"
-            )
+            differences.append(f"{name}: {canonical_json(theirs.get(name))}, not {canonical_json(ours.get(name))}")
     parts = entry.get("fingerprint")
     if isinstance(parts, dict) and (changed := call.call.function.fingerprint.differences(parts)):
         differences.append(f"the function's {', '.join(changed)}")

@@ -167,7 +167,8 @@ class TunedCallable(Tuned, Generic[_P, _R]):
 
     def __reduce__(self) -> Any:
         """Pickles by name, or as the function with its configs and options; results stay in this process."""
-        from quarantune.transport import importable, pickling  # calls do not need them
+        from quarantune.functions import importable  # calls do not need them
+        from quarantune.transport import pickling
 
         if importable.travels_by_name(self):
             return self.__wrapped__.__qualname__

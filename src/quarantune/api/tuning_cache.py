@@ -12,21 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune.cache import entries, journal
 from quarantune.cache.entries import CacheDiff, CacheKey, CacheRecord, MergeReport
-from quarantune.cache.store import (
-    SCHEMA,
-    CacheWriteError,
-    Entry,
-    Store,
-    canonical_json,
-    plain,
-    problem_hash,
-    report_once,
-    safe_name,
-)
+from quarantune.cache.store import SCHEMA, CacheWriteError, Entry, Store, problem_hash, report_once, safe_name
 from quarantune.host.process import new_lock
 from quarantune.host.shared_files import paths
 from quarantune.values import settings as environment
-from quarantune.values.codec import JsonObject, as_json, frozen
+from quarantune.values.codec import JsonObject, as_json, canonical_json, frozen, plain
 from quarantune.values.configs import Config
 from quarantune.values.settings import forget_choices
 

@@ -22,13 +22,12 @@ from quarantune.cache.store import (
     Contents,
     Entry,
     Store,
-    canonical_json,
     encode,
     problem_hash,
     safe_name,
 )
 from quarantune.host.shared_files import Directory, advice, paths
-from quarantune.values.codec import decode_json
+from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Findings
 

@@ -14,18 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quarantune.cache.store import (
-    CacheWriteError,
-    canonical_json,
-    plain,
-    problem_hash,
-    report_once,
-    safe_name,
-    this_host,
-)
+from quarantune.cache.store import CacheWriteError, problem_hash, report_once, safe_name, this_host
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
-from quarantune.values.codec import DamageError, JsonObject, decode_json
+from quarantune.values.codec import DamageError, JsonObject, canonical_json, decode_json, plain
 from quarantune.values.trial import Trial
 
 LARGEST_JOURNAL_BYTES = 1 << 28

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.cache.fingerprint import Fingerprint, fingerprint
-from quarantune.cache.store import Entry, report_once, short_hash
+from quarantune.cache.store import Entry, report_once
 from quarantune.functions.binding import (
     Arguments,
     arguments_of,
@@ -29,8 +28,9 @@ from quarantune.functions.description import (
     as_structs,
     is_array,
 )
+from quarantune.functions.fingerprint import Fingerprint, fingerprint
 from quarantune.host.process import cache_name, lazy
-from quarantune.values.codec import JsonObject, freeze, has_tag, text_of
+from quarantune.values.codec import JsonObject, freeze, has_tag, short_hash, text_of
 from quarantune.values.configs import (
     COMPILER_OPTIONS,
     NO_OPTIONS,
@@ -439,7 +439,7 @@ def check_jit_options(fn: Callable[..., Any], name: str) -> None:
             "jax.lax.with_sharding_constraint inside the function"
         )
     if options.cannot_travel:
-        from quarantune.transport import importable  # few functions need it
+        from quarantune.functions import importable  # few functions need it
 
         if not importable.may_travel_by_name(fn):
             options.check_can_travel(name)

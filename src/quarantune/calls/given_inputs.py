@@ -132,7 +132,7 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     Raises:
         ValueError: the given arguments do not fit the call.
     """
-    from quarantune.cache.store import canonical_json
+    from quarantune.values.codec import canonical_json
 
     _, signature, static = describe_function(fn)
     ours, theirs = _bind(signature, given, source), _bind(signature, call, "the call")

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from quarantune.cache.fingerprint import code_digest
-from quarantune.cache.store import canonical_json
 from quarantune.calls.call import BoundCall
 from quarantune.devices import discovery
 from quarantune.functions.binding import (
@@ -28,7 +26,8 @@ from quarantune.functions.description import (
     is_array,
     key_part,
 )
-from quarantune.values.codec import JsonObject
+from quarantune.functions.fingerprint import code_digest
+from quarantune.values.codec import JsonObject, canonical_json
 from quarantune.values.describe import layout_of, sharding_of
 from quarantune.values.texts import array_text, printable
 

@@ -30,7 +30,6 @@ from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
 from quarantune.api.tuned import Tuned
-from quarantune.cache import store as cache
 from quarantune.calls.call import BoundCall
 from quarantune.calls.rebuilt import described_arguments, described_settings
 from quarantune.cli import calls
@@ -53,7 +52,7 @@ from quarantune.host.shared_files import Directory, advice
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
 from quarantune.values import settings as environment
-from quarantune.values.codec import JsonObject, as_json, decode_json
+from quarantune.values.codec import JsonObject, as_json, canonical_json, decode_json
 from quarantune.values.configs import Config, format_config
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError, count_outcomes
@@ -220,7 +219,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
         at_a_time, here = MOST, distributed.device(executor).device_kind
     loaded = functools.cache(_loaded) if named is None else lambda *_: named
     ends_s = math.inf if options.time_budget is None else time.monotonic() + options.time_budget
-    for _, alike in itertools.groupby(found, key=lambda call: cache.canonical_json(call.jax_settings)):
+    for _, alike in itertools.groupby(found, key=lambda call: canonical_json(call.jax_settings)):
         while batch := [*itertools.islice(alike, at_a_time)]:
             ready: list[tuple[RecordedCall, _Made]] = []
             with contextlib.ExitStack() as block:

@@ -137,7 +137,7 @@ class Output:
     def json(self, value: Any) -> None:
         """Writes a value, if JSON was asked for; times that are not known become null."""
         if self.as_json:
-            from quarantune.cache.store import plain  # not where people read the help
+            from quarantune.values.codec import plain  # not where people read the help
 
             self._write(json.dumps(plain(value, finite_only=False), indent=2))
 

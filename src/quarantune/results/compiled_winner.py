@@ -11,11 +11,10 @@ import jax
 from jax.extend import backend
 
 from quarantune import jax_internals
-from quarantune.cache.store import canonical_json
 from quarantune.functions.binding import Arguments, bind_config, jitted_with
 from quarantune.functions.description import describe_jax_state
 from quarantune.jax_internals.other_processes import ExecutableParts, interface_of
-from quarantune.values.codec import decode_json
+from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.configs import Config
 from quarantune.values.describe import describe_static
 

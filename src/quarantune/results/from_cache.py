@@ -8,9 +8,9 @@ from pathlib import Path
 from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey
 from quarantune.cache.journal import Journal, conclusions
-from quarantune.cache.store import Entry, Store, canonical_json, safe_name
+from quarantune.cache.store import Entry, Store, safe_name
 from quarantune.results.report_data import PlainResult, ResultData
-from quarantune.values.codec import frozen, text_of
+from quarantune.values.codec import canonical_json, frozen, text_of
 from quarantune.values.texts import shown
 from quarantune.values.trial import Findings, Trial
 

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.cache.store import canonical_json
 from quarantune.results import report, saved_files
 from quarantune.results.report_data import ResultData
-from quarantune.values.codec import JsonObject, as_json, is_number, text_of
+from quarantune.values.codec import JsonObject, as_json, canonical_json, is_number, text_of
 from quarantune.values.configs import Config, format_config, format_value
 from quarantune.values.texts import call_size, call_text, printable
 from quarantune.values.trial import NO_FIGURES, Outcome, Trial, interval_text

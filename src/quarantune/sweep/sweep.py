@@ -30,14 +30,13 @@ from quarantune.scheduler.plan import Finish, Proof
 from quarantune.sweep.limits import Isolation
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Problem, SweepRequest, Swept
-from quarantune.transport import payload
+from quarantune.transport import payload, program_values
 from quarantune.transport.payload import PackedCall
 from quarantune.values import codec
 from quarantune.values.codec import originals, text_of
 from quarantune.values.configs import Config, format_config
 from quarantune.values.settings import Options, Settings
 from quarantune.values.trial import UNTUNED, CompileTarget, Trial
-from quarantune.worker import program_values
 from quarantune.worker.arguments import BenchOptions
 
 if TYPE_CHECKING:

@@ -23,11 +23,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
+from quarantune.functions import importable
 from quarantune.functions.binding import Arguments
 from quarantune.functions.description import with_leaves
 from quarantune.host.process import adopt_program_name, import_path, is_interruption, program_name
 from quarantune.host.shared_files import write_all
-from quarantune.transport import importable, process_state
+from quarantune.transport import process_state
 from quarantune.transport.arrays import (
     ArraySpec,
     concrete_data,

@@ -25,8 +25,9 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.functions import importable
 from quarantune.host.process import PROGRAMS, answer_of, failure_of, in_sandbox, is_interruption
-from quarantune.transport import classes, importable, unpicklable
+from quarantune.transport import classes, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
 _Names = dict[str, Any]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from quarantune import jax_internals
+from quarantune.functions.importable import code_within
 from quarantune.host.process import failure_of
-from quarantune.transport.importable import code_within
 from quarantune.values.texts import shown
 
 _REMEDY = (

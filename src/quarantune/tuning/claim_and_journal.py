@@ -16,13 +16,13 @@ from quarantune.cache import claims, journal
 from quarantune.cache import store as cache
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import CacheWriteError, canonical_json, short_hash
+from quarantune.cache.store import CacheWriteError
 from quarantune.calls.key import KeyedCall
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning.compile_verdicts import CompileVerdicts
 from quarantune.values import describe
-from quarantune.values.codec import DamageError, JsonObject, as_json
+from quarantune.values.codec import DamageError, JsonObject, as_json, canonical_json, short_hash
 from quarantune.values.configs import Config
 from quarantune.values.settings import Options
 from quarantune.values.space import Space

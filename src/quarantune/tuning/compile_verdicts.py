@@ -16,7 +16,7 @@ from quarantune.cache.journal import Journal
 from quarantune.calls.key import KeyedCall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import describe
-from quarantune.values.codec import JsonObject, Record, text_of
+from quarantune.values.codec import JsonObject, Record, canonical_json, text_of
 from quarantune.values.trial import UNSETTLED, CompilerFigures, Outcome, Phase, Route, Trial
 
 _TRANSIENT = (OSError, ImportError, MemoryError, EOFError, KeyboardInterrupt, SystemExit, GeneratorExit)
@@ -113,7 +113,7 @@ class CompileVerdicts:
         for record in (record for source in [*self._others, self._journal] for record in source.records()):
             try:
                 failure = _FailedCompile.from_json(record)
-                text = cache.canonical_json(failure.trial.config)
+                text = canonical_json(failure.trial.config)
             except ValueError:
                 refused += 1
                 continue

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from quarantune.answers import saved_program
-from quarantune.cache.fingerprint import plain_function
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import Arguments, bind_config
 from quarantune.functions.description import as_structs, is_array
+from quarantune.functions.fingerprint import plain_function
 from quarantune.host.process import commit_of
 from quarantune.results.report_data import FromCache
 from quarantune.results.result import TuningResult

@@ -547,3 +547,74 @@ def _digest_of(described: Any, known: dict[int, Any]) -> Any:
 def digest(data: bytes) -> str:
     """Returns a short digest of some bytes."""
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+# --- JSON as it is kept in files ---
+
+
+def canonical_json(value: Any) -> str:
+    """Returns the canonical JSON text for a value: sorted keys, no whitespace, ASCII.
+
+    NumPy scalars count as the Python scalars they hold and tuples as lists; True is not 1, and 1 is not 1.0.
+
+    Args:
+        value: JSON-able data.
+
+    Raises:
+        TypeError: JSON cannot hold a part of the value.
+        ValueError: a part of the value is NaN or infinite.
+    """
+    return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def plain(value: Any, *, finite_only: bool = True) -> Any:
+    """Returns a value in the types that JSON returns: None, bool, int, float, str, list and dict with text keys.
+
+    Args:
+        value: JSON-able data.
+        finite_only: whether to refuse NaN and infinity; else they become None.
+
+    Raises:
+        TypeError: JSON cannot hold a part of the value.
+        ValueError: a part of the value is NaN or infinite.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return float(value)
+        if finite_only:
+            raise ValueError(f"{value!r} cannot be kept in the cache: JSON has no NaN or infinity; use None")
+        return None
+    if isinstance(value, (list, tuple)):
+        return [plain(item, finite_only=finite_only) for item in value]
+    if isinstance(value, Mapping):
+        return {_plain_key(key): plain(item, finite_only=finite_only) for key, item in value.items()}
+    if _is_numpy_scalar(value):
+        item = value.item()
+        return plain(float(item) if _is_numpy_scalar(item) else item, finite_only=finite_only)
+    raise TypeError(
+        f"{value!r} of type {type(value).__name__} cannot be kept in the cache: "
+        "use None, bool, int, float, str, or lists, tuples and dicts of them"
+    )
+
+
+def _plain_key(key: Any) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"the dict key {key!r} cannot be kept in the cache: use text, str({key!r})")
+    return str.__str__(key)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    # Where NumPy was never imported, the value cannot be a NumPy scalar, and importing NumPy here would take time.
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.generic)
+
+
+def short_hash(text: str) -> str:
+    """Returns a hash of a text, in 12 hexadecimal digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from quarantune import jax_internals
-from quarantune.cache.fingerprint import describe
 from quarantune.functions.binding import Arguments, split_config
+from quarantune.functions.fingerprint import describe
 from quarantune.host.machine import file_id
 from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray

@@ -29,12 +29,12 @@ from quarantune.sandbox import contain, messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
-from quarantune.transport import payload
+from quarantune.transport import payload, program_values
 from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import JsonObject
 from quarantune.values.trial import ArrayKind, CompileTarget, Phase
-from quarantune.worker import deviceless, program_values
+from quarantune.worker import deviceless
 from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
 from quarantune.worker.compiler_figures import read_figures

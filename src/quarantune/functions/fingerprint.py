@@ -33,9 +33,8 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from quarantune import jax_internals
-from quarantune.cache.store import canonical_json, short_hash
 from quarantune.host.process import PROGRAMS, is_installed, is_runner, module_of, pickled_parts, without_caches
-from quarantune.values.codec import Around, bounded, in_order
+from quarantune.values.codec import Around, bounded, canonical_json, in_order, short_hash
 
 _LARGEST_HASHED_BYTES = 1 << 24
 """Larger arrays count by shape and dtype alone: hashing model weights would take too long."""

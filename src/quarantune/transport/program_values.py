@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from quarantune.cache.fingerprint import (
+from quarantune.functions.fingerprint import (
     LITERALS,
     MOST_LAYERS,
     NOTHING,
@@ -38,13 +38,13 @@ from quarantune.cache.fingerprint import (
     type_name,
     wrapped_by,
 )
-from quarantune.cache.store import short_hash
+from quarantune.functions.importable import remembering
 from quarantune.host.process import content, failure_of, is_imported_early, pickled_parts, without_caches
 from quarantune.transport import pickling
-from quarantune.transport.importable import remembering
 from quarantune.transport.payload import ProgramValue
 from quarantune.transport.pickling import LEFT_OUT, dump_state, home_of
 from quarantune.values import texts
+from quarantune.values.codec import short_hash
 
 _logger = logging.getLogger("quarantune")
 
