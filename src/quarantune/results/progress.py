@@ -146,7 +146,9 @@ class Progress:
             saved: what became of the result, as `saved`.
         """
         why, failed = self._why_ended(), sum(trial.outcome.is_failure for trial in self._trials)
-        tried = f"{self._tried()} in {_duration(self._gone_s())}{f' ({failed:,} failed)' if failed else ''}"
+        recalled = sum(trial.recalled_from is not None for trial in self._trials)
+        counts = ", ".join(f"{count:,} {what}" for count, what in ((failed, "failed"), (recalled, "recalled")) if count)
+        tried = f"{self._tried()} in {_duration(self._gone_s())}{counts and f' ({counts})'}"
         self.end(f"{tried}, {why and f'{why}, '}best {format_config(best)}, {told}; {saved}")
 
     def conclude_compiling(self) -> None:
