@@ -25,7 +25,7 @@ from quarantune.values.trial import is_same, lowered_half
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
-X = np.arange(12, dtype=np.float32)
+X, Y = np.arange(12, dtype=np.float32), np.ones((3, 4), np.float32)
 VARIABLE = "MODE_OF_THE_TEST"
 
 
@@ -122,6 +122,28 @@ def test_a_call_that_is_proved_is_traced_and_lowered_once(name: str, compiles: l
     events = [event.rpartition("/")[2] for event in compiles]
     assert events.count("jaxpr_trace_duration") == 1
     assert events.count("jaxpr_to_mlir_module_duration") == 1
+
+
+@pytest.mark.parametrize("first", ["left out", "by position", "by name"])
+def test_a_result_is_found_however_the_call_is_spelt(first: str, name: str) -> None:
+    spellings: dict[str, Callable[[Any], Any]] = {
+        "left out": lambda fn: fn(X, Y),
+        "by position": lambda fn: fn(X, Y, 1.0),
+        "by name": lambda fn: fn(scale=1.0, other=Y, x=X),
+    }
+
+    def scaled() -> Any:
+        @quarantune.autotune({"n": [1, 2]}, name=name, warmup=0, rep=2)
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def fn(x: Any, other: Any, scale: float = 1.0, n: int = 1) -> Any:
+            return x * scale - other.sum() + 1e-9 * n
+
+        return fn
+
+    spellings[first](scaled())
+    with quarantune.settings(on_miss="error"):
+        for spelling in spellings.values():
+            spelling(scaled())
 
 
 @pytest.mark.usefixtures("here")

@@ -45,6 +45,7 @@ def edit(cache_dir: Path, name: str, change: Callable[[str, dict[str, Any]], tup
     file = cache_dir / f"{name}.json"
     ((device, entries),) = json.loads(file.read_text()).items()
     ((key, entry),) = entries.items()
+    entry.pop("program", None)  # of a version that did not know it
     new_device, new_key, new_entry = change(key, entry)
     file.write_text(json.dumps({new_device or device: {new_key: new_entry}}))
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from quarantune.cache.store import Entry
+from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.calls.program import program_of
+from quarantune.functions.binding import arguments_of
 from quarantune.values.codec import JsonObject, canonical_json, short_hash
 from quarantune.values.configs import Config
 from quarantune.values.trial import Trial, is_same
@@ -14,29 +20,47 @@ from quarantune.values.trial import Trial, is_same
 OTHERS = "other_programs"
 """The results for the same key that other programs have, within the entry of the latest."""
 _MOST_OTHERS = 7
+_numbers = itertools.count()
+_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def measured_program(call: KeyedCall, best: Trial, defaults: Trial | None, *, is_here: bool) -> JsonObject:
+def measured_program(
+    call: KeyedCall, best: Trial, defaults: Trial | None, *, is_here: bool, is_disputed: bool = False
+) -> JsonObject:
     """Returns what an entry holds of the program that a sweep has measured.
+
+    This process traces the winner, too, apart from all traces that calls use: kernels inside it are not tuned for that.
 
     Args:
         call: the call.
         best: the trial of the winner.
         defaults: the trial of the function's defaults; None if they did not run.
         is_here: whether the call would run in this process, which then traces the program, too.
+        is_disputed: whether this process has found another program for a result of this key. If it traces the same
+            program as workers and lowers another, only what is traced is compared from now on.
 
     Returns:
         The identities of both programs, and the lines of the winner's; empty if workers trace another text of it than
-        this process, so that no process could be sure to trace the same one.
+        this process, so that no process could be sure to trace the same one, or if it calls kernels that are tuned.
     """
+    from jax.experimental.xla_metadata import set_xla_metadata  # calls that are found need none of these
+
+    from quarantune.sweep.proof import unheard
+    from quarantune.transport.assignment import without_tuning
+
     found: JsonObject = {"winner": best.program, "defaults": "" if defaults is None else defaults.program}
+    found["spelling"] = _spelling(call.call)
     if call.call.function.options.key_fn is not None:
         found["arguments"] = _arguments(call)
     if is_here and best.program:
-        ours = program_of(call, best.config)
-        if ours is None or ours.text is None or not is_same(ours.identity, best.program):
+        apart = dataclasses.replace(call, programs={})
+        with without_tuning() as reached, unheard(), set_xla_metadata(quarantune=f"saved {next(_numbers)}"):
+            ours = program_of(apart, best.config, lowers=False)
+        if ours is None or ours.text is None or reached or not is_same(ours.identity, best.program):
             return {}
         found["lines"] = ours.text.short
+        if is_disputed:
+            found["winner"] = ours.identity
     return found if best.program else {}
 
 
@@ -74,10 +98,32 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
         return ""
     if ours.text is None:
         return f"it cannot be traced: {ours.error}"
-    if is_same(ours.identity, winner):
+    spelling = program.get("spelling", _spelling(call.call))
+    if is_same(ours.identity, winner) or _is_same_as_spelt(spelling, call, config, winner):
         return ""
     lines = program.get("lines")
     return ours.text.difference(lines) if isinstance(lines, str) and lines else "its text is another one"
+
+
+def _spelling(call: BoundCall) -> list[Any]:
+    """Returns how a call is spelt: JAX numbers arguments by it, and a default that is left out is a constant."""
+    return [len(call.args), sorted(call.kwargs)]
+
+
+def _is_same_as_spelt(spelling: Any, call: KeyedCall, config: Config, winner: str) -> bool:
+    """Returns whether the call runs a program if it is spelt as another one; that is traced for this alone."""
+    values, parameters = arguments_of(call.call.bound), list(call.call.function.parameters.values())
+    if spelling == _spelling(call.call) or any(each.kind in _ANY_NUMBER for each in parameters):
+        return False
+    try:
+        count, names = spelling
+        args = tuple(values[each.name] for each in parameters[:count])
+        kwargs = {name: values[name] for name in names}
+    except (KeyError, TypeError, ValueError):  # a file may hold anything
+        return False
+    spelt = dataclasses.replace(call, call=BoundCall(call.call.function, args, kwargs), programs={})
+    found = program_of(spelt, config)
+    return found is not None and is_same(found.identity, winner)
 
 
 def _winner_of(entry: Entry) -> str:

@@ -32,12 +32,17 @@ class CallProgram(NamedTuple):
     error: str = ""
 
 
-def program_of(call: KeyedCall, config: Config) -> CallProgram | None:
+def program_of(call: KeyedCall, config: Config, *, lowers: bool = True) -> CallProgram | None:
     """Returns the program that a call runs with a config; made once for each config of a call.
 
     JAX keeps what is traced and lowered here for the call that follows, so that nothing is done twice. A function whose
     time includes its gradient is the exception: workers measure another program than the call runs, so that one is
     traced, but not lowered.
+
+    Args:
+        call: the call.
+        config: the config.
+        lowers: whether the program is lowered, too, unless that would initialise a backend, or JAX is tracing.
 
     Returns:
         The program; None if the function is not jitted, its shapes are symbolic, or it communicates inside `shard_map`.
@@ -45,7 +50,7 @@ def program_of(call: KeyedCall, config: Config) -> CallProgram | None:
     if (name := text_of(config)) not in call.programs:
         call.programs[name] = None
         try:
-            call.programs[name] = _program_of(call, config)
+            call.programs[name] = _program_of(call, config, lowers=lowers)
         except Exception as error:
             if is_interruption(error):
                 raise
@@ -54,13 +59,14 @@ def program_of(call: KeyedCall, config: Config) -> CallProgram | None:
     return found
 
 
-def _program_of(call: KeyedCall, config: Config) -> CallProgram | None:
+def _program_of(call: KeyedCall, config: Config, *, lowers: bool) -> CallProgram | None:
     function, args, kwargs = call.call.function, call.call.args, call.call.kwargs
     if not function.is_jitted or call.call.is_symbolic or call.axes is not None:
         return None
     jitted, keywords = jitted_with(function.fn, config)
     _, options = split_config(function.fn, config)
-    is_part = function.options.time_grad or jax_internals.is_tracing()
+    lowers = lowers and jax_internals.backends_initialized() and not jax_internals.is_tracing()
+    is_part = function.options.time_grad or not lowers
     if function.options.time_grad:
         from quarantune.transport import differentiation  # few functions need it
 

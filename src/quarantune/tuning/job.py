@@ -423,7 +423,8 @@ class TuningJob:
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
             findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
         is_here = place_of(self._now.settings).is_here
-        program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here)
+        is_disputed = self._key in self._tuning.layers.differences
+        program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
         self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)})
         told = findings.text()
         own = swept.untuned if default is None else settled.get(default)
