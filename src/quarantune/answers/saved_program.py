@@ -11,7 +11,7 @@ from typing import Any
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
-from quarantune.calls.program import program_of
+from quarantune.calls.program import CallProgram, program_of
 from quarantune.functions.binding import arguments_of
 from quarantune.values.codec import JsonObject, canonical_json, short_hash
 from quarantune.values.configs import Config
@@ -29,8 +29,6 @@ def measured_program(
 ) -> JsonObject:
     """Returns what an entry holds of the program that a sweep has measured.
 
-    This process traces the winner, too, apart from all traces that calls use: kernels inside it are not tuned for that.
-
     Args:
         call: the call.
         best: the trial of the winner.
@@ -43,25 +41,34 @@ def measured_program(
         The identities of both programs, and the lines of the winner's; empty if workers trace another text of it than
         this process, so that no process could be sure to trace the same one, or if it calls kernels that are tuned.
     """
-    from jax.experimental.xla_metadata import set_xla_metadata  # calls that are found need none of these
-
-    from quarantune.sweep.proof import unheard
-    from quarantune.transport.assignment import without_tuning
-
     found: JsonObject = {"winner": best.program, "defaults": "" if defaults is None else defaults.program}
     found["spelling"] = _spelling(call.call)
     if call.call.function.options.key_fn is not None:
         found["arguments"] = _arguments(call)
     if is_here and best.program:
-        apart = dataclasses.replace(call, programs={})
-        with without_tuning() as reached, unheard(), set_xla_metadata(quarantune=f"saved {next(_numbers)}"):
-            ours = program_of(apart, best.config, lowers=False)
-        if ours is None or ours.text is None or reached or not is_same(ours.identity, best.program):
+        ours = traced_apart(call, best.config)
+        if ours is None or ours.text is None or not is_same(ours.identity, best.program):
             return {}
         found["lines"] = ours.text.short
         if is_disputed:
             found["winner"] = ours.identity
     return found if best.program else {}
+
+
+def traced_apart(call: KeyedCall, config: Config) -> CallProgram | None:
+    """Returns the traced program of a call, apart from all traces that calls use.
+
+    Returns:
+        The program; None if it calls kernels, which are not tuned for this, or as for `program_of`.
+    """
+    from jax.experimental.xla_metadata import set_xla_metadata  # calls that are found need none of these
+
+    from quarantune.sweep.proof import unheard
+    from quarantune.transport.assignment import without_tuning
+
+    with without_tuning() as reached, unheard(), set_xla_metadata(quarantune=f"saved {next(_numbers)}"):
+        found = program_of(dataclasses.replace(call, programs={}), config, lowers=False)
+        return None if reached else found
 
 
 def results_in(entry: Entry) -> Iterator[Entry]:

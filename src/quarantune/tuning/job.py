@@ -17,7 +17,6 @@ from quarantune.answers.memory import Memory
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, check_can_travel
-from quarantune.calls.program import program_of
 from quarantune.engine.place import place_of
 from quarantune.host.process import in_sandbox, is_interruption, lazy
 from quarantune.measure import finals, model
@@ -258,7 +257,7 @@ class TuningJob:
         ours = None
         if usable and place_of(self._now.settings).is_here:
             best = min(usable, key=lambda trial: trial.merit or math.inf)
-            ours = program_of(self._keyed, best.config)
+            ours = saved_program.traced_apart(self._keyed, best.config)
         is_proved = ours is None or is_same(ours.identity, best.program)
         if is_proved and self._key not in self._tuning.layers.differences:
             return found
