@@ -639,7 +639,7 @@ def test_progress_counts_the_trials_of_an_interrupted_sweep(
     scaled(name, [*CONFIGS, {"n": 3}])(X)
     *_, last = capsys.readouterr().err.splitlines()
     assert ": 3 configs in " in last
-    assert "(2 failed), best n=2, " in last
+    assert "(2 failed, 2 recalled), best n=2, " in last
 
 
 def test_the_logger_reports_every_config_and_the_winner(name: str, caplog: pytest.LogCaptureFixture) -> None:
