@@ -394,6 +394,7 @@ def triton_attention(q: Any, k: Any, v: Any, block: int = 64) -> Any:
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use tokamax:DeprecationWarning")  # of workers, too
 @pytest.mark.parametrize(
     ("fn", "configs", "x", "expected"),
     [
