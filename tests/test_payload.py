@@ -670,6 +670,16 @@ def test_numpy_arguments_keep_their_strides() -> None:
         assert not np.shares_memory(array, given)
 
 
+def test_a_view_spread_over_much_memory_is_refused_for_plain_callables_alone() -> None:
+    column = np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 10,), (1 << 20,))  # never read
+    with pytest.raises(ValueError, match=r"spread over 1,072,693,256 bytes.*ascontiguousarray"):
+        payload.pack_call(_plain, (column,), {})
+    (spec,) = payload.pack_call(jax.jit(_plain), (column,), {}).call.specs
+    assert spec.strides is None, "JAX copies it"
+    (spec,) = payload.pack_call(_plain, (np.zeros((64, 64))[:, 0],), {}).call.specs
+    assert spec.strides == (512,)
+
+
 def test_plain_callables_get_the_callers_memory_order() -> None:
     given = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
 

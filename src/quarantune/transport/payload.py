@@ -182,7 +182,7 @@ def pack_call(
     by_position, by_name = jax_internals.jit_options(fn).dynamic(args, kwargs) if is_jitted else ({}, {})
     dynamic = [*by_position.values()], by_name
     arrays = list(filter(_is_spooled, jax.tree.leaves(dynamic) if copies is None else copies.parts))
-    found = _specs(arrays, with_values=with_values, of_numpy=with_values or not is_jitted)
+    found = _specs(arrays, with_values=with_values, is_jitted=is_jitted)
     specs = found if manual_mesh is None else _as_shards(found, arrays, manual_mesh)
     in_order = iter(specs)
     if copies is None:
@@ -399,23 +399,26 @@ def _is_spooled(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def _specs(arrays: Sequence[Any], *, with_values: bool, of_numpy: bool) -> tuple[ArraySpec, ...]:
+def _specs(arrays: Sequence[Any], *, with_values: bool, is_jitted: bool) -> tuple[ArraySpec, ...]:
     """Describes the arrays of a call, and lays them out in the spool.
 
     Args:
         arrays: the arrays.
-        with_values: whether JAX's arrays travel with their values, where they have one.
-        of_numpy: whether those of NumPy do.
+        with_values: whether arrays travel with their values, where they have one.
+        is_jitted: whether the function is jitted. Another one gets NumPy's arrays with their values in any case, and as
+            they lie in memory.
     """
     specs, end = [], 0
     for index, array in enumerate(arrays):
-        with_value = of_numpy if isinstance(array, np.ndarray) else with_values
-        specs.append(_describe(array, index=index, offset=next_start(end), with_value=with_value))
+        is_as_given = isinstance(array, np.ndarray) and not is_jitted
+        with_value = with_values or is_as_given
+        offset = next_start(end)
+        specs.append(_describe(array, index=index, offset=offset, with_value=with_value, is_as_given=is_as_given))
         end = max(end, specs[-1].offset + specs[-1].nbytes)
     return tuple(specs)
 
 
-def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> ArraySpec:
+def _describe(array: Any, *, index: int, offset: int, with_value: bool, is_as_given: bool) -> ArraySpec:
     has_value = _has_value(array)
     is_generated = not (has_value and with_value)
     is_numpy = isinstance(array, np.ndarray) and not is_generated
@@ -431,8 +434,8 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
         is_generated=is_generated,
         sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
         memory_kind=_memory_kind(array),
-        strides=array.strides if is_numpy and not array.flags.c_contiguous else None,
-        is_read_only=is_numpy and not array.flags.writeable,
+        strides=array.strides if is_as_given and not array.flags.c_contiguous else None,
+        is_read_only=is_as_given and not array.flags.writeable,
     )
     if spec.extent_bytes > max(_MOST_EXTENT_BYTES, _MOST_SPREAD * spec.nbytes):
         raise ValueError(
