@@ -19,9 +19,10 @@ from helpers import change_version, python
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning, TuningCache
+from quarantune.scheduler.recall import NO_REFERENCE, Recall, comparable
 from quarantune.transport import programs
 from quarantune.transport.program_text import ProgramText
-from quarantune.values.trial import is_same, lowered_half
+from quarantune.values.trial import Outcome, Trial, is_same, lowered_half
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -263,6 +264,24 @@ def test_an_interrupted_sweep_goes_on_by_its_programs(
     assert [sorted(each) for each in swept] == [[1, 2, 3]]
 
 
+def test_a_trial_is_recalled_against_its_own_reference_alone() -> None:
+    measured = Trial(config={"n": 1}, outcome=Outcome.OK, time_ms=1.0, program="program:a.b", ended_s=7.0)
+
+    def recalled(then: str, now: str) -> bool:
+        against = comparable(then)
+        recall = Recall({} if against is None else {("b", against): measured}, has_reference=True)
+        recall.reference = now
+        trial = recall.trial("program:other.b")
+        return trial is not None and trial.recalled_from == 7.0
+
+    assert recalled("program:r.s", "program:t.s")
+    assert not recalled("program:r.s", "program:r.t")
+    assert recalled(NO_REFERENCE, NO_REFERENCE)
+    assert not recalled(NO_REFERENCE, "program:r.s")
+    assert not recalled("program:r.", "program:t."), "their callbacks may differ, as those of one trace"
+    assert not recalled("program:r.", NO_REFERENCE)
+
+
 # The text of a program
 
 
@@ -324,6 +343,7 @@ def test_names_and_dead_code_are_no_part_of_a_program() -> None:
 _KERNEL_AT = """
 import sys, jax, jax.numpy as jnp
 from jax.experimental import pallas as pl
+from quarantune.scheduler.recall import NO_REFERENCE, Recall, comparable
 from quarantune.transport import programs
 from quarantune.transport.program_text import ProgramText
 {lines}

@@ -19,6 +19,11 @@ NO_REFERENCE = ""
 """In place of the defaults' program, if outputs are not compared with theirs."""
 
 
+def comparable(reference: str) -> str | None:
+    """Returns what tells a reference from others; None if its identity does not say all about the program."""
+    return lowered_half(reference) or (NO_REFERENCE if reference == NO_REFERENCE else None)
+
+
 class Recall:
     """The trials that one sweep may recall.
 
@@ -38,7 +43,7 @@ class Recall:
         """Takes the trials of earlier sweeps.
 
         Args:
-            trials: the trials by the `lowered_half` of their program and of their reference.
+            trials: the trials by the `lowered_half` of their program, and what is `comparable` of their reference.
             finals: the trials of the finalists of each earlier sweep, with their rounds, the latest last.
             has_reference: whether outputs are compared with the output of the defaults.
         """
@@ -54,7 +59,7 @@ class Recall:
 
     def trial(self, program: str) -> Trial | None:
         """Returns the trial of a program for the reference of this sweep; None if there is none."""
-        reference = None if self.reference is None else lowered_half(self.reference)
+        reference = None if self.reference is None else comparable(self.reference)
         found = None if reference is None else self._trials.get((lowered_half(program), reference))
         return None if found is None else dataclasses.replace(found, recalled_from=found.recalled_from or found.ended_s)
 

@@ -18,7 +18,7 @@ from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
 from quarantune.cache.store import CacheWriteError
 from quarantune.calls.key import KeyedCall
-from quarantune.scheduler.recall import Recall
+from quarantune.scheduler.recall import Recall, comparable
 from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning.compile_verdicts import CompileVerdicts
 from quarantune.values import describe
@@ -182,11 +182,10 @@ class ClaimAndJournal:
             defaults = [each for each in alike if each["key"] == key and "trial" in each]
             for record in [*defaults, *Journal(*of).each()]:
                 with contextlib.suppress(KeyError, DamageError):
-                    trial, reference = Trial.from_json(record["trial"]), record["reference"]
+                    trial, against = Trial.from_json(record["trial"]), comparable(str(record["reference"]))
                     counts = record["versions"] == describe.versions() and self._still_counts(trial, record)
-                    lowered = lowered_half(trial.program)
-                    if counts and isinstance(reference, str) and lowered:
-                        trials[lowered, lowered_half(reference)] = trial
+                    if counts and (lowered := lowered_half(trial.program)) and against is not None:
+                        trials[lowered, against] = trial
             for record in journal.conclusions(*of).each():
                 with contextlib.suppress(KeyError, DamageError, TypeError):
                     finals.append([Trial.from_json(each) for each in record["finalists"]])
