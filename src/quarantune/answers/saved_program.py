@@ -81,7 +81,7 @@ def results_in(entry: Entry) -> Iterator[Entry]:
 def with_others(offered: Entry, present: Entry) -> Entry:
     """Returns a new entry with the results that the present one has for other programs."""
     program = _winner_of(offered)
-    kept = [each for each in results_in(present) if program and _winner_of(each) not in ("", program)]
+    kept = [each for each in results_in(present) if program and (it := _winner_of(each)) and not is_same(it, program)]
     others = [{name: value for name, value in each.items() if name != OTHERS} for each in kept[:_MOST_OTHERS]]
     return {**offered, OTHERS: others} if others else offered
 
@@ -98,7 +98,9 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
         config: the config of the result.
     """
     program, winner = entry.get("program"), _winner_of(entry)
-    if not winner or not isinstance(program, dict) or program.get("arguments", "") not in ("", _arguments(call)):
+    if not winner or not isinstance(program, dict):
+        return ""
+    if "arguments" in program and program["arguments"] != _arguments(call):
         return ""
     ours = program_of(call, config)
     if ours is None:

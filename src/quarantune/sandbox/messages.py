@@ -110,8 +110,8 @@ class Compile(Task):
 
 
 def tail_of(program: str) -> str:
-    """Returns the last digits of the identity of a program, which tell it from all others that one sweep meets."""
-    return program.partition(".")[2][-12:]
+    """Returns the last digits of a program's `lowered_half`, which tell it from all others that one sweep meets."""
+    return program[-12:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

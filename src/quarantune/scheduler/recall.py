@@ -49,13 +49,13 @@ class Recall:
         """
         self.reference: str | None = None if has_reference else NO_REFERENCE
         self._trials = dict(trials or {})
-        self.known = tuple(dict.fromkeys(lowered[-12:] for lowered, _ in self._trials))[-_MOST_KNOWN:]
+        self.known = tuple(dict.fromkeys(tail_of(lowered) for lowered, _ in self._trials))[-_MOST_KNOWN:]
         self._known = frozenset(self.known)
         self._finals = finals
 
     def knows(self, program: str) -> bool:
         """Returns whether a program has a trial, whatever its reference."""
-        return tail_of(program) in self._known
+        return tail_of(lowered_half(program)) in self._known
 
     def trial(self, program: str) -> Trial | None:
         """Returns the trial of a program for the reference of this sweep; None if there is none."""

@@ -33,7 +33,7 @@ from quarantune.transport import payload, program_values
 from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import JsonObject
-from quarantune.values.trial import ArrayKind, CompileTarget, Phase
+from quarantune.values.trial import ArrayKind, CompileTarget, Phase, lowered_half
 from quarantune.worker import deviceless
 from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
@@ -240,7 +240,7 @@ class TaskRunner:
             _KnownProgramError: it need not be compiled.
         """
         self.send(messages.Lowered(**self._heading(), program=program, outputs=outputs, products=products))
-        if messages.tail_of(program) in known:
+        if messages.tail_of(lowered_half(program)) in known:
             raise _KnownProgramError
         while products and not self._connection.receive_messages(messages.Proceed):
             pass  # a part of the message has come
