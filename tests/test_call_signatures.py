@@ -347,3 +347,35 @@ def test_callables_are_told_apart_by_identity_in_every_role(kind: Any, isolation
         warnings.simplefilter("ignore", RuntimeWarning)  # configs run in this process
         result = tuner.run(np.ones(3))
     assert sorted(trial.config["do"] for trial in result.trials if trial.time_ms) == [1, 2]
+
+
+def test_an_array_in_host_memory_reaches_workers_there() -> None:
+    @quarantune.autotune({"how": ["copied", "direct"]}, warmup=0, rep=2)
+    @functools.partial(jax.jit, static_argnames=["how"])
+    def total(w: Any, x: Any, how: str = "copied") -> Any:
+        return x + (jax.device_put(w, jax.memory.Space.Device) if how == "copied" else w)
+
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    w, x = jax.device_put(floats("float32"), place), floats("float32")
+    result = total.tune(w, x)
+    assert ends(result.trials) == ["ok", "error"], "JAX adds no array of the host's to one of the device's"
+    assert "memory_space" in result.trials[1].message
+    np.testing.assert_array_equal(total(w, x), 2 * np.asarray(x))
+    assert total.lookup(x, x) is None, "another key"
+
+
+def test_an_array_of_another_layout_is_refused_by_name_before_any_work(no_process: None) -> None:
+    from jax.experimental.layout import Format, Layout
+
+    @quarantune.autotune({"n": [1, 2]}, warmup=0, rep=2)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scaled(tree: Any, n: int = 1) -> Any:
+        return tree["x"] * n
+
+    x = jnp.ones((4, 6))
+    turned = jax.device_put(x, Format(Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0])))
+    with pytest.raises(ValueError, match=r"tree\['x'\] has the layout \(1, 0\), not row-major order: copy it"):
+        scaled({"x": turned})
+    assert scaled.lookup({"x": turned}) is None
+    with quarantune.settings(on_miss="default"), pytest.warns(quarantune.CacheWarning, match="not tuned"):
+        np.testing.assert_array_equal(scaled({"x": turned}), x)

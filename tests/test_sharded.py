@@ -514,3 +514,37 @@ def test_who_waits_for_a_group_is_let_in_by_who_is_busy_on_one_of_its_devices(fo
     group.release()
     assert busy.acquire(6.0)
     busy.release()
+
+
+@pytest.mark.slow
+def test_an_unreduced_argument_is_refused_by_name_and_runs_untuned(run_script: Callable[..., None]) -> None:
+    run_script(
+        """
+        jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2))
+
+        @quarantune.autotune({"chunk": [8, 64]}, warmup=0, rep=2)
+        @jax.jit(static_argnames=["chunk"])
+        def doubled(a, chunk: int = 8):
+            return jax.sharding.reshard(a, P(None, None)) * 2
+
+        @jax.jit(static_argnums=2)
+        def step(u, v, call):
+            return call(jnp.einsum("ij,jk->ik", u, v, out_sharding=P(None, None, unreduced={"x"})))
+
+        u, v = jax.device_put(jnp.ones((64, 8)), P(None, "x")), jax.device_put(jnp.ones((8, 4)), P("x", None))
+        untuned = step(u, v, doubled.default)
+        try:
+            step(u, v, doubled)
+        except ValueError as error:
+            assert "a is unreduced over x: reduce it before the call" in str(error), error
+        else:
+            raise AssertionError("it was tuned")
+        step(u, v, lambda a: (doubled.lookup(a), a)[1])
+        with quarantune.settings(on_miss="default"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert (step(u, v, lambda a: doubled(a)) == untuned).all()
+        reduced = jax.sharding.reshard(jnp.ones((64, 4)), P(None, None))
+        assert doubled(reduced)[0, 0] == 2, "the next call is tuned"
+        """,
+        devices=4,
+    )
