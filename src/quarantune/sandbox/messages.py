@@ -18,11 +18,10 @@ from quarantune.values.trial import (
     ClockName,
     CompilerFigures,
     CompileTarget,
-    Millijoules,
     Milliseconds,
+    Observed,
     Phase,
     Samples,
-    Watts,
 )
 
 EncodedConfig: TypeAlias = Mapping[str, Any]
@@ -327,8 +326,7 @@ class Measurement:
         ranking_ms: the time that finalists are chosen by.
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
-        energy_mj: millijoules of one run; None where they were not measured.
-        watts: the power meanwhile.
+        observed: what the observers of the sweep saw of it.
     """
 
     samples_ms: Samples
@@ -336,8 +334,7 @@ class Measurement:
     ranking_ms: Milliseconds
     is_slow: bool
     clock: ClockName
-    energy_mj: Millijoules | None = None
-    watts: Watts | None = None
+    observed: Observed = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -365,12 +362,12 @@ class Compared(Reply):
     Attributes:
         rounds_ms: the samples of each, in milliseconds.
         warm_ms: the same with warm caches; empty for those that are far behind.
-        energy_mj: for each round, the energy of one run of each, in millijoules; empty where it was not measured.
+        observed: for each of a few rounds, what the observers of the sweep saw of each; empty if it has no observers.
     """
 
     rounds_ms: tuple[Samples, ...]
     warm_ms: tuple[tuple[Milliseconds, ...], ...]
-    energy_mj: tuple[tuple[Millijoules, ...], ...] = ()
+    observed: tuple[tuple[Observed, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

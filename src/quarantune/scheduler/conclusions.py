@@ -14,7 +14,7 @@ from quarantune.scheduler.steps import RouteSteps
 from quarantune.scheduler.verdicts import raised, shortage, too_large
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
-from quarantune.values.trial import READY, Outcome, Phase, Route, lowered_half
+from quarantune.values.trial import READY, Outcome, Phase, Route, lowered_half, observed_fields
 
 _logger = logging.getLogger("quarantune")
 
@@ -178,8 +178,7 @@ class Conclusions:
             samples_ms=reply.samples_ms,
             own_ms=reply.ranking_ms,
             clock=reply.clock,
-            energy_mj=reply.energy_mj,
-            watts=reply.watts,
+            **observed_fields(reply.observed),
         )
         self._route.free(worker)
 

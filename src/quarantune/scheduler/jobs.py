@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from quarantune.measure.finals import scored
 from quarantune.scheduler.compile_times import CompileTimes
 from quarantune.scheduler.plan import ConfigSource, Finish, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.race import Race
@@ -257,7 +256,7 @@ class Jobs:
             device="" if worker is None or worker.device is None else worker.device.device.name,
             **times,
         )
-        trial = scored(trial, self._plan.objective)
+        trial = self._plan.complete(trial)
         outcome = trial.outcome
         if keeps and trial.merit is not None:
             is_default = self._reference.is_default(job.index)
@@ -328,9 +327,8 @@ class Jobs:
         self._race.ran_as[job.index] = first.index
         same = f"the same program as {'the defaults' if first.index == UNTUNED else format_config(first.config)}"
         message = f"{same}: {trial.message}" if trial.message else same
-        trial = scored(
-            dataclasses.replace(trial, config=job.config, message=message, program=job.program), self._plan.objective
-        )
+        trial = dataclasses.replace(trial, config=job.config, message=message, program=job.program)
+        trial = self._plan.complete(trial)
         self._reference.join(job.index, first.index)
         job.raised_at = first.raised_at
         self._settle_as(job, trial, log)

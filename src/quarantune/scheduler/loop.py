@@ -5,7 +5,6 @@ A job is compiled and then measured; `scheduler.steps` decides by which workers.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import time
@@ -175,9 +174,8 @@ class Scheduler:
         task = Compare(entries=entries, last=True)
         try:
             reply = self._compared(task, [fd for fd in kept if fd is not None])
-            energy_mj = dict(zip(configs, zip(*reply.energy_mj, strict=True), strict=False))
-            of = finals.Final.of(configs, reply.rounds_ms, reply.warm_ms)
-            return dataclasses.replace(of, energy_mj=energy_mj, objective=self._run.plan.objective)
+            rounds = reply.rounds_ms, reply.warm_ms, reply.observed
+            return finals.Final.of(configs, *rounds, complete=self._run.plan.complete)
         except ValueError as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()

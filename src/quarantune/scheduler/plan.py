@@ -9,10 +9,9 @@ from typing import TypeAlias
 
 from quarantune.devices.discovery import Device
 from quarantune.host import machine
-from quarantune.measure.finals import Objective
+from quarantune.measure.objective import Complete
 from quarantune.scheduler.recall import Recall
 from quarantune.values.configs import Config
-from quarantune.values.settings import TIME
 from quarantune.values.trial import CompileTarget, Route, Trial
 
 Finish: TypeAlias = Callable[[int, Trial, str], None]
@@ -113,7 +112,7 @@ class Plan:
         troubled: the indices of configs that hung or crashed before, and come last.
         errors_are_final: whether errors raised without the device count as they are, and are not confirmed on it.
         proof: compares the program of one config with the caller's.
-        objective: the author's objective, by which trials are ranked.
+        complete: completes a trial that has ended, so that it has the figure by which it is ranked.
         recall: the trials of earlier sweeps, by program.
     """
 
@@ -137,7 +136,7 @@ class Plan:
     troubled: Collection[int] = ()
     errors_are_final: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
-    objective: Objective = TIME
+    complete: Complete = lambda trial: trial
     recall: Recall = dataclasses.field(default_factory=Recall)
 
     @property

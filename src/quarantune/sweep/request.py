@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
+from quarantune import jax_internals
 from quarantune.calls.key import KeyedCall
 from quarantune.devices.targets import Target
-from quarantune.measure import finals
+from quarantune.measure import finals, objective
 from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger
@@ -117,6 +118,34 @@ class SweepRequest:
         found = isolation_of(self.settings, self.problem.platform, self.problem.fn)
         in_workers = self.target is not None or (self.compile_only and found is Isolation.COMPILE)
         object.__setattr__(self, "isolation", Isolation.PROCESS if in_workers else found)
+
+    def complete(self, trial: Trial) -> Trial:
+        """Returns a trial that has ended with its score by the author's objective."""
+        return objective.scored(trial, self.options.objective)
+
+    def observers(self, possible: Sequence[Config], devices: int) -> tuple[str, ...]:
+        """Returns the names of the observers that the objective needs.
+
+        Args:
+            possible: configs with all values that the configs of the sweep have.
+            devices: the number of devices that the call needs.
+
+        Raises:
+            ValueError: it needs an observer that cannot observe this call.
+        """
+        if self.compile_only or self.options.is_by_time:
+            return ()
+        problem, devices = self.problem, max(devices, self.options.devices_per_trial)
+        needed = objective.needed_observers(self.options.objective, dict(possible[0]) if possible else {})
+        jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
+        for observer in needed.values():
+            reason = observer.why_not(problem.platform, problem.device_kind)
+            if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
+                reason = "that takes one device, and a jitted function that donates no arguments"
+            if reason:
+                message = f"objective needs {observer.WHAT}, which cannot be measured: {reason}"
+                raise ValueError(f"{problem.name}: {message}")
+        return tuple(needed)
 
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""

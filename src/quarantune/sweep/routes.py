@@ -310,7 +310,7 @@ class Routes:
             # libtpu compiles alike with its device and without it.
             errors_are_final=self._on_tpu or self._request.target is not None,
             proof=self._proof,
-            objective=self._request.options.objective,
+            complete=self._request.complete,
             recall=self._request.recall,
         )
 

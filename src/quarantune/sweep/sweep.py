@@ -85,7 +85,7 @@ def run(
     problem, possible, isolation = request.problem, request.possible(configs), request.isolation
     if packed is None:
         packed = pack(problem, possible, request.options, is_sent=isolation is not Isolation.NONE)
-    measures_energy = _needs_energy(request, packed, possible)
+    observers = request.observers(possible, packed.devices_needed)
     if isolation is Isolation.NONE:
         _check_here(problem, packed, request.settings)
         setting = request.settings.isolation
@@ -93,7 +93,7 @@ def run(
         if setting == Isolation.NONE.value:
             reason = f"{setting} (unset it to tune in worker processes)"
         _warn(f"QUARANTUNE_ISOLATION={reason}")
-        with _routes(request, packed, Proof(), measures_energy=measures_energy) as routes:
+        with _routes(request, packed, Proof(), observers=observers) as routes:
             return routes.run(dict(configs))
     _check(request, packed, possible)
     # Tracing may have side effects. Only the defaults are traced in this process, unless the caller is about to run
@@ -104,31 +104,9 @@ def run(
     with shortages.with_advice(problem.name):
         # Started before the imports, because it takes longer to start than the modules of the routes take to import.
         shortages.patiently(template.shared)
-        with _routes(request, packed, proof, measures_energy=measures_energy) as routes:
+        with _routes(request, packed, proof, observers=observers) as routes:
             swept = (routes.compile if request.compile_only else routes.run)(dict(configs))
     return dataclasses.replace(swept, is_traced=not proof.is_due)
-
-
-def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> bool:
-    """Returns whether the objective takes the energy of calls.
-
-    Raises:
-        ValueError: it does, and that cannot be measured.
-    """
-    if request.compile_only or request.options.is_by_time:
-        return False
-    from quarantune.measure import clocks, finals  # few sweeps need them
-
-    problem, devices = request.problem, max(packed.devices_needed, request.options.devices_per_trial)
-    if not finals.needs_energy(request.options.objective, dict(possible[0]) if possible else {}):
-        return False
-    jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
-    reason = clocks.why_no_energy(problem.platform, problem.device_kind)
-    if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
-        reason = "that takes one device, and a jitted function that donates no arguments"
-    if reason:
-        raise ValueError(f"{problem.name}: objective needs the energy of a call, which cannot be measured: {reason}")
-    return True
 
 
 def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> None:
@@ -204,7 +182,7 @@ def pack(
 
 
 @contextlib.contextmanager
-def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, measures_energy: bool) -> Iterator[Routes]:
+def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, observers: tuple[str, ...]) -> Iterator[Routes]:
     """Yields the routes of a sweep, which lead through workers, this process, or both."""
     from quarantune.sandbox import pool
     from quarantune.sweep.routes import Routes
@@ -219,7 +197,7 @@ def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, measures
         environ |= cheap_context(problem.platform, os.environ)
     if request.target is not None and problem.platform == "cuda":
         environ |= LOGS_PTXAS
-    options = BenchOptions.of(problem.platform, request.options, energy=measures_energy)
+    options = BenchOptions.of(problem.platform, request.options, observers)
     with spawning.standard_descriptors(), _spooled(packed, options) as (payload_fd, arrays_fd):
         make: Callable[..., pool.Sandbox] = pool.Sandbox
         stops = Stops(time.monotonic)
@@ -228,7 +206,7 @@ def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, measures
 
             measures_on = None if is_alone else devices[0]
             make = functools.partial(
-                ThisProcess, request, packed.call, device=measures_on, stops=stops, measures_energy=measures_energy
+                ThisProcess, request, packed.call, device=measures_on, stops=stops, observers=observers
             )
         with make(
             payload_fd=payload_fd,

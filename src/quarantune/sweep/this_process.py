@@ -146,7 +146,7 @@ class ThisProcess(Sandbox):
         *,
         device: Device | None,
         stops: Stops,
-        measures_energy: bool,
+        observers: tuple[str, ...],
         arrays_fd: int,
         **sandbox: Any,
     ) -> None:
@@ -157,7 +157,7 @@ class ThisProcess(Sandbox):
             call: the call, with the caller's own function.
             device: the device to measure on; None if this process also compiles, on the device of its choice.
             stops: is told of the work of this process.
-            measures_energy: whether the energy of calls is measured.
+            observers: the names of the observers of its runs.
             arrays_fd: the file that holds the bytes of its arrays; -1 for none.
             **sandbox: the other arguments of the sandbox for workers that compile.
         """
@@ -170,7 +170,7 @@ class ThisProcess(Sandbox):
         self._stops = stops
         # A bench for "cpu" would keep this process from its other devices.
         platform = None if device is None or device.platform == "cpu" else device.platform
-        options = BenchOptions.of(platform, request.options, energy=measures_energy)
+        options = BenchOptions.of(platform, request.options, observers)
         self._make_bench = functools.partial(Bench, call, arrays_fd=arrays_fd, options=options)
         self._bench: Bench | None = None
         self._here: dict[int, _Here] = {}

@@ -156,8 +156,8 @@ class ContextualJob(TuningJob):
         _logger.info("%s: %.4g ms with %d kernels tuned", self._name, time_ms, len(choices))
         if self._keyed.axes is None:
             self._tuning.seeds.add(step.compiled)
-        findings = findings_now(self._call, time_ms, [trial for _, trial in tries], _together(searched, self._search))
-        findings = dataclasses.replace(findings, baseline_ms=baseline_ms)
+        found, search = Findings(time_ms, baseline_ms=baseline_ms), _together(searched, self._search)
+        findings = findings_now(self._call, found, [trial for _, trial in tries], search)
         return self._conclude_kernels(choices, spaces, tries, findings)
 
     def _begin(self) -> tuple[str, dict[Slot, Config], _Step]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -256,7 +255,7 @@ class TuningJob:
         usable = [trial for trial in found.values() if trial.is_usable and trial.program]
         ours = None
         if usable and place_of(self._now.settings).is_here:
-            best = min(usable, key=lambda trial: trial.merit or math.inf)
+            best = min(usable, key=lambda trial: trial.merit or 0.0)
             ours = saved_program.traced_apart(self._keyed, best.config)
         is_proved = ours is None or is_same(ours.identity, best.program)
         if is_proved and self._key not in self._tuning.layers.differences:
@@ -417,10 +416,10 @@ class TuningJob:
         defaults = settled.get(finals.default_among(settled, default))
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
-        findings = findings_now(self._call, best.time_ms, trials, self._searched()).with_score(best, defaults)
+        findings = findings_now(self._call, Findings.of(best, defaults), trials, self._searched())
         if defaults is not None and defaults.outcome is Outcome.OK:  # and not ruled out by a sample or two
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
-            findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
+            findings = dataclasses.replace(findings, speedup_interval=interval)
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
@@ -488,7 +487,7 @@ class TuningJob:
         if kind is not None and issubclass(kind, KeyboardInterrupt) and is_usable:
             settled, level = finals.conclude(trials, finals.Final(), default=self._call.default_index)
             best, ended = settled[level[0]], tuple(settled.values())
-            findings = Findings(best.time_ms or 0.0, trials=count_outcomes(ended), score=best.score)
+            findings = Findings.of(best, None, trials=count_outcomes(ended))
             self._tuning.remember(self._keyed, call_result(self._keyed, best.config, findings, ended), self._now)
 
     def _entry(self, config: Config, findings: Findings, program: JsonObject | None = None) -> Entry:

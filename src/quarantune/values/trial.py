@@ -23,6 +23,8 @@ from quarantune.values.codec import (
 from quarantune.values.configs import Config
 from quarantune.values.texts import printable
 
+TIME, ENERGY = "time", "energy"
+"""The objectives that have names."""
 UNTUNED = -1
 """The index under which the function's own defaults run where they are not one of the configs."""
 
@@ -33,6 +35,7 @@ _LARGEST_NUMBER = 2**63
 ESTIMATED = "estimated"
 """Instead of why a search ended: nothing was measured, and a compiler has estimated the configs."""
 _LONGEST_TEXT = 40
+_MOST_OBSERVED = 16
 SCORES = ("score", "default_score", "energy_mj")
 """Fields of results and entries that there are only where the objective is not time."""
 _Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
@@ -222,14 +225,23 @@ def _not_empty(samples_ms: tuple[float, ...]) -> tuple[float, ...]:
     return samples_ms
 
 
+def _few_names(observed: Mapping[str, float]) -> Mapping[str, float]:
+    if len(observed) > _MOST_OBSERVED or max(map(len, observed), default=0) > _LONGEST_TEXT:
+        raise ValueError(f"it has more than {_MOST_OBSERVED} names, or a long one")
+    return observed
+
+
 Milliseconds: TypeAlias = Annotated[float, within(SHORTEST_MS, LONGEST_MS)]
 Samples: TypeAlias = Annotated[tuple[Milliseconds, ...], _not_empty]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
-Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
-Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+Observation: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+Observed: TypeAlias = Annotated[Mapping[str, Observation], _few_names]
+"""Values by the names that observers of a run give them."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_LATER_FIELDS = ("figures", "energy_mj", "watts", "score", "program", "recalled_from")
+_OWN_FIELDS = ("energy_mj", "watts")
+"""Observed values that are fields of a trial."""
+_LATER_FIELDS = ("figures", *_OWN_FIELDS, "score", "program", "recalled_from", "observed")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
@@ -264,6 +276,7 @@ class Trial(Record):
         score: what the author's objective made of it, less being better; None where that is time.
         program: the identity of its program; empty if it was not lowered, or has none.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
+        observed: what other observers of its runs saw, by name.
     """
 
     config: Annotated[Config, frozen]
@@ -281,15 +294,16 @@ class Trial(Record):
     clock: ClockName = ""
     ended_s: _Seconds | None = dataclasses.field(default=None, compare=False)
     figures: CompilerFigures | None = None
-    energy_mj: Millijoules | None = None
-    watts: Watts | None = None
+    energy_mj: Observation | None = None
+    watts: Observation | None = None
     score: Score | None = None
     program: str = ""
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
+    observed: Observed = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
-        data = super().to_json() | {"config": as_json(self.config)}
+        data = super().to_json() | {"config": as_json(self.config), "observed": self.observed or None}
         return {name: value for name, value in data.items() if value not in (None, "") or name not in _LATER_FIELDS}
 
     @property
@@ -315,6 +329,11 @@ class Trial(Record):
         """The figure by which the winner is chosen, less being better: the score, or the median time."""
         return self.time_ms if self.score is None else self.score
 
+    @property
+    def ranked_by(self) -> str:
+        """The kind of its figure: `time`, `energy` or `objective`."""
+        return _kind_of(self.score, self.energy_mj)
+
     @classmethod
     def from_json(cls, data: Any) -> Self:
         """Returns the trial that `to_json` described, its config as JSON returns it.
@@ -326,6 +345,16 @@ class Trial(Record):
         if trial.outcome is Outcome.OK and trial.time_ms is None:
             raise DamageError("it is ok, and has no time")
         return trial
+
+
+def observed_fields(values: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the fields of a trial that hold what the observers of its runs saw, by name."""
+    own = {name: values[name] for name in _OWN_FIELDS if name in values}
+    return own | {"observed": {name: value for name, value in values.items() if name not in own}}
+
+
+def _kind_of(score: float | None, energy_mj: float | None) -> str:
+    return TIME if score is None else ENERGY if score == energy_mj else "objective"
 
 
 def pruned_trial(config: Config) -> Trial:
@@ -419,17 +448,30 @@ class Findings(Record):
     baseline_ms: Milliseconds | None = None
     score: Score | None = None
     default_score: Score | None = None
-    energy_mj: Millijoules | None = None
+    energy_mj: Observation | None = None
 
-    def with_score(self, best: Trial, default: Trial | None) -> Findings:
-        """Returns the same with the scores of the winner's trial and of that of the defaults."""
-        default_score = None if default is None else default.score
-        return dataclasses.replace(self, score=best.score, default_score=default_score, energy_mj=best.energy_mj)
+    @classmethod
+    def of(cls, best: Trial, default: Trial | None, **fields: Any) -> Findings:
+        """Returns the figures of a winner and of the defaults, with further fields.
+
+        Args:
+            best: the trial of the winner.
+            default: the trial of the defaults, which is left out unless it is `ok`; None if there is none.
+            **fields: the further fields.
+        """
+        if default is not None and default.is_usable:
+            fields = {"default_time_ms": default.time_ms, "default_score": default.score} | fields
+        return cls(best.time_ms or math.nan, score=best.score, energy_mj=best.energy_mj, **fields)
 
     @property
     def figure(self) -> float:
         """The figure by which the winner was chosen, less being better: the score, or the time."""
         return self.time_ms if self.score is None else self.score
+
+    @property
+    def ranked_by(self) -> str:
+        """The kind of that figure: `time`, `energy` or `objective`."""
+        return _kind_of(self.score, self.energy_mj)
 
     @property
     def is_estimate(self) -> bool:
@@ -447,7 +489,7 @@ class Findings(Record):
             return "estimated, never measured" if self.is_estimate else "time not known"
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
-            form = "{:.4g} mJ" if self.score == self.energy_mj else "objective {:.4g}"
+            form = "{:.4g} mJ" if self.ranked_by == ENERGY else "objective {:.4g}"
             best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
         # Between a config and the defaults that are equally fast, the defaults win.
         if (self.time_ms, self.score) == (self.default_time_ms, self.default_score):
@@ -458,7 +500,7 @@ class Findings(Record):
     def compared(self) -> str:
         """The gain in words, as `2.02x faster than the defaults`; empty where it is unknown."""
         if self.score is not None:
-            what = "energy" if self.score == self.energy_mj else "of the objective"
+            what = ENERGY if self.ranked_by == ENERGY else "of the objective"
             return "" if self.default_score is None else _compared(self.score, self.default_score, what)
         if (speedup := self.speedup) is None:
             return ""

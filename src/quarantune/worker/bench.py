@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 import weakref
@@ -21,6 +20,7 @@ from quarantune.host.waits import RunTime, Watch
 from quarantune.jax_internals import kernels
 from quarantune.jax_internals.other_processes import compilation_cache_in_memory, share_what_xla_finds
 from quarantune.measure import clocks, finals, model, rounding, sampling
+from quarantune.measure.observers import OBSERVERS
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
@@ -402,27 +402,25 @@ class Bench:
             noise=noise,
         )
         ranking_ms = samples.ranking_ms(is_exact=clock.is_exact)
-        energy_mj, watts = self._energy(program, ranking_ms) if self._options.measures_energy else (None, None)
         return Measurement(
             samples_ms=samples.samples_ms,
             cpu_ms=() if clock.is_exact else samples.cpu_ms,
             ranking_ms=ranking_ms,
             clock=clock.name,
             is_slow=samples.is_ruled_out,
-            energy_mj=energy_mj,
-            watts=watts,
+            observed=self._observed(program, ranking_ms),
         )
 
-    def _energy(self, program: Program, time_ms: float) -> tuple[float, float]:
-        """Returns the energy of one run in millijoules, and the power in watts, where a run takes about so long.
-
-        Raises:
-            RuntimeError: the energy counter of the device cannot be read, or stands still.
-        """
+    def _observed(self, program: Program, time_ms: float) -> dict[str, float]:
+        """Returns what the observers of the sweep see of a program, a run of which takes about `time_ms`."""
+        if not self._options.observers:
+            return {}
         args, kwargs = self._arguments.dynamic(self._arguments.shared())
         device = next(iter(_devices_of((args, kwargs))), jax.local_devices()[0])
-        read = clocks.energy_counter(device.local_hardware_id)
-        return clocks.energy_per_call(lambda: program.call(*args, **kwargs), read, time_ms / 1e3)
+        seen: dict[str, float] = {}
+        for name in self._options.observers:
+            seen |= OBSERVERS[name].observe(lambda: program.call(*args, **kwargs), device, time_ms)
+        return seen
 
     def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
@@ -439,13 +437,13 @@ class Bench:
             and self._options.warmup <= 1  # or its author knows that it takes several
         )
 
-    def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], ...]:
+    def compare(self, programs: Sequence[Program]) -> tuple[list[list[Any]], ...]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
 
         Returns:
             The samples of each program in milliseconds, one per round; and those with warm device caches of the
             programs near the fastest, empty for the others: a kernel's input is often the last kernel's output. Then
-            the energy of a run of each program in each of a few rounds, in millijoules, if it is measured.
+            the values that observers see of each program in each of a few rounds.
         """
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
@@ -458,9 +456,9 @@ class Bench:
             warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, warm, strict=True):
                 warm_ms[position] = samples_ms
-        meters = [functools.partial(self._energy, *each) for each in zip(programs, map(min, rounds_ms), strict=True)]
-        rounds = model.FEW if self._options.measures_energy else 0
-        return rounds_ms, warm_ms, [[meter()[0] for meter in meters] for _ in range(rounds)]
+        fastest = [*zip(programs, map(min, rounds_ms), strict=True)]
+        rounds = model.FEW if self._options.observers else 0
+        return rounds_ms, warm_ms, [[self._observed(*each) for each in fastest] for _ in range(rounds)]
 
     def _announce(
         self, lowered: Any, text: str, jaxpr: Any, config: Config, announce: Announce, found: tuple[str, ...]

@@ -345,8 +345,8 @@ class TaskRunner:
         for program in programs:
             bench.run(program)
         yield self.entered(Phase.MEASURE)
-        rounds_ms, warm_ms, energy_mj = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
-        yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, energy_mj=energy_mj)
+        rounds_ms, warm_ms, observed = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
+        yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, observed=observed)
 
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""
