@@ -195,6 +195,9 @@ def test_energy_is_refused_by_name_where_it_cannot_be_measured(monkeypatch: pyte
 # --- the energy counter ---
 
 
+GPU = SimpleNamespace(local_hardware_id=0)
+
+
 class NVMLError(Exception):
     """An error of the stand-in for NVML."""
 
@@ -279,7 +282,7 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
         fake_gpu.now += run_s
 
     began_s = fake_gpu.now
-    found, watts = energy.energy_per_call(dispatch, energy.energy_counter(0), run_s)
+    found, watts = energy.observe(dispatch, GPU, 1e3 * run_s).values()
     assert watts == pytest.approx(fake_gpu._watts, rel=0.02)
     # In the stand-in, the GPU waits while its counter is read, which counts as a part of the runs.
     assert found >= 0.98 * fake_gpu._watts * run_s * 1e3
@@ -290,7 +293,7 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
 @pytest.mark.parametrize("fake_gpu", [{"step_s": 60.0}, {"watts": 0.0}], indirect=True)
 def test_a_counter_that_stands_still_is_an_error_after_five_seconds(fake_gpu: FakeGpu) -> None:
     with pytest.raises(RuntimeError, match="the energy counter of the GPU advanced 0 times in 5 s"):
-        energy.energy_per_call(lambda: fake_gpu.sleep(1e-3), energy.energy_counter(0), 1e-3)
+        energy.observe(lambda: fake_gpu.sleep(1e-3), GPU, 1.0)
     assert fake_gpu.now < 5.5
 
 
@@ -310,21 +313,20 @@ def test_a_gpu_without_a_counter_is_refused_by_what_nvml_says(fake_gpu: FakeGpu,
 @pytest.mark.parametrize("fake_gpu", [{"fault": "another GPU"}], indirect=True)
 def test_a_gpu_that_nvml_does_not_know_is_an_error_of_the_worker(fake_gpu: FakeGpu) -> None:
     with pytest.raises(NVMLError, match="Not Found"):
-        energy.energy_counter(0)
+        energy.observe(lambda: None, GPU, 1.0)
 
 
-@pytest.mark.usefixtures("fake_gpu")
 def test_a_whole_sweep_for_energy_measures_it_in_trials_and_in_the_final(monkeypatch: pytest.MonkeyPatch) -> None:
-    def per_call(dispatch: Any, read: Any, run_s: float) -> tuple[float, float]:
-        assert (jax.block_until_ready(dispatch()).shape, type(read()), run_s < 1) == (X.shape, int, True)
+    def observe(dispatch: Any, device: jax.Device, time_ms: float) -> dict[str, float]:
+        assert (jax.block_until_ready(dispatch()).shape, device, time_ms < 1e3) == (X.shape, jax.devices()[0], True)
         cells = [cell.cell_contents for cell in dispatch.__closure__]
         turns = next(cell.config["turns"] for cell in cells if hasattr(cell, "config"))
         measured.append(turns)
-        return {2: 40.0, 4000: 11.0}[turns], 300.0
+        return {"energy_mj": {2: 40.0, 4000: 11.0}[turns], "watts": 300.0}
 
     measured: list[int] = []
     monkeypatch.setattr(energy, "why_not", lambda platform, kind: "")
-    monkeypatch.setattr(energy, "energy_per_call", per_call)
+    monkeypatch.setattr(energy, "observe", observe)
     with isolated("none"):
         result = AutoTuner(turned, GRID, objective="energy", rep=2).run(X)
     assert (result.best_config, result.score, result.energy_mj) == ({"turns": 4000}, 11.0, 11.0)

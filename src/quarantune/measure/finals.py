@@ -13,11 +13,10 @@ from quarantune.host.waits import RunTime, fastest
 from quarantune.measure.model import ALL_DISTURBED, ENOUGH, FEW, LONG_RUN_MS, MARGINS, cautious_share, standard_error
 from quarantune.measure.objective import Complete, with_rounds
 from quarantune.values.codec import is_plausible_ms
-from quarantune.values.trial import TIME, UNTUNED, Outcome, Trial
+from quarantune.values.trial import TIME, UNTUNED, Observed, Outcome, Trial, ranked_by
 
 _Rounds = TypeVar("_Rounds")
-_Samples: TypeAlias = Sequence[Sequence[float]]
-_Seen: TypeAlias = Sequence[Sequence[Mapping[str, float]]]
+_Rows: TypeAlias = Sequence[Sequence[Any]]
 FINALISTS = 4
 MOST_FINALISTS = 8
 """The number of finalists where the machine was busy, which makes the times that they are chosen by less reliable."""
@@ -71,7 +70,7 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     ranked = sorted(first_of.values(), key=lambda index: (trials[index].merit or 0.0, index))
     if not ranked:
         return []
-    best, is_timed = trials[ranked[0]].merit or 0.0, trials[ranked[0]].ranked_by == TIME
+    best, is_timed = trials[ranked[0]].merit or 0.0, ranked_by(trials[ranked[0]]) == TIME
     contender = MARGINS[trials[ranked[0]].clock or "wall"]
     close = [index for index in ranked if _ratio(best, trials[index].merit or 0.0) <= contender]
     if not is_timed or (noise := _noise(trials)) < MARGINS["wall"]:
@@ -103,13 +102,13 @@ def _noise(trials: Mapping[int, Trial]) -> float:
 
 
 def with_same_program(rounds: Mapping[int, _Rounds], trials: Mapping[int, Trial]) -> dict[int, _Rounds]:
-    """Returns the rounds of a final, also for the configs whose program another config ran in it.
+    """Returns the rounds of a final for the trials that may win, also if another config ran their program in it.
 
     Args:
         rounds: the rounds of each finalist, by index.
         trials: the trials that may win, by index, as before the final.
     """
-    timed = {_program(index, trials): each for index, each in rounds.items()}
+    timed = {_program(index, trials): each for index, each in rounds.items() if index in trials}
     return {index: timed[program] for index in trials if (program := _program(index, trials)) in timed}
 
 
@@ -137,12 +136,12 @@ class Final:
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     warm_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
-    observed: Mapping[int, Sequence[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
+    observed: Mapping[int, Sequence[Observed]] = dataclasses.field(default_factory=dict)
     complete: Complete = lambda trial: trial
 
     @classmethod
     def of(
-        cls, finalists: Iterable[int], rounds_ms: _Samples, warm_ms: _Samples, observed: _Seen = (), **fields: Any
+        cls, finalists: Iterable[int], rounds_ms: _Rows, warm_ms: _Rows, observed: _Rows = (), **fields: Any
     ) -> Final:
         """Returns the final of some finalists.
 
@@ -157,8 +156,6 @@ class Final:
             ValueError: these are not the rounds of one final.
         """
         indices = list(finalists)
-        if len({frozenset(seen) for each in observed for seen in each}) > 1:
-            raise ValueError("not all have the same observed values")
         return cls(
             dict(zip(indices, rounds_ms, strict=True)),
             {index: samples_ms for index, samples_ms in zip(indices, warm_ms, strict=True) if samples_ms},
@@ -255,12 +252,10 @@ def conclude(
     }
     may_win = usable.keys() if untuned_wins else usable.keys() - {UNTUNED}
     fastest = min(may_win, key=lambda index: usable[index].merit or 0.0)
-    timed, warm = (
-        {index: rounds[index] for index in rounds.keys() & usable.keys()} for rounds in (final.rounds_ms, final.warm_ms)
-    )
-    rounds = with_same_program(timed or {fastest: usable[fastest].samples_ms}, usable)
+    rounds = with_same_program(final.rounds_ms, usable)
+    rounds = rounds or with_same_program({fastest: usable[fastest].samples_ms}, usable)
+    warm, observed = with_same_program(final.warm_ms, usable), with_same_program(final.observed, usable)
     settled, figures = dict(trials), dict(rounds)
-    seen = with_same_program({index: each for index, each in final.observed.items() if index in usable}, usable)
     for index, samples_ms in rounds.items():
         settled[index] = dataclasses.replace(
             trials[index],
@@ -269,12 +264,12 @@ def conclude(
             outcome=Outcome.OK,
             message=_message(trials[index]),
         )
-        if usable[index].ranked_by != TIME:
-            settled[index], figures[index] = with_rounds(settled[index], seen.get(index, ()), final.complete)
+        if ranked_by(usable[index]) != TIME:
+            settled[index], figures[index] = with_rounds(settled[index], observed.get(index, ()), final.complete)
             warm = {}
     racing = {index: each for index, each in figures.items() if index in may_win}
     racing = racing or {fastest: [usable[fastest].merit or 0.0]}
-    return settled, decide(racing, default=default, warm=with_same_program(warm, usable))
+    return settled, decide(racing, default=default, warm=warm)
 
 
 def _message(trial: Trial) -> str:

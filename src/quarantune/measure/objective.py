@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from quarantune.measure.observers import OBSERVERS, Observer
 from quarantune.values.configs import Config, as_given
-from quarantune.values.trial import TIME, Outcome, Trial, observed_fields
+from quarantune.values.trial import TIME, Observed, Outcome, Trial, observed_fields
 
 Objective: TypeAlias = str | Callable[[Trial], float]
 """`time`, `energy`, or the number that a function makes of a trial; the smaller the better."""
@@ -33,9 +33,7 @@ def scored(trial: Trial, objective: Objective) -> Trial:
     return dataclasses.replace(trial, outcome=Outcome.ERROR, message=message, time_ms=None, own_ms=None, samples_ms=())
 
 
-def with_rounds(
-    trial: Trial, observed: Sequence[Mapping[str, float]], complete: Complete
-) -> tuple[Trial, Sequence[float]]:
+def with_rounds(trial: Trial, observed: Sequence[Observed], complete: Complete) -> tuple[Trial, Sequence[float]]:
     """Returns a finalist with the medians of its observed values and of its scores, and the score of each round.
 
     Args:
@@ -44,7 +42,7 @@ def with_rounds(
         complete: scores a trial.
     """
     if observed:
-        medians = {name: statistics.median(round_[name] for round_ in observed) for name in observed[0]}
+        medians = {name: statistics.median(each[name] for each in observed if name in each) for name in observed[0]}
         trial = dataclasses.replace(trial, **observed_fields(medians))
     fields = [observed_fields(each) for each in observed] or [{}] * len(trial.samples_ms)
     pairs = zip([trial.time_ms] * len(observed) or trial.samples_ms, fields, strict=True)

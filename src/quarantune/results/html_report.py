@@ -22,7 +22,7 @@ from quarantune.results.report_data import ResultData
 from quarantune.values.codec import JsonObject, as_json, canonical_json, is_number, text_of
 from quarantune.values.configs import Config, format_config, format_value
 from quarantune.values.texts import call_size, call_text, printable
-from quarantune.values.trial import NO_FIGURES, TIME, Outcome, Trial, interval_text
+from quarantune.values.trial import NO_FIGURES, TIME, Outcome, Trial, interval_text, ranked_by
 
 _SCRIPTS = [
     *("base", "model", "summary", "finals", "pareto", "progress"),
@@ -150,7 +150,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
     final = {text_of(trial.config): trial for trial in result.finalists if trial.samples_ms}
     finalists = {places[text] for text in final.keys() & places.keys()}
     own = None if result.default_config is None else text_of(result.default_config)
-    is_by_time = result.findings.ranked_by == TIME
+    is_by_time = ranked_by(result.findings) == TIME
     label = call_text(data.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     return {

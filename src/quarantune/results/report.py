@@ -27,6 +27,7 @@ from quarantune.values.trial import (
     TuningFailedError,
     count_outcomes,
     interval_text,
+    ranked_by,
     ratio_text,
 )
 
@@ -104,7 +105,7 @@ def by_time(result: PlainResult) -> list[Trial]:
     outcomes = list(Outcome)
 
     def rank(trial: Trial) -> tuple[bool, bool, bool, float, int]:
-        figure = shown_ms(trial) if trial.ranked_by == TIME else trial.figure
+        figure = shown_ms(trial) if ranked_by(trial) == TIME else trial.figure
         is_other, place = not result.is_finalist(trial), outcomes.index(trial.outcome) if figure is None else 0
         return (not result.is_best(trial), figure is None, is_other, figure or 0.0, place)
 
@@ -156,7 +157,7 @@ def _numbers(values: Sequence[float | None], unit: float = 1, form: str = ".4g")
 def beside_time(trials: Sequence[Trial]) -> dict[str, tuple[str, str, list[float | None]]]:
     """Returns figures beside time that some trial has: by name a heading, a sentence, and a value for each trial."""
     about = {name: each for observer in OBSERVERS.values() for name, each in observer.VALUES.items()}
-    if any(trial.ranked_by not in (TIME, *OBSERVERS) for trial in trials):  # a score that is an energy counts once
+    if any(ranked_by(trial) not in (TIME, *OBSERVERS) for trial in trials):  # a score that is an energy counts once
         about["score"] = "objective", "the value of the author's objective"
     columns = {name: [getattr(trial, name, trial.observed.get(name)) for trial in trials] for name in about}
     return {name: (*about[name], values) for name, values in columns.items() if values.count(None) < len(values)}
@@ -331,7 +332,7 @@ def why_best(trials: Sequence[Trial], result: PlainResult) -> str:
         return "is the only config that was measured to the end"
     following, index = timed[0]
     other = format_config(trials[index].config)
-    if (what := best.ranked_by) != TIME:
+    if (what := ranked_by(best)) != TIME:
         alike = f"ties with {_named(result.tie)} (=) in its {what}" if result.tie else f"has the lowest {what}"
         return f"{alike}: {best.figure:.4g}, where {other} has {following:.4g}"
     is_fastest = best.time_ms <= following
@@ -364,9 +365,8 @@ def to_dicts(result: PlainResult) -> list[Row]:
         result: the result with the trials.
     """
     trials = result.trials
-    parts = [_fields(trial, result) for trial in trials]
-    for name, (_, _, values) in beside_time(trials).items():
-        parts = [part | {name: value} for part, value in zip(parts, values, strict=True)]
+    beside = {name: values for name, (_, _, values) in beside_time(trials).items()}
+    parts = [_fields(trial, result) | {name: beside[name][at] for name in beside} for at, trial in enumerate(trials)]
     own = parts[0].keys() if parts else frozenset()
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
     columns = {name: f"config.{name}" if name in own else name for name in names}

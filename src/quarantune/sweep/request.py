@@ -21,6 +21,8 @@ from quarantune.values.settings import Options, Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Trial
 
+_NOT_ALONE = "that takes one device, and a jitted function that donates no arguments"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -136,15 +138,13 @@ class SweepRequest:
         if self.compile_only or self.options.is_by_time:
             return ()
         problem, devices = self.problem, max(devices, self.options.devices_per_trial)
-        needed = objective.needed_observers(self.options.objective, dict(possible[0]) if possible else {})
         jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
+        is_alone = devices == 1 and jit is not None and not (jit.donate_argnums or jit.donate_argnames)
+        needed = objective.needed_observers(self.options.objective, dict(possible[0]) if possible else {})
         for observer in needed.values():
-            reason = observer.why_not(problem.platform, problem.device_kind)
-            if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
-                reason = "that takes one device, and a jitted function that donates no arguments"
-            if reason:
-                message = f"objective needs {observer.WHAT}, which cannot be measured: {reason}"
-                raise ValueError(f"{problem.name}: {message}")
+            if reason := observer.why_not(problem.platform, problem.device_kind) if is_alone else _NOT_ALONE:
+                needs = f"{problem.name}: objective needs {observer.WHAT}"
+                raise ValueError(f"{needs}, which cannot be measured: {reason}")
         return tuple(needed)
 
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:

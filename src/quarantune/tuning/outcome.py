@@ -22,7 +22,7 @@ from quarantune.results.result import TuningResult
 from quarantune.values import describe
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given
-from quarantune.values.trial import SCORES, TIME, Findings, Searched, Trial, count_outcomes
+from quarantune.values.trial import SCORES, TIME, Findings, Searched, Trial, count_outcomes, ranked_by
 
 
 def call_result(
@@ -119,7 +119,7 @@ def entry_for(
         "versions": describe.versions(),
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
-        **({} if findings.ranked_by == TIME else {name: found[name] for name in SCORES}),
+        **({} if ranked_by(findings) == TIME else {name: found[name] for name in SCORES}),
         "trials": found["trials"],
         "search": search | found["search"],
         **({"program": program} if program else {}),

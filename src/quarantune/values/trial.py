@@ -237,7 +237,7 @@ _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Observation: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Observed: TypeAlias = Annotated[Mapping[str, Observation], _few_names]
-"""Values by the names that observers of a run give them."""
+"""Values by the names that the observers of a run give them."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
 _OWN_FIELDS = ("energy_mj", "watts")
 """Observed values that are fields of a trial."""
@@ -329,11 +329,6 @@ class Trial(Record):
         """The figure by which the winner is chosen, less being better: the score, or the median time."""
         return self.time_ms if self.score is None else self.score
 
-    @property
-    def ranked_by(self) -> str:
-        """The kind of its figure: `time`, `energy` or `objective`."""
-        return _kind_of(self.score, self.energy_mj)
-
     @classmethod
     def from_json(cls, data: Any) -> Self:
         """Returns the trial that `to_json` described, its config as JSON returns it.
@@ -353,8 +348,9 @@ def observed_fields(values: Mapping[str, float]) -> dict[str, Any]:
     return own | {"observed": {name: value for name, value in values.items() if name not in own}}
 
 
-def _kind_of(score: float | None, energy_mj: float | None) -> str:
-    return TIME if score is None else ENERGY if score == energy_mj else "objective"
+def ranked_by(found: Trial | Findings) -> str:
+    """Returns the kind of the figure by which a winner is chosen: `time`, `energy` or `objective`."""
+    return TIME if found.score is None else ENERGY if found.score == found.energy_mj else "objective"
 
 
 def pruned_trial(config: Config) -> Trial:
@@ -469,11 +465,6 @@ class Findings(Record):
         return self.time_ms if self.score is None else self.score
 
     @property
-    def ranked_by(self) -> str:
-        """The kind of that figure: `time`, `energy` or `objective`."""
-        return _kind_of(self.score, self.energy_mj)
-
-    @property
     def is_estimate(self) -> bool:
         """Whether the config was never measured."""
         return self.search.stopped == ESTIMATED
@@ -489,7 +480,7 @@ class Findings(Record):
             return "estimated, never measured" if self.is_estimate else "time not known"
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
-            form = "{:.4g} mJ" if self.ranked_by == ENERGY else "objective {:.4g}"
+            form = "{:.4g} mJ" if ranked_by(self) == ENERGY else "objective {:.4g}"
             best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
         # Between a config and the defaults that are equally fast, the defaults win.
         if (self.time_ms, self.score) == (self.default_time_ms, self.default_score):
@@ -500,7 +491,7 @@ class Findings(Record):
     def compared(self) -> str:
         """The gain in words, as `2.02x faster than the defaults`; empty where it is unknown."""
         if self.score is not None:
-            what = ENERGY if self.ranked_by == ENERGY else "of the objective"
+            what = ENERGY if ranked_by(self) == ENERGY else "of the objective"
             return "" if self.default_score is None else _compared(self.score, self.default_score, what)
         if (speedup := self.speedup) is None:
             return ""

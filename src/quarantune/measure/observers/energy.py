@@ -63,7 +63,10 @@ def why_not(platform: str, kind: str) -> str:
 
 
 def observe(dispatch: Callable[[], Any], device: Any, time_ms: float) -> Mapping[str, float]:
-    """Returns the energy of one run in millijoules, and the power in watts.
+    """Returns the energy of one run in millijoules, and the power between two steps of the counter in watts.
+
+    The energy is the power times the mean time of these runs. A GPU at its limit of power lowers its clocks meanwhile,
+    so that they take longer than those that are timed.
 
     Args:
         dispatch: queues one run and returns its outputs without waiting.
@@ -72,51 +75,13 @@ def observe(dispatch: Callable[[], Any], device: Any, time_ms: float) -> Mapping
 
     Raises:
         RuntimeError: the counter cannot be read, or stands still.
-    """
-    energy_mj, watts = energy_per_call(dispatch, energy_counter(device.local_hardware_id), time_ms / 1e3)
-    return {"energy_mj": energy_mj, "watts": watts}
-
-
-def energy_counter(ordinal: int) -> Callable[[], int]:
-    """Returns a function that reads the energy counter of a GPU, in millijoules.
-
-    The GPU is found by its UUID, because NVML and CUDA number the GPUs in different ways.
-
-    Args:
-        ordinal: its number among those that CUDA shows to this process.
-
-    Raises:
-        RuntimeError: CUDA does not tell which GPU it is.
-        pynvml.NVMLError: NVML does not know that GPU.
-    """
-    import pynvml
-
-    cuda, device, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid_v2(found, device):
-        raise RuntimeError("CUDA does not tell which GPU this is")
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=bytes(found))}")
-    return lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-
-
-def energy_per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s: float) -> tuple[float, float]:
-    """Returns the energy of one run in millijoules, and the power between two steps of the counter in watts.
-
-    The energy is the power times the mean time of these runs. A GPU at its limit of power lowers its clocks meanwhile,
-    so that they take longer than those that are timed.
-
-    Args:
-        dispatch: queues one run and returns its outputs without waiting.
-        read: reads the counter in millijoules.
-        run_s: about the seconds that a run takes.
-
-    Raises:
-        RuntimeError: the counter stands still.
+        pynvml.NVMLError: NVML does not know the GPU.
     """
     import jax  # not by tables, which need the headings alone
 
-    count = max(1, min(_MOST_QUEUED, round(_QUEUED_S / run_s)))
+    count = max(1, min(_MOST_QUEUED, round(1e3 * _QUEUED_S / time_ms)))
     steps: list[tuple[float, float, int]] = []  # when each was seen, how uncertain that is, and the counter after it
+    read = _counter(device.local_hardware_id)
     last, total, queued = read(), 0, list[Any]()
     began_s = looked_s = time.perf_counter()
     while time.perf_counter() - began_s < _LONGEST_S:
@@ -139,8 +104,30 @@ def energy_per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s:
         if end[0] - first[0] >= max(_LEAST_S, first[1] / _RESOLUTION, end[1] / _RESOLUTION):
             break
     jax.block_until_ready(queued)
-    run_s = (time.perf_counter() - began_s) / total
+    mean_s = (time.perf_counter() - began_s) / total
     if len(steps) <= _SKIPPED + 1:
         raise RuntimeError(f"the energy counter of the GPU advanced {len(steps)} times in {_LONGEST_S:g} s")
     watts = (end[2] - first[2]) / (end[0] - first[0]) / 1e3
-    return watts * run_s * 1e3, watts
+    return {"energy_mj": watts * mean_s * 1e3, "watts": watts}
+
+
+def _counter(ordinal: int) -> Callable[[], int]:
+    """Returns a function that reads the energy counter of a GPU, in millijoules.
+
+    The GPU is found by its UUID, because NVML and CUDA number the GPUs in different ways.
+
+    Args:
+        ordinal: its number among those that CUDA shows to this process.
+
+    Raises:
+        RuntimeError: CUDA does not tell which GPU it is.
+        pynvml.NVMLError: NVML does not know that GPU.
+    """
+    import pynvml
+
+    cuda, device, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid_v2(found, device):
+        raise RuntimeError("CUDA does not tell which GPU this is")
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=bytes(found))}")
+    return lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
