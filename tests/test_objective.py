@@ -18,6 +18,7 @@ from helpers import isolated
 
 import quarantune
 from quarantune import AutoTuner, Outcome, Trial, TuningFailedError, TuningResult
+from quarantune.answers import saved_program
 from quarantune.calls.call import TunedFunction
 from quarantune.measure import finals, objective
 from quarantune.measure.observers import energy
@@ -333,3 +334,33 @@ def test_a_whole_sweep_for_energy_measures_it_in_trials_and_in_the_final(monkeyp
     assert "3.64x less energy than the defaults (11 mJ against 40 mJ; " in repr(result)
     assert [(trial.energy_mj, trial.watts) for trial in result.finalists] == [(11.0, 300.0), (40.0, 300.0)]
     assert min(map(measured.count, (2, 4000))) >= 4, "in the trial, and in three rounds of the final"
+
+
+# --- a score of exactly 0 ---
+
+
+def test_a_config_with_score_0_is_the_best_of_an_interrupted_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced_apart(keyed: Any, config: Any) -> Any:
+        proved.append(dict(config))
+        return trace(keyed, config)
+
+    def objective_of(trial: Trial) -> float:
+        if is_cut_short and trial.config["turns"] == 6:
+            raise KeyboardInterrupt
+        return {2: 3.0, 4000: 0.0, 6: 5.0}[trial.config["turns"]]
+
+    proved: list[Any] = []
+    trace, is_cut_short = saved_program.traced_apart, True
+    monkeypatch.setattr(saved_program, "traced_apart", traced_apart)
+    tuned = quarantune.autotune({"turns": [2, 4000, 6]}, objective=objective_of, rep=1)(turned)
+    with isolated("none"):
+        with pytest.raises(KeyboardInterrupt):
+            tuned.tune(X)
+        is_cut_short = False
+        result = tuned.tune(X, resume=True)
+    assert proved[0] == {"turns": 4000}
+    assert (result.best_config, result.score, result.default_score) == ({"turns": 4000}, 0.0, 3.0)
+
+
+def test_rounds_with_score_0_tie_with_rounds_below_and_above() -> None:
+    assert finals.decide({0: [0.0, 0.0, 0.0], 1: [-1.0, 0.0, 5.0]}, default=None) == [0, 1]
