@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 from quarantune.devices.discovery import Device
 from quarantune.host import machine
-from quarantune.measure.objective import Complete
 from quarantune.scheduler.recall import Recall
 from quarantune.values.configs import Config
 from quarantune.values.trial import CompileTarget, Route, Trial
@@ -136,7 +135,7 @@ class Plan:
     troubled: Collection[int] = ()
     errors_are_final: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
-    complete: Complete = lambda trial: trial
+    complete: Callable[[Trial], Trial] = lambda trial: trial
     recall: Recall = dataclasses.field(default_factory=Recall)
 
     @property

@@ -56,7 +56,7 @@ class Verified:
         config: its config, as the cache holds it.
         time_ms: the time of its config now, in milliseconds; None if it was not measured or failed.
         default_time_ms: the time of the function's own defaults now; None if that is not known.
-        saved_time_ms: its time when it was saved; None if that is not known, or was not its objective.
+        saved_time_ms: its time when it was saved; None if that is not known, or it was not chosen by time.
         changed: the versions that have changed since, as text; empty if none has.
     """
 
