@@ -164,8 +164,8 @@ class TuningResult(PlainResult):
         shown = self._shown
         if not shown.trials:
             known = None if math.isnan(self.time_ms) else self.time_ms
-            others: dict[str, Any] = {"device": self.device, "score": self.score, "energy_mj": self.energy_mj}
-            winner = Trial(config=shown.best_config, outcome=Outcome.OK, time_ms=known, **others)
+            winner = Trial(config=shown.best_config, outcome=Outcome.OK, time_ms=known, device=self.device)
+            winner = dataclasses.replace(winner, score=self.score, energy_mj=self.energy_mj)
             shown = dataclasses.replace(shown, trials=(winner,))
         return report.to_dicts(shown)
 

@@ -342,7 +342,7 @@ class Trial(Record):
         return trial
 
 
-def observed_fields(values: Mapping[str, float]) -> dict[str, Any]:
+def observed_fields(values: Mapping[str, float]) -> JsonObject:
     """Returns the fields of a trial that hold what the observers of its runs saw, by name."""
     own = {name: values[name] for name in _OWN_FIELDS if name in values}
     return own | {"observed": {name: value for name, value in values.items() if name not in own}}
