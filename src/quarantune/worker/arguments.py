@@ -58,7 +58,7 @@ class BenchOptions:
         return self.platform in ("cuda", "rocm")
 
     @classmethod
-    def of(cls, platform: str | None, options: Options, observers: tuple[str, ...]) -> BenchOptions:
+    def of(cls, platform: str | None, options: Options, observers: tuple[str, ...] = ()) -> BenchOptions:
         """Returns those of the author's options that a worker needs.
 
         Args:
