@@ -28,8 +28,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 import quarantune
 from quarantune.sandbox import messages, spool
 from quarantune.sandbox.wire import Connection
+from quarantune.scheduler.routes import apart
 from quarantune.scheduler.workers import Worker, Workers, WorkerState
-from quarantune.sweep import routes
 from quarantune.transport import payload, programs
 from quarantune.transport.program_text import ProgramText
 from quarantune.worker.arguments import BenchOptions
@@ -187,7 +187,7 @@ def test_a_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a CPU, each config has a compile worker of its own.
-    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self, route: 100)
+    monkeypatch.setattr(apart, "compiles_apart", lambda given: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     monkeypatch.setenv("QUARANTUNE_CPU_UTILIZATION", "0.01")  # one at a time
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
@@ -251,7 +251,7 @@ def test_no_config_meets_the_settings_that_another_has_left_in_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self, route: 100)
+    monkeypatch.setattr(apart, "compiles_apart", lambda given: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     configs = [f"good {i}" for i in range(8)]
     configs += [text for i in range(4) for text in (f"{i} refuse", f"switch {i} refuse", f"switch and work {i}")]

@@ -56,7 +56,7 @@ def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbo
     tasks, noting = noting_comparisons(act)
     sandbox = FakeSandbox(clock, noting)
     plan = plan_for(Route.APART, **changes)
-    scheduler = Scheduler(sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
+    scheduler = plan.scheduler(sandbox, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
     fds = len(os.listdir("/proc/self/fd"))
     configs: dict[int, Config] = {index: {"id": index} for index in range(count)}
     try:
@@ -170,7 +170,7 @@ def one_of(route: Route) -> Callable[[Clock, FakeSandbox, Race], Scheduler]:
             assert trial.outcome in (Outcome.OK, Outcome.SLOW)
 
         plan = plan_for(route, target=TARGET if route is Route.APART else None)
-        return Scheduler(sandbox, plan, on_trial=on_trial, clock=clock, race=race)
+        return plan.scheduler(sandbox, on_trial=on_trial, clock=clock, race=race)
 
     return make
 

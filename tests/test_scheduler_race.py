@@ -26,7 +26,7 @@ def test_configs_in_the_callers_process_all_run_once_and_the_fastest_goes_on_fir
         told = first_run(worker, run_ms, run_ms, is_disturbed=is_disturbed)
         return [(0.1, worker.says("PhaseEntered", "check")), (0.2, told)]
 
-    plan = plan_for(Route.APART, exclusive=True, measures_here=True, configs_per_worker=1, parked=8)
+    plan = plan_for(Route.COMPILED_APART, configs_per_worker=1, parked=8)
     result = run(plan, 8, when("Measure", act))
     again = [worker.trial for worker in result.given("Measure") if worker.task.checked]
     assert [worker.trial for worker in result.given("Measure") if not worker.task.checked] == list(range(8))

@@ -93,7 +93,6 @@ class Compile(Task):
     Attributes:
         config: the config.
         target: the device to compile for; None for the worker's own.
-        must_save: whether a program that cannot be saved is a failure.
         as_data: whether the executable is for the caller, who runs no code of a worker to load it.
         is_check: whether the only purpose is to find out if the config compiles, perhaps for a device that is not here.
         shows_program: whether the traced program is told, in `Traced`.
@@ -102,7 +101,6 @@ class Compile(Task):
 
     config: EncodedConfig
     target: CompileTarget | None = None
-    must_save: bool = False
     as_data: bool = False
     is_check: bool = False
     shows_program: bool = False

@@ -16,7 +16,7 @@ from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerVerdict
 from quarantune.values.configs import Config, format_config
-from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
+from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
 
 _LOG_TAIL_CHARS = 2000
 
@@ -47,6 +47,9 @@ class Jobs:
         log_of: Callable[[Worker], str],
         source: ConfigSource,
         race: Race,
+        label: Route,
+        *,
+        confirms: bool,
     ) -> None:
         self.pending: collections.deque[Job] = collections.deque()
         self.ready: collections.deque[Job] = collections.deque()
@@ -72,6 +75,8 @@ class Jobs:
         self._on_trial = on_trial
         self._log_of = log_of
         self._race = race
+        self._label = label
+        self._confirms = confirms
 
     def begin(self, configs: Mapping[int, Config]) -> None:
         """Makes a job of each config; the function's defaults come first where others wait for them."""
@@ -253,7 +258,7 @@ class Jobs:
             program=job.program,
             peak_memory_bytes=job.peak_bytes or None,
             log_tail=_informative_part(log),
-            route=job.route or self._plan.route,
+            route=job.route or self._label,
             device="" if worker is None or worker.device is None else worker.device.device.name,
             **times,
         )
@@ -342,7 +347,7 @@ class Jobs:
         self._source_waits = False
         self._source.ended(job.index, trial)
         is_error = trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE
-        if is_error and self._plan.target is not None and not self._plan.errors_are_final:
+        if is_error and self._confirms:
             self.leftovers.add_unconfirmed(job.index, Unconfirmed(trial, log, job.raised_at))
         else:
             if is_error:

@@ -1,6 +1,6 @@
 """The event loop of one sweep. It knows nothing of JAX, of search or of files.
 
-A job is compiled and then measured; `scheduler.steps` decides by which workers.
+A job is compiled and then measured; its route (`scheduler.routes`) decides by which workers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from quarantune.measure import finals
 from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
 from quarantune.sandbox.pool import Event, Said, Sandbox
 from quarantune.sandbox.template_messages import Ended
-from quarantune.scheduler.bursts import Bursts
 from quarantune.scheduler.conclusions import Conclusions
 from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Finish, Leftovers, Plan
 from quarantune.scheduler.products import SharedProducts
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.routes.base import TrialRoute
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.side_tasks import SideTasks, idle_on, may_be_repeated, start_on
-from quarantune.scheduler.steps import steps_of
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
 from quarantune.scheduler.workers import DeviceState, Workers, WorkerVerdict
 from quarantune.values.codec import as_json
@@ -46,6 +45,7 @@ class Scheduler:
         self,
         sandbox: Sandbox,
         plan: Plan,
+        route: TrialRoute,
         *,
         on_trial: Finish,
         on_tick: Callable[[], None] = lambda: None,
@@ -62,7 +62,8 @@ class Scheduler:
 
         Args:
             sandbox: starts and kills workers.
-            plan: how to run.
+            plan: what to run, and within which limits.
+            route: where trials run; for this scheduler alone.
             on_trial: called once for each config that ended, with its index, its trial and its output.
             on_tick: called many times a second while the sweep lives.
             on_phase: called with the index of a config and the phase that it enters.
@@ -80,11 +81,12 @@ class Scheduler:
         self._next_tick = 0.0
         self._stops = stops or Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
-        workers = Workers(sandbox, clock, plan.compiler_environ)
+        workers = Workers(sandbox, clock, route.environ())
         reference, race = reference or Reference(), race or Race()
-        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, race)
+        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, race, route.label, confirms=route.confirms)
         self._run = run = Run(
             plan=plan,
+            numbers=route.numbers,
             devices=devices,
             workers=workers,
             jobs=jobs,
@@ -96,10 +98,11 @@ class Scheduler:
             clock=clock,
             on_phase=on_phase,
         )
-        self._route = steps_of(run)
-        self._bursts = Bursts(run, self._route)
-        self._conclusions = Conclusions(run, self._route)
-        self._side_tasks = SideTasks(run)
+        self._route = route
+        route.join(run)
+        self._admission = route.admission()
+        self._conclusions = Conclusions(run, route)
+        self._side_tasks = SideTasks(run, route)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
         """Runs every config, and those of the source, to its outcome.
@@ -226,19 +229,18 @@ class Scheduler:
 
     def _start_workers(self) -> None:
         """Starts all that may start now."""
-        run, bursts, route = self._run, self._bursts, self._route
+        run, admission, route = self._run, self._admission, self._route
         self._side_tasks.update_reference()
-        bursts.update()
+        admission.update()
         for device in run.devices:
             route.prepare_on(device)
-        if not run.plan.exclusive or route.waits_in_files:
-            run.jobs.put_longest_first(run.workers.compiling_s())
-        while bursts.may_compile():
+        admission.order()
+        while admission.may_compile():
             route.start_compiling(run.jobs.pending.popleft())
         route.retire_unneeded()
         self._side_tasks.confirm_next()
         for device in run.devices:
-            if bursts.may_measure(device):
+            if admission.may_measure(device):
                 route.measure_on(device)
 
     def _step(self, timeout_s: float | None = None) -> bool:

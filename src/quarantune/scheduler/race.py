@@ -100,7 +100,7 @@ class Race:
         return fd
 
     def executables(self) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
-        """Returns the programs that were kept: of the fastest configs, or of all where nothing was measured.
+        """Returns the programs that were kept: of the fastest configs, or of all if nothing was measured.
 
         Returns:
             Executables as a worker loads them, and entries of JAX's compilation cache by key; both by the configs'

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from quarantune.scheduler.jobs import Jobs
-from quarantune.scheduler.plan import Plan
+from quarantune.scheduler.plan import Numbers, Plan
 from quarantune.scheduler.products import SharedProducts
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
@@ -21,6 +21,7 @@ class Run:
 
     Attributes:
         plan: the plan.
+        numbers: how many configs and workers the route has at a time.
         devices: the devices that were not withdrawn.
         workers: the workers.
         jobs: the jobs.
@@ -34,6 +35,7 @@ class Run:
     """
 
     plan: Plan
+    numbers: Numbers
     devices: list[DeviceState]
     workers: Workers
     jobs: Jobs

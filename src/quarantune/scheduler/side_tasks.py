@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Compile, ComputeReference, ReferenceComputed, Task
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish, Leftovers
+from quarantune.scheduler.routes.base import TrialRoute
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
@@ -68,8 +69,9 @@ class SideTasks:
     Others compile, one after another, one config of each place where an error was raised without the device.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, route: TrialRoute) -> None:
         self._run = run
+        self._route = route
         self._computing: Worker | None = None
         self._tries = 0
         self._fd = -1
@@ -129,11 +131,11 @@ class SideTasks:
     def confirm_next(self) -> None:
         """Has the device compile a config of the next place, if there is one, and room for the worker."""
         run, left = self._run, self._run.jobs.leftovers
-        if not run.plan.confirms or not run.devices or self.is_confirming:
-            return
         place = next((place for place in left.first_at if place not in self._confirming), None)
+        if place is None or self.is_confirming or not run.devices:
+            return
         device = run.least_used_device()
-        if place is None or device.is_cramped or not run.may_start_on(device):
+        if not self._route.may_confirm_on(device):
             return
         config = left.unconfirmed[left.first_at[place]].trial.config
         task = Compile(config=as_json(config), is_check=True, last=True)

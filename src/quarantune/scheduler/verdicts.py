@@ -96,8 +96,8 @@ class MemoryWatch:
         Raises:
             ValueError: it is, and the user has set it.
         """
-        limit_bytes = self._plan.memory_limit_bytes
-        if self._bare_bytes > limit_bytes and not self._plan.may_exceed_alone:
+        limit_bytes = self._plan.memory.worker_bytes
+        if self._bare_bytes > limit_bytes and not self._plan.memory.is_share:
             raise ValueError(
                 f"memory_limit={limit_bytes:,} bytes is too little: a worker holds {self._bare_bytes:,} bytes before a "
                 "config begins. Set twice that or more, or no limit for a share of the free memory"
@@ -163,8 +163,8 @@ class MemoryWatch:
 
     def _limit_bytes(self, worker: Worker) -> int:
         own = None if worker.job is None else worker.job.limit_bytes
-        limit = self._plan.memory_limit_bytes if own is None else own
-        return max(limit, _MOST_BARE_BYTES) if worker.is_bare and not self._plan.may_exceed_alone else limit
+        limit = self._plan.memory.worker_bytes if own is None else own
+        return max(limit, _MOST_BARE_BYTES) if worker.is_bare and not self._plan.memory.is_share else limit
 
     def _verdict(self, worker: Worker) -> WorkerVerdict:
         used, limit = _gigabytes(worker.used_bytes), _gigabytes(self._limit_bytes(worker))
@@ -199,7 +199,7 @@ def overdue(worker: Worker, plan: Plan) -> WorkerVerdict:
 
 def too_large(job: Job, plan: Plan) -> WorkerVerdict | None:
     """Returns the verdict on a config whose program needs more device memory than it may; None where it does not."""
-    needed, most = (job.figures or NO_FIGURES).device_bytes, plan.device_memory_bytes
+    needed, most = (job.figures or NO_FIGURES).device_bytes, plan.memory.device_bytes
     if needed is None or most is None or needed <= most:
         return None
     text = f"its program needs {needed:,} bytes of device memory, over max_device_memory of {most:,}"

@@ -14,9 +14,9 @@ from quarantune.measure import finals
 from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger
-from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
+from quarantune.sweep.limits import SweepLimits, isolation_of
 from quarantune.values.configs import Config
-from quarantune.values.settings import Options, Settings
+from quarantune.values.settings import Isolation, Options, Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Trial
 
@@ -75,7 +75,7 @@ class SweepRequest:
         limits: the limits that the two set together.
         ledger: owns the trials of the sweep.
         troubled: the indices of configs that hung or crashed before, and come last.
-        compile_only: whether configs are only compiled, and their executables returned; always with a `target`.
+        compile_only: whether configs are only compiled; their executables are returned if there is no `target`.
         target: the device that configs are only checked to compile for, and that need not exist here; None if configs
             are for running here.
         space: all configs that may be tried, if `source` gives more than those that are known from the start.
@@ -113,10 +113,15 @@ class SweepRequest:
         return cls(problem=Problem.of(call), options=options, settings=settings, limits=limits, ledger=ledger)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compile_only", self.compile_only or self.target is not None)
+        object.__setattr__(self, "compile_only", self.compile_only or self.is_check)
         found = isolation_of(self.settings, self.problem.platform, self.problem.fn)
-        in_workers = self.target is not None or (self.compile_only and found is Isolation.COMPILE)
+        in_workers = self.is_check or (self.compile_only and found is Isolation.COMPILE)
         object.__setattr__(self, "isolation", Isolation.PROCESS if in_workers else found)
+
+    @property
+    def is_check(self) -> bool:
+        """Whether configs are compiled for a device that need not exist here, to find out whether they compile."""
+        return self.target is not None
 
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""

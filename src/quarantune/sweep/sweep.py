@@ -27,7 +27,6 @@ from quarantune.host.process import Stops, warn
 from quarantune.host.shared_files import Directory
 from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.scheduler.plan import Finish, Proof
-from quarantune.sweep.limits import Isolation
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.transport import payload, program_values
@@ -35,7 +34,7 @@ from quarantune.transport.payload import PackedCall
 from quarantune.values import codec
 from quarantune.values.codec import originals, text_of
 from quarantune.values.configs import Config, format_config
-from quarantune.values.settings import Options, Settings
+from quarantune.values.settings import Isolation, Options, Settings
 from quarantune.values.trial import UNTUNED, CompileTarget, Trial
 from quarantune.worker.arguments import BenchOptions
 
@@ -99,7 +98,7 @@ def run(
     # Tracing may have side effects. Only the defaults are traced in this process, unless the caller is about to run
     # every config anyway.
     only = () if request.compile_only or problem.untuned is None else (problem.default, UNTUNED)
-    compare = comparison(problem, packed.call, request.options, is_check=request.target is not None)
+    compare = comparison(problem, packed.call, request.options, is_check=request.is_check)
     proof = Proof(request.on_program or compare, only)
     with shortages.with_advice(problem.name):
         # Started before the imports, because it takes longer to start than the modules of the routes take to import.
@@ -137,7 +136,7 @@ def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]
     is_here = request.isolation is Isolation.COMPILE
     if is_here:
         _check_here(problem, packed, request.settings)
-    elif request.target is not None and needed > 1:
+    elif request.is_check and needed > 1:
         raise ValueError(
             f"{problem.name}: its arguments are laid out over {needed} devices, and a compile check is for one: give "
             f"it the arguments of one device, as arrays or as jax.ShapeDtypeStruct"
@@ -147,7 +146,7 @@ def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]
             f"{problem.name}: this process uses the TPU, so workers cannot measure on it: set "
             f"QUARANTUNE_ISOLATION=compile to measure in this process, or tune before JAX is used here"
         )
-    has_devices = problem.platform != "cpu" and request.target is None and not (is_here and problem.platform == "tpu")
+    has_devices = problem.platform != "cpu" and not request.is_check and not (is_here and problem.platform == "tpu")
     if has_devices and needed > per_trial:
         why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"
         raise ValueError(
@@ -211,13 +210,13 @@ def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, measures
 
     problem, settings = request.problem, request.settings
     is_alone = request.isolation is Isolation.NONE
-    on_many_devices = max(packed.devices_needed, request.options.devices_per_trial) > 1
+    is_spread = max(packed.devices_needed, request.options.devices_per_trial) > 1
     devices, target = ([Device("", "")], None) if is_alone else _devices_and_target(request)
-    can_warm_up = target is not None and target.platform != "tpu" and request.target is None and not on_many_devices
+    can_warm_up = target is not None and target.platform != "tpu" and not (request.is_check or is_spread)
     environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
-    if not on_many_devices:
+    if not is_spread:
         environ |= cheap_context(problem.platform, os.environ)
-    if request.target is not None and problem.platform == "cuda":
+    if request.is_check and problem.platform == "cuda":
         environ |= LOGS_PTXAS
     options = BenchOptions.of(problem.platform, request.options, energy=measures_energy)
     with spawning.standard_descriptors(), _spooled(packed, options) as (payload_fd, arrays_fd):
@@ -237,7 +236,7 @@ def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, measures
             environ=environ,
             modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
             plugins=problem.platform != "cpu",
-            directory=problem.platform in ("cuda", "rocm") and request.target is None,
+            directory=problem.platform in ("cuda", "rocm") and not request.is_check,
             warm_up=codec.encode(target) if target is not None and can_warm_up else None,
         ) as sandbox:
             yield Routes(
@@ -247,7 +246,7 @@ def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, measures
                 proof,
                 devices=devices,
                 target=target,
-                on_many_devices=on_many_devices,
+                is_spread=is_spread,
                 stops=stops,
             )
 

@@ -50,7 +50,7 @@ _LOOK_S = 0.1
 """Seconds between two looks at the work; a longer gap than `stops` allows means that this process was stopped."""
 
 
-class _Here(TaskRunner):
+class _LocalRunner(TaskRunner):
     """A worker in this process."""
 
     def __init__(self, number: int, place: ThisProcess) -> None:
@@ -173,7 +173,7 @@ class ThisProcess(Sandbox):
         options = BenchOptions.of(platform, request.options, energy=measures_energy)
         self._make_bench = functools.partial(Bench, call, arrays_fd=arrays_fd, options=options)
         self._bench: Bench | None = None
-        self._here: dict[int, _Here] = {}
+        self._here: dict[int, _LocalRunner] = {}
         self._numbers = itertools.count(-1, -1)
         self._ended: list[Event] = []
         self._spent_s = collections.defaultdict[int | None, float](float)
@@ -193,7 +193,7 @@ class ThisProcess(Sandbox):
         if task.get("as_data") or task.get("is_check"):
             return super().start(task, fds=fds, environ=environ)
         number = next(self._numbers)
-        self._here[number] = _Here(number, self)
+        self._here[number] = _LocalRunner(number, self)
         self.send(number, task, fds)
         return number
 
@@ -252,13 +252,13 @@ class ThisProcess(Sandbox):
             self._bench.close()
             self._bench = None
 
-    def _drop_tasks(self, worker: _Here) -> None:
+    def _drop_tasks(self, worker: _LocalRunner) -> None:
         while worker.tasks:
             worker.end_task()
 
     # A step of a task
 
-    def _step(self, worker: _Here) -> list[Event]:
+    def _step(self, worker: _LocalRunner) -> list[Event]:
         """Does a step of a worker's task; what it does after its deadline does not count."""
         task, index, phase = worker.task, worker.task.trial, worker.phase
         config = task.config if isinstance(task, (messages.Compile, messages.Measure)) else {}
@@ -301,7 +301,7 @@ class ThisProcess(Sandbox):
             self._on_reply(worker, reply, config)
         return [Said(worker.number, codec.encode(reply)) for reply in said]
 
-    def _on_reply(self, worker: _Here, reply: Reply, config: messages.EncodedConfig) -> None:
+    def _on_reply(self, worker: _LocalRunner, reply: Reply, config: messages.EncodedConfig) -> None:
         index = reply.trial
         if isinstance(reply, messages.Compiled):
             self._spent_s[index] = 0.0

@@ -29,7 +29,7 @@ from quarantune.sandbox import wire
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep import proof
 from quarantune.sweep.ledger import Ledger, Listener
-from quarantune.sweep.limits import EXHAUSTED, Isolation, SearchLimits
+from quarantune.sweep.limits import EXHAUSTED, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
@@ -38,7 +38,7 @@ from quarantune.tuning.job import TuningJob
 from quarantune.tuning.outcome import call_result, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
-from quarantune.values.settings import SURROGATE
+from quarantune.values.settings import SURROGATE, Isolation
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
 

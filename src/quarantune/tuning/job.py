@@ -26,7 +26,7 @@ from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger, Listener
-from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, Isolation, SearchLimits
+from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
@@ -35,6 +35,7 @@ from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
+from quarantune.values.settings import Isolation
 from quarantune.values.trial import (
     READY,
     UNSETTLED,

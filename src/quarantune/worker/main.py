@@ -127,7 +127,8 @@ class TaskRunner:
         finally:
             wire.close_all(fds)
         # Whether there may be a further task, and a config would find this process as the last one did.
-        return not task.last and (not _only_compiles(task) or self._is_as_it_was())
+        only_compiles = isinstance(task, messages.Compile) and (bool(fds) or task.is_check)
+        return not task.last and (not only_compiles or self._is_as_it_was())
 
     def _may_go_on_after(self, task: Task) -> bool:
         """Returns whether an exception that a task has raised leaves this process fit for another config."""
@@ -197,7 +198,7 @@ class TaskRunner:
             return load()  # in a check, there is no other worker that could import it
 
     def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Iterator[Reply]:
-        if task.must_save and not self._trace_context:  # its first config
+        if fds and not self._trace_context:  # the first config of a worker that compiles for others
             with contextlib.suppress(OSError):
                 os.nice(_NICENESS)
         yield self.entered(Phase.COMPILE)
@@ -227,8 +228,7 @@ class TaskRunner:
         except _KnownProgramError:
             return
         if fds:
-            with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
-                bench.save(self.program, fds[0], as_data=task.as_data)
+            bench.save(self.program, fds[0], as_data=task.as_data)
         yield self.compiled(bench, self.program)
 
     def _announce(
@@ -410,8 +410,3 @@ def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> C
     if loaded.on_gpu and shares_what_xla_finds() and os.path.isdir(common):
         loaded = dataclasses.replace(loaded, compilation_cache=common)
     return functools.partial(Bench, call, options=loaded)
-
-
-def _only_compiles(task: Task) -> bool:
-    """Returns whether a task is to compile a config that this worker will not run."""
-    return isinstance(task, messages.Compile) and (task.must_save or task.is_check)
