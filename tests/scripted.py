@@ -20,16 +20,24 @@ from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.sandbox import messages
 from quarantune.sandbox.messages import Task
-from quarantune.sandbox.pool import Event, Said
 from quarantune.sandbox.template_messages import Ended
+from quarantune.sandbox.workforce import Event, Said
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, MemoryLimits, Numbers, Plan
+from quarantune.scheduler.plan import (
+    NOTHING_MORE,
+    ConfigSource,
+    Leftovers,
+    MemoryLimits,
+    Numbers,
+    Plan,
+    SharedMemoryLimits,
+)
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.routes.apart import Apart
+from quarantune.scheduler.routes.apart import Apart, ApartInTurns
 from quarantune.scheduler.routes.base import TrialRoute
-from quarantune.scheduler.routes.compiled_only import CompileCheck, CompiledOnly
+from quarantune.scheduler.routes.compiled_only import CompileCheck, CompiledOnly, CompiledOnlyApart
 from quarantune.scheduler.routes.handed_over import HandedOver
-from quarantune.scheduler.routes.here import MeasuredHere
+from quarantune.scheduler.routes.here import CompiledApart
 from quarantune.scheduler.routes.together import Together
 from quarantune.values import codec
 from quarantune.values.configs import Config
@@ -377,16 +385,19 @@ def plan_for(
             "devices": fake_devices(1),
             "compile_timeout_s": 5.0,
             "timeout_s": 2.0,
-            "memory": MemoryLimits(worker_bytes=memory_bytes, is_share=is_share, device_bytes=device_bytes),
+            "memory": (SharedMemoryLimits if is_share else MemoryLimits)(
+                worker_bytes=memory_bytes, device_bytes=device_bytes
+            ),
             **changes,
         }
     )
 
     def make_route() -> TrialRoute:
-        if route is Route.APART:
-            return Apart(numbers, target=target, confirms=confirms, alternates=alternates)
         if route is Route.COMPILED_APART:
-            return MeasuredHere(numbers, with_device=False, target=target, confirms=confirms)
+            return CompiledApart(numbers, target=target, confirms=confirms)
+        if route is Route.APART:
+            kind = ApartInTurns if alternates else Apart
+            return kind(numbers, target=target, confirms=confirms and target is not None)
         return {Route.TOGETHER: Together, Route.HANDED_OVER: HandedOver}[route](numbers)
 
     return Scenario(plan, make_route, alternates)
@@ -401,8 +412,10 @@ def compiled_only(
 
     def make_route() -> TrialRoute:
         if is_check:
-            return CompileCheck(scenario.numbers, target or TARGET)
-        return CompiledOnly(scenario.numbers, with_device=with_device, target=target, confirms=confirms)
+            return CompileCheck(scenario.numbers, target=target)
+        if with_device:
+            return CompiledOnly(scenario.numbers)
+        return CompiledOnlyApart(scenario.numbers, target=target, confirms=confirms)
 
     return dataclasses.replace(scenario, make_route=make_route)
 

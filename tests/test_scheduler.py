@@ -30,7 +30,7 @@ from scripted import (
 )
 
 from quarantune import scheduler as scheduler_package
-from quarantune.sandbox.pool import Event, Said
+from quarantune.sandbox.workforce import Event, Said
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Phase, Route

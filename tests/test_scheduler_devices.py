@@ -30,7 +30,7 @@ from scripted import (
 
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
-from quarantune.sandbox.pool import Said
+from quarantune.sandbox.workforce import Said
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S
 from quarantune.values import codec
 from quarantune.values.codec import DamageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted import ROUTES, FakeWorker, Step, for_config, measured, plan_for, run, when
 
-from quarantune.sandbox.pool import Said
+from quarantune.sandbox.workforce import Said
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.scheduler.reference import Reference
 from quarantune.values.trial import Route

@@ -31,7 +31,7 @@ from scripted import (
 )
 
 from quarantune.devices.discovery import Device
-from quarantune.sandbox.pool import Said
+from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import CompileTarget, Outcome, Route
 

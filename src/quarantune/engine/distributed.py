@@ -43,10 +43,10 @@ def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
         ValueError: the settings want trials in this process, or the objective is not time.
         EngineError: the engine, or its machines, cannot run the sweep.
     """
-    problem, source, is_check = request.problem, request.source, request.is_check
+    problem, source, is_check = request.problem, request.source, request.target is not None
     executor, isolation = request.settings.executor, request.settings.isolation
     assert executor is not None
-    if not request.options.is_by_time and not request.compile_only:
+    if request.runs and not request.options.is_by_time:
         raise ValueError(f"{problem.name}: with executor=, time is the only objective: leave out one of them")
     if isolation not in (AUTO, Isolation.PROCESS.value):
         raise ValueError(
@@ -61,7 +61,7 @@ def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
         packed,
         dict(configs) | {index: trial.config for index, trial in measured.items()},
         request,
-        Proof(comparison(problem, call, request.options, is_check=is_check)),
+        Proof(comparison(request, call)),
         check=(lambda: None) if whole is None else whole.check,
     )
     is_small = whole is not None or len(configs) <= shards.LEAST

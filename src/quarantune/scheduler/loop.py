@@ -6,7 +6,6 @@ A job is compiled and then measured; its route (`scheduler.routes`) decides by w
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +16,8 @@ from quarantune.host import machine
 from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
-from quarantune.sandbox.pool import Event, Said, Sandbox
 from quarantune.sandbox.template_messages import Ended
+from quarantune.sandbox.workforce import Event, Said, Workforce
 from quarantune.scheduler.conclusions import Conclusions
 from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Finish, Leftovers, Plan
@@ -43,7 +42,7 @@ class Scheduler:
 
     def __init__(
         self,
-        sandbox: Sandbox,
+        workforce: Workforce,
         plan: Plan,
         route: TrialRoute,
         *,
@@ -61,7 +60,7 @@ class Scheduler:
         """Sets up a scheduler.
 
         Args:
-            sandbox: starts and kills workers.
+            workforce: starts and kills workers.
             plan: what to run, and within which limits.
             route: where trials run; for this scheduler alone.
             on_trial: called once for each config that ended, with its index, its trial and its output.
@@ -76,12 +75,12 @@ class Scheduler:
             lease_on: makes the lease on a device, or returns the one that the sweep has.
             stops: notices when this process is stopped; None for one that takes its work for a stop, too.
         """
-        self._sandbox = sandbox
+        self._workforce = workforce
         self._on_tick, self._source, self._clock = on_tick, source, clock
         self._next_tick = 0.0
         self._stops = stops or Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
-        workers = Workers(sandbox, clock, route.environ())
+        workers = Workers(workforce, clock, route.environ())
         reference, race = reference or Reference(), race or Race()
         jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, race, route.label, confirms=route.confirms)
         self._run = run = Run(
@@ -92,7 +91,7 @@ class Scheduler:
             jobs=jobs,
             race=race,
             reference=reference,
-            memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),
+            memory=MemoryWatch(workforce, plan, workers, reference, available_memory),
             products=SharedProducts(workers, clock),
             scarcity=Scarcity(workers, jobs, clock),
             clock=clock,
@@ -143,14 +142,8 @@ class Scheduler:
         return self._side_tasks.leftovers()
 
     def take_standby_workers(self, earlier: Scheduler) -> None:
-        """Takes over the workers that an earlier run of the sweep has made ready, if this one needs such workers.
-
-        The driver makes contexts on a device one after another: on an H100, seven took 0.8 s.
-        """
-        run, before = self._run, earlier._run
-        for device, mine in itertools.product(before.devices, run.devices if self._route.prepares_ahead else ()):
-            if device.device == mine.device:
-                before.workers.give_standby(device, run.workers, mine)
+        """Takes over the workers that an earlier run of the sweep has made ready, if this one needs such workers."""
+        self._route.take_standby(earlier._run)
 
     @property
     def has_idle_worker(self) -> bool:
@@ -252,7 +245,7 @@ class Scheduler:
         Returns:
             Whether something may start now.
         """
-        events = self._sandbox.poll(self._until_next_deadline() if timeout_s is None else timeout_s)
+        events = self._workforce.poll(self._until_next_deadline() if timeout_s is None else timeout_s)
         for event in events:
             self._handle(event)
         self._run.jobs.settle_held()
@@ -264,7 +257,7 @@ class Scheduler:
         worker = self._run.workers.get(event.number)
         if worker is None:
             if isinstance(event, Ended):
-                self._sandbox.forget(event.number)
+                self._workforce.forget(event.number)
             return
         match event:
             case Said(message=dict() as message):
@@ -287,7 +280,7 @@ class Scheduler:
         now, workers = self._clock(), self._run.workers
         if any(now >= worker.deadline for worker in workers):
             # A message that came in time counts, however late it is read.
-            for event in self._sandbox.poll(0.0):
+            for event in self._workforce.poll(0.0):
                 self._handle(event)
         for worker in workers:
             if now >= worker.deadline:
@@ -298,7 +291,7 @@ class Scheduler:
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._on_tick()
-            self._sandbox.trim_logs()
+            self._workforce.trim_logs()
             if reason := self._source.reason_to_stop():
                 self._conclusions.stop(reason)
             for worker, verdict in self._run.memory.over(now):

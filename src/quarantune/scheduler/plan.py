@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
@@ -79,24 +80,77 @@ KILL_DEADLINE_S = 10.0
 """Seconds that a worker may take to die after SIGKILL; then its device is withdrawn."""
 TICK_S = 0.05
 """Seconds between two looks at everything that sends no events."""
+_MOST_BARE_BYTES = 4 << 30
+"""A worker in which no config has begun may exceed a limit up to this, so that it can report how much it needs."""
 MEMORY_SHARE = 0.9
 """The share of the free memory that workers may take together where nobody set a limit."""
 
 
+class Mode(enum.Enum):
+    """Which steps of a sweep's trials there are, and which of them run in workers."""
+
+    IN_WORKERS = enum.auto()
+    """Workers do all steps."""
+    MEASURING_HERE = enum.auto()
+    """Workers compile, and this process measures."""
+    HERE = enum.auto()
+    """This process does all steps."""
+    COMPILING = enum.auto()
+    """Workers compile, and nothing runs."""
+    CHECKING = enum.auto()
+    """Workers compile for a device that need not exist here, and no program is kept."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """How much memory the configs of a run may take.
+    """How much memory the configs of a run may take, as the user has set it.
 
     Attributes:
         worker_bytes: host memory of one worker and its children.
-        is_share: whether that is a share of the free memory, which nobody has set. A config over it is tried once more,
-            alone, with nearly all of the memory.
         device_bytes: the most device memory of a config's program; None for no bound.
     """
 
     worker_bytes: int
-    is_share: bool = False
     device_bytes: int | None = None
+
+    def alone_bytes(self, available_bytes: int) -> int | None:
+        """Returns the limit of a config that runs alone, with so much memory free; None for the same as for others."""
+        return None
+
+    def bare_bytes(self, limit_bytes: int) -> int:
+        """Returns the limit of a worker in which no config has begun, so that it can report how much it needs."""
+        return max(limit_bytes, _MOST_BARE_BYTES)
+
+    def check(self, bare_bytes: int) -> None:
+        """Checks that a worker may hold what it holds before a config begins in it.
+
+        Raises:
+            ValueError: the limit is too low.
+        """
+        if bare_bytes > self.worker_bytes:
+            raise ValueError(
+                f"memory_limit={self.worker_bytes:,} bytes is too little: a worker holds {bare_bytes:,} bytes before a "
+                "config begins. Set twice that or more, or no limit for a share of the free memory"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedMemoryLimits(MemoryLimits):
+    """A share of the free memory for each worker, as nobody has set a limit.
+
+    A config over it is tried once more, alone, with nearly all of the memory.
+    """
+
+    def alone_bytes(self, available_bytes: int) -> int:
+        """Returns nearly all of the free memory."""
+        return max(self.worker_bytes, int(MEMORY_SHARE * available_bytes))
+
+    def bare_bytes(self, limit_bytes: int) -> int:
+        """Returns the same limit as for others."""
+        return limit_bytes
+
+    def check(self, bare_bytes: int) -> None:
+        """Checks nothing: nobody has set the limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ import math
 import os
 
 from quarantune.measure import finals, sampling
-from quarantune.sandbox import spool
+from quarantune.sandbox.program_file import ProgramFile
 from quarantune.scheduler.workers import Job
+from quarantune.values.codec import DamageError
 from quarantune.values.trial import UNTUNED
 
 
@@ -75,8 +76,8 @@ class Race:
     def keep_compiled(self, job: Job) -> None:
         """Keeps the executable of a config that was only compiled."""
         if os.fstat(job.executable_fd).st_size:
-            with contextlib.suppress(ValueError, IndexError, MemoryError):  # a config may have written anything there
-                self._executables[job.index] = spool.read_parts(job.executable_fd)[0]
+            with contextlib.suppress(DamageError):
+                self._executables[job.index] = ProgramFile.read(job.executable_fd).executable
 
     def keep_executable(self, job: Job, merit: float) -> None:
         """Keeps the executables of the best configs for the comparison, where there are any.
@@ -108,10 +109,9 @@ class Race:
         """
         executables, for_cache = dict(self._executables), dict[int, dict[str, bytes]]()
         for index, (_, fd) in self._kept.items():
-            with contextlib.suppress(ValueError):  # a config may have written anything there
-                executables[index], _, *parts = spool.read_parts(fd)
-                keys = [key.decode("ascii") for key in parts[::2]]
-                for_cache[index] = dict(zip(keys, parts[1::2], strict=False))
+            with contextlib.suppress(DamageError):
+                program = ProgramFile.read(fd)
+                executables[index], for_cache[index] = program.executable, dict(program.cache_entries)
         executables |= {index: executables[first] for index, first in self.ran_as.items() if first in executables}
         for_cache |= {index: for_cache[first] for index, first in self.ran_as.items() if first in for_cache}
         return executables, for_cache

@@ -18,8 +18,8 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host.process import Stops
 from quarantune.measure import finals
-from quarantune.sandbox import pool
 from quarantune.sandbox.pool import LoadError
+from quarantune.sandbox.workforce import Workforce
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import (
     MEMORY_SHARE,
@@ -28,18 +28,18 @@ from quarantune.scheduler.plan import (
     Finish,
     Leftovers,
     MemoryLimits,
+    Mode,
     Plan,
     Proof,
+    SharedMemoryLimits,
 )
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.routes import choosing
 from quarantune.scheduler.routes.base import Conditions, TrialRoute
-from quarantune.scheduler.routes.compiled_only import CompileCheck
 from quarantune.scheduler.side_tasks import settle
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
-from quarantune.values.settings import Isolation
 from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -53,7 +53,7 @@ class Routes:
 
     def __init__(
         self,
-        sandbox: pool.Sandbox,
+        workforce: Workforce,
         request: SweepRequest,
         finish: Finish,
         proof: Proof,
@@ -66,7 +66,7 @@ class Routes:
         """Sets up the routes; no worker is started.
 
         Args:
-            sandbox: the sandbox that workers run in.
+            workforce: starts workers; it is opened here.
             request: the sweep.
             finish: receives the trials.
             proof: compares the program of one config with the caller's.
@@ -75,7 +75,7 @@ class Routes:
             is_spread: whether one trial needs several devices.
             stops: notices when this process is stopped.
         """
-        self._sandbox = sandbox
+        self._workforce = workforce
         self._stops = stops
         self._request = request
         self._problem = request.problem
@@ -92,13 +92,12 @@ class Routes:
         platform = request.problem.platform
         self._given = Conditions(
             platform=platform,
-            isolation=request.isolation,
+            mode=request.mode,
             is_jitted=jax_internals.is_jitted(request.problem.fn),
             is_spread=is_spread,
-            compile_only=request.compile_only and request.isolation is not Isolation.NONE,
             # A TPU belongs to the process that uses it.
             is_taken=platform == "tpu"
-            and (request.isolation is Isolation.COMPILE or jax_internals.backends_initialized()),
+            and (request.mode is Mode.MEASURING_HERE or jax_internals.backends_initialized()),
             target=target,
             devices=len(devices),
             slots=request.limits.compile_slots,
@@ -110,6 +109,8 @@ class Routes:
         if not self._load(configs):
             return Swept()
         with self._schedulers:
+            if not self._request.runs:
+                return self._compile(configs)
             self._reference, configs = self._reference_for(configs, self._request.ledger.trials)
             self._schedulers.callback(self._reference.close)
             needs_ref_fn = callable(self._request.options.ref_fn) and not self._request.outputs
@@ -142,24 +143,19 @@ class Routes:
         comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
         return comparing.compare(contenders)
 
-    def compile(self, configs: dict[int, Config]) -> Swept:
+    def _compile(self, configs: dict[int, Config]) -> Swept:
         """Compiles configs without running them, and returns their executables, but none in a check.
 
         If no worker can compile a program, its trial is that of a config that was compiled, without an executable.
         """
-        if self._load(configs):
-            with self._schedulers:
-                if (target := self._given.target) is not None and self._request.is_check:
-                    self._run_route(CompileCheck.for_target(self._given, target), self._ordered(configs))
-                else:
-                    self._run_routes(configs)
+        self._run_routes(configs)
         # The caller runs a program without the gradient that it was compiled with.
         return Swept(executables={} if self._request.options.time_grad else self._race.executables()[0])
 
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
         try:
-            self._sandbox.open(load_timeout_s=self._request.limits.compile_timeout_s)
+            self._workforce.open(load_timeout_s=self._request.limits.compile_timeout_s)
         except LoadError as error:
             log = "\n".join(part for part in (error.description.traceback, error.log) if part)
             message = error.description.message
@@ -190,7 +186,7 @@ class Routes:
             if not left.unfit:
                 break
         else:
-            for index, config in left.unfit.items() if self._given.compile_only else ():
+            for index, config in {} if self._request.runs else left.unfit.items():
                 self._finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
         left.raised_at = raised_at
         return left
@@ -218,7 +214,7 @@ class Routes:
             self._opened[-1].free_devices()
         ledger = self._request.ledger
         scheduler = Scheduler(
-            self._sandbox,
+            self._workforce,
             self._plan(route),
             route,
             on_trial=self._finish,
@@ -240,18 +236,16 @@ class Routes:
     def _plan(self, route: TrialRoute) -> Plan:
         """Returns the plan of a scheduler."""
         limits, request = self._request.limits, self._request
-        # There is no deadline where no worker could be ended.
-        is_endless = request.isolation is Isolation.NONE
+        is_endless = request.mode is Mode.HERE  # there is no worker that could be ended
         share_bytes = int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, route.numbers.workers))
+        device_bytes = request.options.device_memory_bytes
         return Plan(
             devices=tuple(self._devices),
             compile_timeout_s=math.inf if is_endless else limits.compile_timeout_s,
             timeout_s=math.inf if is_endless else limits.timeout_s,
-            memory=MemoryLimits(
-                worker_bytes=limits.memory_limit_bytes or share_bytes,
-                is_share=limits.memory_limit_bytes is None,
-                device_bytes=request.options.device_memory_bytes,
-            ),
+            memory=SharedMemoryLimits(worker_bytes=share_bytes, device_bytes=device_bytes)
+            if limits.memory_limit_bytes is None
+            else MemoryLimits(worker_bytes=limits.memory_limit_bytes, device_bytes=device_bytes),
             has_final=request.has_final,
             troubled=request.troubled,
             proof=self._proof,
@@ -291,7 +285,7 @@ class Routes:
     def _ordered(self, configs: dict[int, Config]) -> dict[int, Config]:
         """Orders configs, those that were in trouble before last; in this process, the others keep their order."""
         troubled = self._request.troubled
-        if self._request.isolation is not Isolation.PROCESS:
+        if self._request.mode in (Mode.MEASURING_HERE, Mode.HERE):
             return {index: configs[index] for index in sorted(configs, key=lambda index: index in troubled)}
         return _from_both_ends(configs, troubled)
 

@@ -19,26 +19,29 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, cast
 
 import jax
 
 from quarantune import jax_internals
 from quarantune.devices.discovery import Device
+from quarantune.host import machine
 from quarantune.host.process import Stops, is_interruption
 from quarantune.measure import finals
-from quarantune.sandbox import messages, spool, wire
+from quarantune.sandbox import messages, wire
 from quarantune.sandbox.messages import Reply, Task
-from quarantune.sandbox.pool import Event, Said, Sandbox
+from quarantune.sandbox.program_file import ProgramFile
 from quarantune.sandbox.template_messages import Ended
+from quarantune.sandbox.workforce import Event, Said, Workforce
+from quarantune.scheduler.plan import Mode
 from quarantune.sweep.request import SweepRequest
 from quarantune.transport.payload import Call
 from quarantune.values import codec
-from quarantune.values.codec import restore
+from quarantune.values.codec import JsonObject, restore
 from quarantune.values.configs import format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
 from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
+from quarantune.worker.compiling import compile_here
 from quarantune.worker.failures import NeedsDeviceError, readable
 from quarantune.worker.main import TaskRunner
 
@@ -54,13 +57,12 @@ class _LocalRunner(TaskRunner):
     """A worker in this process."""
 
     def __init__(self, number: int, place: ThisProcess) -> None:
-        # It has no connection, and gets its bench from the place.
-        super().__init__(cast(Any, None), cast(Any, None), None)
         self.number = number
         self.tasks: collections.deque[tuple[Task, list[int]]] = collections.deque()
         self.said: list[Reply] = []
         self._place = place
         self._replies: Iterator[Reply] | None = None
+        super().__init__(self.said.append)
 
     @property
     def begins(self) -> bool:
@@ -87,9 +89,9 @@ class _LocalRunner(TaskRunner):
         self._replies = None
         wire.close_all(self.tasks.popleft()[1])
 
-    def send(self, reply: Reply) -> None:
-        """Keeps a reply until the step has ended."""
-        self.said.append(reply)
+    def held_bytes(self) -> int:
+        """Returns 0: what this process holds is no worker's."""
+        return 0
 
     def new_modules(self) -> tuple[str, ...]:
         """Returns nothing: what this process imports is no guide for workers."""
@@ -107,14 +109,14 @@ class _LocalRunner(TaskRunner):
             return begun
         yield self.entered(Phase.LOAD)
         try:
-            self.program = program = bench.load_data(dict(config), spool.read_parts(fd)[0])
+            self.program = program = bench.load_data(dict(config), ProgramFile.read(fd).executable)
             return program
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             if index is None:
                 raise NeedsDeviceError(f"it cannot be loaded: {error}") from error
         yield self.entered(Phase.COMPILE)
         self._place.report_compiling(index, config)
-        self.program = program = bench.compile(dict(config), target=None)
+        self.program = program = compile_here(bench, dict(config))
         yield self.compiled(bench, program)
         return program
 
@@ -131,8 +133,10 @@ class _LocalRunner(TaskRunner):
         """Saves nothing: a program that was compiled here is compiled again for the final."""
 
 
-class ThisProcess(Sandbox):
-    """A sandbox for workers that compile, and this process in the place of those that have a device.
+class ThisProcess:
+    """Workers of a sandbox, which compile, and this process in the place of workers that have a device.
+
+    This process does a step of its task at each `poll`. Its workers have negative numbers.
 
     Attributes:
         begun: programs that have run once and wait for their further runs, by the indices of their configs.
@@ -143,34 +147,34 @@ class ThisProcess(Sandbox):
         self,
         request: SweepRequest,
         call: Call,
-        *,
-        device: Device | None,
+        compilers: Workforce,
+        device: Device,
         stops: Stops,
-        measures_energy: bool,
+        options: BenchOptions,
         arrays_fd: int,
-        **sandbox: Any,
     ) -> None:
         """Sets up the runner.
 
         Args:
             request: the sweep.
             call: the call, with the caller's own function.
-            device: the device to measure on; None if this process also compiles, on the device of its choice.
+            compilers: compile, and are not opened if this process does.
+            device: the device to measure on; one without a name for the device of this process's choice.
             stops: is told of the work of this process.
-            measures_energy: whether the energy of calls is measured.
+            options: the options of its bench.
             arrays_fd: the file that holds the bytes of its arrays; -1 for none.
-            **sandbox: the other arguments of the sandbox for workers that compile.
         """
-        super().__init__(arrays_fd=arrays_fd, **sandbox)
+        self._compilers = compilers
         self.begun: dict[int | None, Program] = {}
         self.fastest: dict[int | None, tuple[float, Program]] = {}
         self._request = request
         self._call = call
         self._device = device
+        self._is_alone = request.mode is Mode.HERE
         self._stops = stops
         # A bench for "cpu" would keep this process from its other devices.
-        platform = None if device is None or device.platform == "cpu" else device.platform
-        options = BenchOptions.of(platform, request.options, energy=measures_energy)
+        platform = None if device.platform in ("", "cpu") else device.platform
+        options = dataclasses.replace(options, platform=platform, compilation_cache=None)
         self._make_bench = functools.partial(Bench, call, arrays_fd=arrays_fd, options=options)
         self._bench: Bench | None = None
         self._here: dict[int, _LocalRunner] = {}
@@ -179,56 +183,57 @@ class ThisProcess(Sandbox):
         self._spent_s = collections.defaultdict[int | None, float](float)
         self._has_compiled = False
 
-    def open(self, *, load_timeout_s: float | None) -> None:
-        """Opens the sandbox, if workers compile."""
-        if self._device is not None:
-            super().open(load_timeout_s=load_timeout_s)
+    @property
+    def baseline_bytes(self) -> int:
+        """Private memory that a worker has from the start."""
+        return self._compilers.baseline_bytes
 
-    def start(
-        self, task: codec.JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
-    ) -> int:
-        """Starts a worker: in the sandbox one that leaves its program as data, and here any other."""
+    def open(self, *, load_timeout_s: float | None) -> None:
+        """Makes ready for workers, if they compile."""
+        if not self._is_alone:
+            self._compilers.open(load_timeout_s=load_timeout_s)
+
+    def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+        """Starts a worker: in the sandbox one that compiles for this process, and here any other."""
         if task["message"] == messages.Compile.__name__:
             self.begun.clear()  # configs of the last batch; all have ended
-        if task.get("as_data") or task.get("is_check"):
-            return super().start(task, fds=fds, environ=environ)
+            if fds:  # it leaves its program in a file
+                return self._compilers.start(task, fds=fds, environ=environ)
         number = next(self._numbers)
         self._here[number] = _LocalRunner(number, self)
         self.send(number, task, fds)
         return number
 
-    def send(self, number: int, message: codec.JsonObject, fds: Sequence[int] = ()) -> None:
+    def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
         """Gives a worker a further task."""
         if (worker := self._here.get(number)) is None:
-            super().send(number, message, fds)
+            self._compilers.send(number, message, fds)
             return
         task = codec.decode(message, *messages.TASKS)
-        if isinstance(task, messages.Measure):
-            task = dataclasses.replace(task, stop_ms=None)  # the end of a run would be that of this process
         worker.tasks.append((task, [os.dup(fd) for fd in fds]))
 
     def finish(self, number: int) -> None:
         """Ends a worker."""
         if (worker := self._here.pop(number, None)) is None:
             if number > 0:
-                super().finish(number)
+                self._compilers.finish(number)
             return
         self._drop_tasks(worker)
         self._ended.append(Ended(number, 0))
-        if self._device is None:  # no config finds what another one has left
+        if self._is_alone:  # no config finds what another one has left
             self._drop_bench()
 
     def kill(self, number: int, *, shows_stack: bool = False) -> None:
         """Ends a worker."""
         if number > 0:
-            super().kill(number, shows_stack=shows_stack)
+            self._compilers.kill(number, shows_stack=shows_stack)
         else:
             self.finish(number)
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Returns the events since the last call; where there are none, and there is time, does a step here."""
         worker = next((worker for worker in self._here.values() if worker.tasks), None) if timeout_s > 0 else None
-        events = super().poll(0.0 if worker or self._ended else timeout_s) + self._ended
+        events = self._compilers.poll(0.0 if worker or self._ended else timeout_s) + self._ended
         self._ended = []
         return events if events or worker is None else self._step(worker)
 
@@ -239,7 +244,34 @@ class ThisProcess(Sandbox):
         self._drop_bench()
         self.begun.clear()
         self.fastest.clear()
-        super().close()
+
+    def forget(self, number: int) -> None:
+        """Removes a worker that has ended."""
+        self._compilers.forget(number)
+
+    def pid(self, number: int) -> int | None:
+        """Returns the process id of a worker that has a process of its own."""
+        return self._compilers.pid(number)
+
+    def log(self, number: int) -> str:
+        """Returns a worker's output; what this process prints is not kept."""
+        return self._compilers.log(number)
+
+    def clear_log(self, number: int) -> None:
+        """Removes the output of a worker so far."""
+        self._compilers.clear_log(number)
+
+    def trim_logs(self) -> None:
+        """Shortens the logs that have grown too large."""
+        self._compilers.trim_logs()
+
+    def share_modules(self, names: Sequence[str]) -> None:
+        """Imports modules that a worker lacked, for later workers."""
+        self._compilers.share_modules(names)
+
+    def common_files(self) -> set[machine.FileId]:
+        """Returns the files in memory that every worker has open or mapped and that no worker has made."""
+        return self._compilers.common_files()
 
     def bench(self) -> Bench:
         """Returns the bench, made when it is needed."""
@@ -319,7 +351,7 @@ class ThisProcess(Sandbox):
         """Returns the seconds that a task may take, and its name in reports; without workers, there is no limit."""
         limits = self._request.limits
         each_s = limits.compile_timeout_s + limits.timeout_s
-        if self._device is None:
+        if self._is_alone:
             return math.inf, ""
         match task:
             case messages.Compile(trial=index, config=config) | messages.Measure(trial=index, config=config):
@@ -338,7 +370,7 @@ class ThisProcess(Sandbox):
         In a process with several kinds of devices, that need not be the default one.
         """
         with contextlib.ExitStack() as stack:
-            if self._device is not None and self._call.devices_needed == 1:
+            if not self._is_alone and self._call.devices_needed == 1:
                 devices = jax.local_devices(backend=self._device.platform)
                 stack.enter_context(jax.default_device(devices[self._device.position(os.environ)]))
             stack.enter_context(jax.disable_jit(False))
@@ -356,7 +388,7 @@ class ThisProcess(Sandbox):
         phase: Phase | None = None,
     ) -> None:
         """Notes the trial that a config has if this process ends before it goes on; `lost` as it begins."""
-        if index is None or index == UNTUNED or self._device is None:
+        if index is None or index == UNTUNED or self._is_alone:
             return
         trial = Trial(
             config=restore(config, self._call.config_values),

@@ -26,7 +26,7 @@ from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
 from quarantune.sandbox import wire
-from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.scheduler.plan import NOTHING_MORE, Mode
 from quarantune.sweep import proof
 from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import EXHAUSTED, SearchLimits
@@ -38,7 +38,7 @@ from quarantune.tuning.job import TuningJob
 from quarantune.tuning.outcome import call_result, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
-from quarantune.values.settings import SURROGATE, Isolation
+from quarantune.values.settings import SURROGATE
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
 
@@ -325,7 +325,7 @@ class ContextualJob(TuningJob):
         if jax_internals.is_jitted(problem.fn):  # a worker has traced it without harm
             with proof.unheard():
                 return runner.traced(text, problem.args, problem.kwargs)
-        if request.isolation is Isolation.NONE:
+        if request.mode is Mode.HERE:
             return dict(runner.assignment(text).seen)
         try:
             seen = assignment.read_report(swept.executables[winner])

@@ -23,7 +23,7 @@ from quarantune.measure import finals, model
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
-from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.scheduler.plan import NOTHING_MORE, Mode
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
@@ -35,7 +35,6 @@ from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
-from quarantune.values.settings import Isolation
 from quarantune.values.trial import (
     READY,
     UNSETTLED,
@@ -202,7 +201,7 @@ class TuningJob:
             shown=self._now.settings.progress,
             config_of=self._configs.__getitem__ if total else None,
             default=None if default is None else self._configs[default],
-            may_redraw=self._request.isolation is not Isolation.NONE,
+            may_redraw=self._request.mode is not Mode.HERE,
         )
 
     def _tell_author(self, index: int, phase: str) -> None:
@@ -225,7 +224,7 @@ class TuningJob:
             found = layers.saved(self._keyed, self._now, other_than=self._earlier, afresh=afresh)
             return found if found is not None and layers.serves(found, self._now) else None
 
-        is_apart = self._request.isolation is Isolation.PROCESS
+        is_apart = self._request.mode is Mode.IN_WORKERS
         return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say, is_apart=is_apart)
 
     def _terms(self) -> JsonObject:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from quarantune.scheduler.routes.apart import Apart
+from quarantune.scheduler.plan import Mode
+from quarantune.scheduler.routes.apart import Apart, ApartInTurns
 from quarantune.scheduler.routes.base import Conditions, TrialRoute
-from quarantune.scheduler.routes.compiled_only import CompiledOnly
+from quarantune.scheduler.routes.compiled_only import CompileCheck, CompiledOnly, CompiledOnlyApart
 from quarantune.scheduler.routes.handed_over import HandedOver
-from quarantune.scheduler.routes.here import Here, MeasuredHere
+from quarantune.scheduler.routes.here import CompiledApart, Here, MeasuredHere
 from quarantune.scheduler.routes.together import Together
-from quarantune.values.settings import Isolation
 from quarantune.values.trial import Route
 
 
@@ -28,17 +28,21 @@ def without_device(given: Conditions, unfit: Collection[Route], *, is_closed: bo
         unfit: the routes that no config of the function could take in an earlier sweep of this process.
         is_closed: whether no search adds configs.
     """
-    if given.is_spread:
-        return None  # a worker without a device compiles for a single device
     on_cpu = given.platform == "cpu"
-    is_possible = given.is_jitted and Route.APART not in unfit and (on_cpu or given.target is not None)
-    if given.compile_only and (is_possible or on_cpu):
-        return CompiledOnly.of(given, with_device=False)
-    if given.isolation is Isolation.COMPILE and (is_possible or on_cpu):
-        return MeasuredHere.of(given, with_device=False, is_closed=is_closed)
-    # A CPU worker is cheap: to hand over an executable saves time only if the next worker takes several configs.
-    if given.isolation is Isolation.PROCESS and is_possible and not (on_cpu and given.configs_per_worker == 1):
-        return Apart.of(given, is_closed=is_closed)
+    can_compile = given.is_jitted and Route.APART not in unfit and (on_cpu or given.target is not None)
+    # A worker without a device compiles for a single device.
+    match None if given.is_spread else given.mode:
+        case Mode.CHECKING:
+            return CompileCheck.of(given)
+        case Mode.COMPILING if can_compile or on_cpu:
+            return CompiledOnlyApart.of(given)
+        case Mode.MEASURING_HERE if can_compile or on_cpu:
+            return CompiledApart.of(given, is_closed=is_closed)
+        case Mode.IN_WORKERS if can_compile and not on_cpu:
+            return Apart.of(given, is_closed=is_closed)
+        # A CPU worker is cheap: to hand over an executable saves time only if the next worker takes several configs.
+        case Mode.IN_WORKERS if can_compile and given.configs_per_worker > 1:
+            return ApartInTurns.of(given, is_closed=is_closed)
     return None
 
 
@@ -53,16 +57,17 @@ def with_device(given: Conditions, unfit: Collection[Route], *, count: int, is_c
         count: how many configs there are.
         is_closed: whether no search adds configs.
     """
-    if given.compile_only:
-        if not given.is_taken:
-            yield CompiledOnly.of(given, with_device=True)
-    elif given.isolation is Isolation.NONE or (given.isolation is Isolation.COMPILE and given.is_taken):
-        yield Here.of(given, is_closed=is_closed)
-    elif given.isolation is Isolation.COMPILE:
-        yield MeasuredHere.of(given, with_device=True, is_closed=is_closed)
-    else:
-        is_gpu = given.platform not in ("cpu", "tpu")  # a TPU belongs to one process
-        can_leave = given.is_jitted and Route.HANDED_OVER not in unfit and not given.is_spread
-        if is_gpu and can_leave and given.configs_per_worker > 1 and (count > 1 or not is_closed):
-            yield HandedOver.of(given, is_closed=is_closed)
-        yield Together.of(given, is_closed=is_closed)
+    match given.mode:
+        case Mode.COMPILING:
+            if not given.is_taken:
+                yield CompiledOnly.of(given)
+        case Mode.MEASURING_HERE if not given.is_taken:
+            yield MeasuredHere.of(given, is_closed=is_closed)
+        case Mode.IN_WORKERS:
+            is_gpu = given.platform not in ("cpu", "tpu")  # a TPU belongs to one process
+            can_leave = given.is_jitted and Route.HANDED_OVER not in unfit and not given.is_spread
+            if is_gpu and can_leave and given.configs_per_worker > 1 and (count > 1 or not is_closed):
+                yield HandedOver.of(given, is_closed=is_closed)
+            yield Together.of(given, is_closed=is_closed)
+        case _:
+            yield Here.of(given, is_closed=is_closed)

@@ -8,34 +8,22 @@ from typing import Self
 from quarantune.sandbox.messages import Compile, Failed
 from quarantune.scheduler.bursts import Admission, Stream
 from quarantune.scheduler.plan import Numbers
-from quarantune.scheduler.routes.apart import Split, compiles_apart
-from quarantune.scheduler.routes.base import Conditions, TrialRoute
+from quarantune.scheduler.routes.base import Conditions, TrialRoute, WithoutDevice, compiles_apart
+from quarantune.scheduler.routes.split import Split
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerVerdict
-from quarantune.values.trial import CompileTarget, Outcome, Phase, Route
+from quarantune.values.trial import Outcome, Phase, Route
 
 
 class CompiledOnly(Split):
-    """Workers compile for this process, and nothing runs."""
+    """Workers compile with the device, for this process, and nothing runs."""
 
+    label = Route.TOGETHER
     as_data = True
 
-    def __init__(
-        self, numbers: Numbers, *, with_device: bool, target: CompileTarget | None = None, confirms: bool = False
-    ) -> None:
-        super().__init__(numbers, target=target, confirms=confirms)
-        self.compiles_with_device = with_device
-        self.label = Route.TOGETHER if with_device else Route.APART
-
     @classmethod
-    def of(cls, given: Conditions, *, with_device: bool) -> Self:
-        """Returns the route under some conditions; `with_device` says that workers use the device to compile."""
-        slots = given.slots_with_device if with_device else given.slots
-        return cls(
-            _numbers(given, slots, compiles_per_worker=1 if with_device else compiles_apart(given)),
-            with_device=with_device,
-            target=None if with_device else given.target,
-            confirms=given.platform != "tpu",
-        )
+    def of(cls, given: Conditions) -> Self:
+        """Returns the route under some conditions."""
+        return cls(_numbers(given, given.slots_with_device))
 
     def admission(self) -> Admission:
         """Returns what decides when the next config is compiled."""
@@ -43,10 +31,6 @@ class CompiledOnly(Split):
 
     def measure_on(self, device: DeviceState) -> None:
         """Measures nothing."""
-
-    def may_confirm_on(self, device: DeviceState) -> bool:
-        """Returns False: errors are confirmed once all configs have ended."""
-        return False
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Keeps the executable of a job, which ends."""
@@ -58,19 +42,28 @@ class CompiledOnly(Split):
         self.free(worker)
 
 
-class CompileCheck(CompiledOnly):
-    """Workers compile for a device that need not exist here, and keep no executable."""
+class CompiledOnlyApart(WithoutDevice, CompiledOnly):
+    """The same with workers that compile without the device."""
 
-    def __init__(self, numbers: Numbers, target: CompileTarget) -> None:
-        super().__init__(numbers, with_device=False, target=target)
+    label = Route.APART
 
     @classmethod
-    def for_target(cls, given: Conditions, target: CompileTarget) -> Self:
+    def of(cls, given: Conditions) -> Self:
+        """Returns the route under some conditions."""
+        numbers = _numbers(given, given.slots, compiles_per_worker=compiles_apart(given))
+        return cls(numbers, target=given.target, confirms=given.confirms)
+
+
+class CompileCheck(CompiledOnlyApart):
+    """Workers compile for a device that need not exist here, and keep no executable."""
+
+    @classmethod
+    def of(cls, given: Conditions) -> Self:
         """Returns the route under some conditions."""
         # libtpu may take tens of seconds for what does not fit into a TPU. A deadline missed in a used worker must be
         # waited for twice, which is more than used workers save here.
         compiles = 1 if given.platform == "tpu" else compiles_apart(given)
-        return cls(_numbers(given, given.slots, compiles_per_worker=compiles), target)
+        return cls(_numbers(given, given.slots, compiles_per_worker=compiles), target=given.target)
 
     def _task(self, job: Job, *, last: bool) -> Compile:
         return dataclasses.replace(TrialRoute._task(self, job, last=last), target=self.target, last=last, is_check=True)
@@ -84,5 +77,5 @@ class CompileCheck(CompiledOnly):
         self._end(worker, job)
 
 
-def _numbers(given: Conditions, slots: int, *, compiles_per_worker: int) -> Numbers:
-    return Numbers(slots=slots, parked=slots, workers=slots + given.devices, compiles_per_worker=compiles_per_worker)
+def _numbers(given: Conditions, slots: int, **numbers: int) -> Numbers:
+    return Numbers(slots=slots, parked=slots, workers=slots + given.devices, **numbers)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Self
 
 from quarantune.scheduler.bursts import Admission, Batches
-from quarantune.scheduler.routes.apart import Split
 from quarantune.scheduler.routes.base import DEVICE_PARKED, Conditions
+from quarantune.scheduler.routes.prepared_ahead import PreparedAhead
 from quarantune.values.trial import Route
 
 
-class HandedOver(Split):
+class HandedOver(PreparedAhead):
     """Several workers compile with the device, and hand their programs over to one that measures.
 
     XLA tries kernels for a product of matrices on the device while it compiles: on an H200 with 16 cores, 24 attention
@@ -21,7 +21,6 @@ class HandedOver(Split):
     """
 
     label = Route.HANDED_OVER
-    prepares_ahead = True
 
     @classmethod
     def of(cls, given: Conditions, *, is_closed: bool) -> Self:

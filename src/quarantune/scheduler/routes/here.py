@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Self
 
 from quarantune.sandbox.messages import Compiled, FirstRun
 from quarantune.scheduler.bursts import Admission, Batches
-from quarantune.scheduler.plan import Numbers
-from quarantune.scheduler.routes.apart import Split, compiles_apart
-from quarantune.scheduler.routes.base import Conditions
+from quarantune.scheduler.routes.base import Conditions, WithoutDevice, compiles_apart
+from quarantune.scheduler.routes.split import Split
 from quarantune.scheduler.routes.together import Together
 from quarantune.scheduler.workers import DeviceState, Job, Worker
-from quarantune.values.trial import READY, CompileTarget, Route
+from quarantune.values.trial import READY, Route
 
 
 class MeasuredHere(Split):
-    """Workers compile, and this process stands for a standby worker that takes one config.
+    """Workers compile with the device, and this process stands for a standby worker that takes one config.
 
     All configs run once, then those that may still win go on, the fastest first.
     """
 
+    label = Route.TOGETHER
     _pauses = True
     as_data = True
 
-    def __init__(
-        self, numbers: Numbers, *, with_device: bool, target: CompileTarget | None = None, confirms: bool = False
-    ) -> None:
-        super().__init__(numbers, target=target, confirms=confirms)
-        self.compiles_with_device = with_device
-        self.label = Route.TOGETHER if with_device else Route.APART
-
     @classmethod
-    def of(cls, given: Conditions, *, with_device: bool, is_closed: bool) -> Self:
-        """Returns the route under some conditions.
-
-        Args:
-            given: the conditions.
-            with_device: whether workers use the device to compile.
-            is_closed: whether no search adds configs.
-        """
-        slots = given.slots_with_device if with_device else given.slots
-        compiles = 1 if with_device else compiles_apart(given)
-        return cls(
-            given.in_files(slots, is_closed=is_closed, configs_per_worker=1, compiles_per_worker=compiles),
-            with_device=with_device,
-            target=None if with_device else given.target,
-            confirms=given.platform != "tpu",
-        )
+    def of(cls, given: Conditions, *, is_closed: bool) -> Self:
+        """Returns the route under some conditions; `is_closed` says that no search adds configs."""
+        return cls(given.in_files(given.slots_with_device, is_closed=is_closed))
 
     def admission(self) -> Admission:
         """Returns what decides when the next config is compiled or measured: in batches."""
@@ -75,6 +56,18 @@ class MeasuredHere(Split):
         super()._give_next(device, worker)
 
 
+class CompiledApart(WithoutDevice, MeasuredHere):
+    """The same with workers that compile without the device."""
+
+    label = Route.APART
+
+    @classmethod
+    def of(cls, given: Conditions, *, is_closed: bool) -> Self:
+        """Returns the route under some conditions; `is_closed` says that no search adds configs."""
+        numbers = given.in_files(given.slots, is_closed=is_closed, compiles_per_worker=compiles_apart(given))
+        return cls(numbers, target=given.target, confirms=given.confirms)
+
+
 class Here(Together):
     """This process compiles each config and measures it."""
 
@@ -83,8 +76,8 @@ class Here(Together):
     @classmethod
     def of(cls, given: Conditions, *, is_closed: bool) -> Self:
         """Returns the route under some conditions."""
-        shares, each = given.shares(1, 1), given.configs_per_worker
-        return cls(Numbers(slots=1, parked=1, workers=shares, configs_per_worker=each))
+        numbers = given.in_workers(1, is_closed=is_closed, configs_per_worker=given.configs_per_worker)
+        return cls(dataclasses.replace(numbers, parked=1))
 
     def enter(self, job: Job, phase: str) -> None:
         """Announces the phase that a job enters; nothing waits if configs are compiled one by one."""

@@ -6,7 +6,6 @@ from typing import Self
 
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import FirstRun, Measured
-from quarantune.scheduler.plan import Numbers
 from quarantune.scheduler.routes.base import Conditions, TrialRoute
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState
 from quarantune.values.trial import Route
@@ -20,18 +19,11 @@ class Together(TrialRoute):
     @classmethod
     def of(cls, given: Conditions, *, is_closed: bool) -> Self:
         """Returns the route under some conditions; `is_closed` says that no search adds configs."""
-        slots = given.slots_with_device
-        parked = given.parked(slots, is_closed=is_closed)
-        return cls(
-            Numbers(
-                slots=slots,
-                parked=parked,
-                workers=given.shares(slots, parked),
-                configs_per_worker=given.configs_per_worker,
-                # What a plain callable does to its process, no other config may meet.
-                compiles_per_worker=given.configs_per_worker if given.is_jitted else 1,
-            )
-        )
+        each = given.configs_per_worker
+        # What a plain callable does to its process, no other config may meet.
+        compiles = each if given.is_jitted else 1
+        numbers = {"configs_per_worker": each, "compiles_per_worker": compiles}
+        return cls(given.in_workers(given.slots_with_device, is_closed=is_closed, **numbers))
 
     def waiting(self) -> int:
         """Returns how many configs wait, compiled, for a device."""
