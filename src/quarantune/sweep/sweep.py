@@ -229,33 +229,39 @@ def _routes(
     problem, settings = request.problem, request.settings
     is_spread = max(packed.devices_needed, request.options.devices_per_trial) > 1
     options = BenchOptions.of(problem.platform, request.options, energy=measures_energy)
-    with spawning.standard_descriptors(), _spooled(packed, options) as (payload_fd, arrays_fd):
-        stops = Stops(time.monotonic)
-        with Sandbox(
-            payload_fd=payload_fd,
-            arrays_fd=arrays_fd,
-            method=settings.start_method or ("fork" if sys.platform == "linux" else "spawn"),
-            modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
-            plugins=problem.platform != "cpu",
-            **_surroundings(request, target, is_spread=is_spread),
-        ) as sandbox:
-            workforce: Workforce = sandbox
-            with contextlib.ExitStack() as stack:
-                if request.mode in (Mode.MEASURING_HERE, Mode.HERE):
-                    from quarantune.sweep.this_process import ThisProcess  # with all that a worker needs
+    stops = Stops(time.monotonic)
+    with spawning.standard_descriptors(), contextlib.ExitStack() as stack:
+        payload_fd, arrays_fd = stack.enter_context(_spooled(packed, options))
+        own = (request, packed.call, devices[0], stops, options, arrays_fd)
+        if request.mode is Mode.HERE:
+            from quarantune.sweep.this_process import ThisProcess  # with all that a worker needs
 
-                    workforce = ThisProcess(request, packed.call, sandbox, devices[0], stops, options, arrays_fd)
-                    stack.callback(workforce.close)
-                yield Routes(
-                    workforce,
-                    request,
-                    _finisher(request),
-                    proof,
-                    devices=devices,
-                    target=target,
-                    is_spread=is_spread,
-                    stops=stops,
+            workforce: Workforce = stack.enter_context(contextlib.closing(ThisProcess(*own)))
+        else:
+            workforce = stack.enter_context(
+                Sandbox(
+                    payload_fd=payload_fd,
+                    arrays_fd=arrays_fd,
+                    method=settings.start_method or ("fork" if sys.platform == "linux" else "spawn"),
+                    modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
+                    plugins=problem.platform != "cpu",
+                    **_surroundings(request, target, is_spread=is_spread),
                 )
+            )
+        if request.mode is Mode.MEASURING_HERE:
+            from quarantune.sweep.this_process import MeasuringProcess
+
+            workforce = stack.enter_context(contextlib.closing(MeasuringProcess(workforce, *own)))
+        yield Routes(
+            workforce,
+            request,
+            _finisher(request),
+            proof,
+            devices=devices,
+            target=target,
+            is_spread=is_spread,
+            stops=stops,
+        )
 
 
 def _surroundings(request: SweepRequest, target: CompileTarget | None, *, is_spread: bool) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -32,7 +33,6 @@ from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.program_file import ProgramFile
 from quarantune.sandbox.template_messages import Ended
 from quarantune.sandbox.workforce import Event, Said, Workforce
-from quarantune.scheduler.plan import Mode
 from quarantune.sweep.request import SweepRequest
 from quarantune.transport.payload import Call
 from quarantune.values import codec
@@ -134,43 +134,38 @@ class _LocalRunner(TaskRunner):
 
 
 class ThisProcess:
-    """Workers of a sandbox, which compile, and this process in the place of workers that have a device.
+    """This process in the place of all workers; it does a step of a task at each `poll`.
 
-    This process does a step of its task at each `poll`. Its workers have negative numbers.
+    Its workers have negative numbers. It sets no deadline, and notes nothing, since nothing could be left out.
 
     Attributes:
         begun: programs that have run once and wait for their further runs, by the indices of their configs.
         fastest: those that were measured fastest, of the programs that cannot come as data, each with its time.
     """
 
+    @property
+    def baseline_bytes(self) -> int:
+        """Returns 0: what this process holds is no worker's."""
+        return 0
+
     def __init__(
-        self,
-        request: SweepRequest,
-        call: Call,
-        compilers: Workforce,
-        device: Device,
-        stops: Stops,
-        options: BenchOptions,
-        arrays_fd: int,
+        self, request: SweepRequest, call: Call, device: Device, stops: Stops, options: BenchOptions, arrays_fd: int
     ) -> None:
-        """Sets up the runner.
+        """Sets up the workforce.
 
         Args:
             request: the sweep.
             call: the call, with the caller's own function.
-            compilers: compile, and are not opened if this process does.
             device: the device to measure on; one without a name for the device of this process's choice.
             stops: is told of the work of this process.
             options: the options of its bench.
             arrays_fd: the file that holds the bytes of its arrays; -1 for none.
         """
-        self._compilers = compilers
         self.begun: dict[int | None, Program] = {}
         self.fastest: dict[int | None, tuple[float, Program]] = {}
         self._request = request
         self._call = call
         self._device = device
-        self._is_alone = request.mode is Mode.HERE
         self._stops = stops
         # A bench for "cpu" would keep this process from its other devices.
         platform = None if device.platform in ("", "cpu") else device.platform
@@ -183,22 +178,13 @@ class ThisProcess:
         self._spent_s = collections.defaultdict[int | None, float](float)
         self._has_compiled = False
 
-    @property
-    def baseline_bytes(self) -> int:
-        """Private memory that a worker has from the start."""
-        return self._compilers.baseline_bytes
-
     def open(self, *, load_timeout_s: float | None) -> None:
-        """Makes ready for workers, if they compile."""
-        if not self._is_alone:
-            self._compilers.open(load_timeout_s=load_timeout_s)
+        """Does nothing: the call is loaded here."""
 
     def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
-        """Starts a worker: in the sandbox one that compiles for this process, and here any other."""
+        """Starts a worker here."""
         if task["message"] == messages.Compile.__name__:
             self.begun.clear()  # configs of the last batch; all have ended
-            if fds:  # it leaves its program in a file
-                return self._compilers.start(task, fds=fds, environ=environ)
         number = next(self._numbers)
         self._here[number] = _LocalRunner(number, self)
         self.send(number, task, fds)
@@ -206,72 +192,66 @@ class ThisProcess:
 
     def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
         """Gives a worker a further task."""
-        if (worker := self._here.get(number)) is None:
-            self._compilers.send(number, message, fds)
-            return
-        task = codec.decode(message, *messages.TASKS)
-        worker.tasks.append((task, [os.dup(fd) for fd in fds]))
+        if (worker := self._here.get(number)) is not None:
+            worker.tasks.append((codec.decode(message, *messages.TASKS), [os.dup(fd) for fd in fds]))
 
     def finish(self, number: int) -> None:
-        """Ends a worker."""
-        if (worker := self._here.pop(number, None)) is None:
-            if number > 0:
-                self._compilers.finish(number)
-            return
-        self._drop_tasks(worker)
-        self._ended.append(Ended(number, 0))
-        if self._is_alone:  # no config finds what another one has left
+        """Ends a worker; no config finds what another one has left."""
+        if number in self._here:
+            self._end(number)
             self._drop_bench()
+
+    def _end(self, number: int) -> None:
+        self._drop_tasks(self._here.pop(number))
+        self._ended.append(Ended(number, 0))
 
     def kill(self, number: int, *, shows_stack: bool = False) -> None:
         """Ends a worker."""
-        if number > 0:
-            self._compilers.kill(number, shows_stack=shows_stack)
-        else:
-            self.finish(number)
+        self.finish(number)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Returns the events since the last call; where there are none, and there is time, does a step here."""
+        """Returns the events since the last call; if there are none, and there is time, does a step here."""
         worker = next((worker for worker in self._here.values() if worker.tasks), None) if timeout_s > 0 else None
-        events = self._compilers.poll(0.0 if worker or self._ended else timeout_s) + self._ended
+        events = self._heard(0.0 if worker or self._ended else timeout_s) + self._ended
         self._ended = []
         return events if events or worker is None else self._step(worker)
+
+    def _heard(self, timeout_s: float) -> list[Event]:
+        """Returns the events of workers elsewhere: there are none."""
+        time.sleep(timeout_s)
+        return []
 
     def close(self) -> None:
         """Ends all workers, and what this process keeps for them."""
         for number in list(self._here):
-            self.finish(number)
+            self._end(number)
         self._drop_bench()
         self.begun.clear()
         self.fastest.clear()
 
     def forget(self, number: int) -> None:
-        """Removes a worker that has ended."""
-        self._compilers.forget(number)
+        """Removes a worker that has ended: nothing of it is left."""
 
     def pid(self, number: int) -> int | None:
-        """Returns the process id of a worker that has a process of its own."""
-        return self._compilers.pid(number)
+        """Returns None: no worker has a process."""
+        return None
 
     def log(self, number: int) -> str:
-        """Returns a worker's output; what this process prints is not kept."""
-        return self._compilers.log(number)
+        """Returns nothing: what this process prints is not kept."""
+        return ""
 
     def clear_log(self, number: int) -> None:
-        """Removes the output of a worker so far."""
-        self._compilers.clear_log(number)
+        """Does nothing: there is no log."""
 
     def trim_logs(self) -> None:
-        """Shortens the logs that have grown too large."""
-        self._compilers.trim_logs()
+        """Does nothing: there is no log."""
 
     def share_modules(self, names: Sequence[str]) -> None:
-        """Imports modules that a worker lacked, for later workers."""
-        self._compilers.share_modules(names)
+        """Does nothing: what is imported here is there for all."""
 
     def common_files(self) -> set[machine.FileId]:
-        """Returns the files in memory that every worker has open or mapped and that no worker has made."""
-        return self._compilers.common_files()
+        """Returns nothing: no worker has files."""
+        return set()
 
     def bench(self) -> Bench:
         """Returns the bench, made when it is needed."""
@@ -348,11 +328,127 @@ class ThisProcess:
                 del self.fastest[max(self.fastest, key=lambda index: self.fastest[index][0])]
 
     def _limit(self, task: Task, phase: Phase) -> tuple[float, str]:
-        """Returns the seconds that a task may take, and its name in reports; without workers, there is no limit."""
+        """Returns the seconds that a task may take, and its name in reports; there is no limit."""
+        return math.inf, ""
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Runs a step outside of the caller's traces, compiled even where the caller has disabled jit."""
+        with jax.disable_jit(False), jax_internals.outside_of_traces():
+            yield
+
+    def note(
+        self,
+        index: int | None,
+        config: messages.EncodedConfig,
+        outcome: Outcome,
+        message: str,
+        phase: Phase | None = None,
+    ) -> None:
+        """Notes the trial that a config has if this process ends before it goes on; `lost` as it begins."""
+
+    def report_compiling(self, index: int | None, config: messages.EncodedConfig) -> None:
+        """Reports, once in a sweep, that a config is compiled without containment."""
+        if not self._has_compiled:
+            self._has_compiled = True
+            _logger.warning(
+                "%s: %s is compiled in this process, without containment, because its program cannot come from a "
+                "worker; so are others whose route is %r",
+                self._request.problem.name,
+                self._label(index, config),
+                Route.IN_PROCESS.value,
+            )
+
+    def _label(self, index: int | None, config: messages.EncodedConfig) -> str:
+        shown = format_config(restore(config, self._call.config_values))
+        return f"the function with its defaults ({shown})" if index == UNTUNED else f"the config {shown}"
+
+
+class MeasuringProcess(ThisProcess):
+    """This process in the place of the workers that have a device. Workers of a sandbox compile for it."""
+
+    def __init__(self, compilers: Workforce, *about: Any) -> None:
+        """Sets up the workforce.
+
+        Args:
+            compilers: the workers that compile.
+            *about: the arguments of `ThisProcess`.
+        """
+        super().__init__(*about)
+        self._compilers = compilers
+
+    def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+        """Starts a worker: in the sandbox one that leaves its program in a file, and here any other."""
+        if task["message"] == messages.Compile.__name__ and fds:
+            self.begun.clear()  # configs of the last batch; all have ended
+            return self._compilers.start(task, fds=fds, environ=environ)
+        return super().start(task, fds=fds, environ=environ)
+
+    def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
+        """Gives a worker a further task."""
+        if number > 0:
+            self._compilers.send(number, message, fds)
+        else:
+            super().send(number, message, fds)
+
+    def finish(self, number: int) -> None:
+        """Ends a worker; one here leaves the bench to the next."""
+        if number > 0:
+            self._compilers.finish(number)
+        elif number in self._here:
+            self._end(number)
+
+    def kill(self, number: int, *, shows_stack: bool = False) -> None:
+        """Ends a worker."""
+        if number > 0:
+            self._compilers.kill(number, shows_stack=shows_stack)
+        else:
+            self.finish(number)
+
+    def _heard(self, timeout_s: float) -> list[Event]:
+        return self._compilers.poll(timeout_s)
+
+    @property
+    def baseline_bytes(self) -> int:
+        """Private memory that a worker has from the start."""
+        return self._compilers.baseline_bytes
+
+    def open(self, *, load_timeout_s: float | None) -> None:
+        """Makes ready for workers that compile."""
+        self._compilers.open(load_timeout_s=load_timeout_s)
+
+    def forget(self, number: int) -> None:
+        """Removes a worker that has ended."""
+        self._compilers.forget(number)
+
+    def pid(self, number: int) -> int | None:
+        """Returns the process id of a worker that compiles."""
+        return self._compilers.pid(number)
+
+    def log(self, number: int) -> str:
+        """Returns the output of a worker that compiles."""
+        return self._compilers.log(number)
+
+    def clear_log(self, number: int) -> None:
+        """Removes the output of a worker so far."""
+        self._compilers.clear_log(number)
+
+    def trim_logs(self) -> None:
+        """Shortens the logs that have grown too large."""
+        self._compilers.trim_logs()
+
+    def share_modules(self, names: Sequence[str]) -> None:
+        """Imports modules that a worker lacked, for later workers."""
+        self._compilers.share_modules(names)
+
+    def common_files(self) -> set[machine.FileId]:
+        """Returns the files in memory that every worker has open or mapped and that no worker has made."""
+        return self._compilers.common_files()
+
+    def _limit(self, task: Task, phase: Phase) -> tuple[float, str]:
+        """Returns the seconds that a task may take, and its name in reports."""
         limits = self._request.limits
         each_s = limits.compile_timeout_s + limits.timeout_s
-        if self._is_alone:
-            return math.inf, ""
         match task:
             case messages.Compile(trial=index, config=config) | messages.Measure(trial=index, config=config):
                 limit_s = limits.compile_timeout_s if phase is Phase.COMPILE else limits.timeout_s
@@ -370,14 +466,11 @@ class ThisProcess:
         In a process with several kinds of devices, that need not be the default one.
         """
         with contextlib.ExitStack() as stack:
-            if not self._is_alone and self._call.devices_needed == 1:
+            if self._call.devices_needed == 1:
                 devices = jax.local_devices(backend=self._device.platform)
                 stack.enter_context(jax.default_device(devices[self._device.position(os.environ)]))
-            stack.enter_context(jax.disable_jit(False))
-            stack.enter_context(jax_internals.outside_of_traces())
+            stack.enter_context(super()._on_device())
             yield
-
-    # What is told of configs
 
     def note(
         self,
@@ -388,7 +481,7 @@ class ThisProcess:
         phase: Phase | None = None,
     ) -> None:
         """Notes the trial that a config has if this process ends before it goes on; `lost` as it begins."""
-        if index is None or index == UNTUNED or self._is_alone:
+        if index is None or index == UNTUNED:
             return
         trial = Trial(
             config=restore(config, self._call.config_values),
@@ -399,22 +492,6 @@ class ThisProcess:
             device=self._device.name,
         )
         self._request.ledger.provisional(index, trial)
-
-    def report_compiling(self, index: int | None, config: messages.EncodedConfig) -> None:
-        """Reports, once in a sweep, that a config is compiled without containment."""
-        if not self._has_compiled:
-            self._has_compiled = True
-            _logger.warning(
-                "%s: %s is compiled in this process, without containment, because its program cannot come from a "
-                "worker; so are others whose route is %r",
-                self._request.problem.name,
-                self._label(index, config),
-                Route.IN_PROCESS.value,
-            )
-
-    def _label(self, index: int | None, config: messages.EncodedConfig) -> str:
-        shown = format_config(restore(config, self._call.config_values))
-        return f"the function with its defaults ({shown})" if index == UNTUNED else f"the config {shown}"
 
 
 @contextlib.contextmanager
