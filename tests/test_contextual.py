@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from aftermath import eventually, nothing_is_left, quiet_place  # noqa: F401
 from helpers import ends, isolated, python
 
 import quarantune
@@ -241,7 +241,8 @@ def test_all_kernels_of_a_function_share_one_reference(
     descriptors = os.listdir("/proc/self/fd")
     with isolated(isolation):
         result = both_tuned.tune(X)
-    assert isolation != "none" or os.listdir("/proc/self/fd") == descriptors
+    # XLA lets go of an array that it uses in place in a thread of its own.
+    assert isolation != "none" or eventually(lambda: os.listdir("/proc/self/fd") == descriptors)
     assert ends(result.trials) == ["ok", "ok", "wrong"] * 2
     assert untuned == [True, False, False]
     assert len(calls.read_text().splitlines()) == (judge != "defaults")
