@@ -91,7 +91,7 @@ def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(dist
     assert result.outcomes == ["ok", *["slow" if not disturbed else "ok"] * 7]
     measured_again = [worker.trial for worker in result.given("Measure") if worker.task.checked]
     assert measured_again == ([0] if not disturbed else list(range(8)))
-    noise = next(worker.task.noise for worker in result.given("Measure") if worker.task.checked)
+    noise = next(worker.task.disturbed for worker in result.given("Measure") if worker.task.checked)
     assert sorted(noise) == sorted([(40.0, 40.0), *[(100.0, 50.0)] * disturbed, *[(100.0, 100.0)] * (7 - disturbed)])
 
 

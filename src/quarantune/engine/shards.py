@@ -226,7 +226,7 @@ class Shards:
 
     def _note(self, shard: Shard, ended: ConfigEnded) -> None:
         """Takes the trial of a config, unless it has one."""
-        trial = ended.read(self._configs, is_check=not self._request.runs)
+        trial = ended.read(self._configs, is_check=self._request.target is not None)
         self._took_part_at = time.monotonic()
         if ended.index in shard.indices:
             self._end(shard, ended.index, trial)

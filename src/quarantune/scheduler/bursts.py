@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
-from quarantune.scheduler.run import Run
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.workers import DeviceState, Job, WorkerState
 
 _PARKED_S = 5.0
@@ -22,7 +22,7 @@ _MAX_READY = 64
 class Admission:
     """Admits configs to be compiled and to be measured; what all routes share."""
 
-    def __init__(self, run: Run, waiting: Callable[[], int], may_begin: Callable[[Job], bool]) -> None:
+    def __init__(self, run: RunState, waiting: Callable[[], int], may_begin: Callable[[Job], bool]) -> None:
         """Sets up the admission.
 
         Args:
@@ -48,7 +48,7 @@ class Admission:
         if not self._is_any_pending() or not self._may_begin(pending[0]):
             return False
         is_awaited = run.jobs.default_is_pending() and run.jobs.may_be_compared(pending[0])
-        if not is_awaited and (run.scarcity.is_full or (run.scarcity.most == 1 and run.jobs.ready)):
+        if not is_awaited and (run.worker_count.is_full or (run.worker_count.most == 1 and run.jobs.ready)):
             return False
         if self._suspect_runs() or (pending[0].was_lost and (workers.compiling() or workers.measuring())):
             return False
@@ -148,7 +148,7 @@ class Stream(Admission):
 class Bursts(Admission):
     """Bursts of compiling and of measuring alternate, because compiling would disturb measuring."""
 
-    def __init__(self, run: Run, waiting: Callable[[], int], may_begin: Callable[[Job], bool]) -> None:
+    def __init__(self, run: RunState, waiting: Callable[[], int], may_begin: Callable[[Job], bool]) -> None:
         super().__init__(run, waiting, may_begin)
         self._waiting_since: float | None = None
         self._is_measuring = False
@@ -204,7 +204,7 @@ class Bursts(Admission):
         waiting = self._waiting() + run.workers.compiling()
         if waiting and (self._runs_alone() or (pending and pending[0].is_alone)):
             return False
-        return waiting < min(run.numbers.parked, run.scarcity.most) and not self._is_late(waiting)
+        return waiting < min(run.numbers.parked, run.worker_count.most) and not self._is_late(waiting)
 
     def _is_late(self, waiting: int) -> bool:
         """Returns whether those that wait should be measured before others are compiled."""

@@ -18,17 +18,17 @@ from quarantune.measure import finals
 from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
 from quarantune.sandbox.template_messages import Ended
 from quarantune.sandbox.workforce import Event, Said, Workforce
-from quarantune.scheduler.conclusions import Conclusions
+from quarantune.scheduler.fastest import Fastest
+from quarantune.scheduler.gemm_cache import GemmCache
 from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Finish, Leftovers, Plan
-from quarantune.scheduler.products import SharedProducts
-from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.replies import Replies
 from quarantune.scheduler.routes.base import TrialRoute
-from quarantune.scheduler.run import Run
-from quarantune.scheduler.scarcity import Scarcity
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.side_tasks import SideTasks, idle_on, may_be_repeated, start_on
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
+from quarantune.scheduler.worker_count import WorkerCount
 from quarantune.scheduler.workers import DeviceState, Workers, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
@@ -51,7 +51,7 @@ class Scheduler:
         on_phase: Callable[[int, str], None] = lambda index, phase: None,
         reference: Reference | None = None,
         source: ConfigSource = NOTHING_MORE,
-        race: Race | None = None,
+        fastest: Fastest | None = None,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = machine.available_memory_bytes,
         lease_on: Callable[[Device], Lease] = Lease,
@@ -68,7 +68,7 @@ class Scheduler:
             on_phase: called with the index of a config and the phase that it enters.
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
             source: gives further configs, in addition to those that `run` is given.
-            race: the times in this run and others of the sweep, and the executables that are kept; None for those of
+            fastest: the times in this run and others of the sweep, and the executables that are kept; None for those of
                 this run. Closed with this one.
             clock: seconds.
             available_memory: bytes of memory that are free now.
@@ -81,26 +81,28 @@ class Scheduler:
         self._stops = stops or Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
         workers = Workers(workforce, clock, route.environ())
-        reference, race = reference or Reference(), race or Race()
-        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, race, route.label, confirms=route.confirms)
-        self._run = run = Run(
+        reference, fastest = reference or Reference(), fastest or Fastest()
+        jobs = Jobs(
+            plan, reference, devices, on_trial, workers.log, source, fastest, route.label, confirms=route.confirms
+        )
+        self._run = run = RunState(
             plan=plan,
             numbers=route.numbers,
             devices=devices,
             workers=workers,
             jobs=jobs,
-            race=race,
+            fastest=fastest,
             reference=reference,
             memory=MemoryWatch(workforce, plan, workers, reference, available_memory),
-            products=SharedProducts(workers, clock),
-            scarcity=Scarcity(workers, jobs, clock),
+            gemm_cache=GemmCache(workers, clock),
+            worker_count=WorkerCount(workers, jobs, clock),
             clock=clock,
             on_phase=on_phase,
         )
         self._route = route
         route.join(run)
         self._admission = route.admission()
-        self._conclusions = Conclusions(run, route)
+        self._replies = Replies(run, route)
         self._side_tasks = SideTasks(run, route)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
@@ -155,7 +157,7 @@ class Scheduler:
     def compare(self, configs: Mapping[int, Config]) -> finals.Final:
         """Times configs in turn in one worker, so that only their programs differ.
 
-        The executables that the race has kept are loaded; other configs are compiled again.
+        The executables that the fastest has kept are loaded; other configs are compiled again.
 
         Args:
             configs: the configs by index.
@@ -163,7 +165,7 @@ class Scheduler:
         Returns:
             The result; empty where they could not be compared.
         """
-        kept = [self._run.race.kept_fd(index) for index in configs]
+        kept = [self._run.fastest.kept_fd(index) for index in configs]
         entries = tuple(
             Finalist(config=as_json(config), saved=fd is not None, index=index)
             for (index, config), fd in zip(configs.items(), kept, strict=True)
@@ -171,9 +173,9 @@ class Scheduler:
         task = Compare(entries=entries, last=True)
         try:
             reply = self._compared(task, [fd for fd in kept if fd is not None])
-            energy_mj = dict(zip(configs, zip(*reply.energy_mj, strict=True), strict=False))
+            observed = dict(zip(configs, zip(*reply.observed, strict=True), strict=False))
             of = finals.Final.of(configs, reply.rounds_ms, reply.warm_ms)
-            return dataclasses.replace(of, energy_mj=energy_mj, objective=self._run.plan.objective)
+            return dataclasses.replace(of, observed=observed, objective=self._run.plan.objective)
         except ValueError as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()
@@ -190,7 +192,7 @@ class Scheduler:
         """Lets idle workers end, and closes the executables kept for a comparison."""
         self._side_tasks.close()
         self._run.workers.finish_all()
-        self._run.race.close()
+        self._run.fastest.close()
 
     def _compared(self, task: Compare, fds: Sequence[int]) -> Compared:
         """Has a worker compare the finalists, and returns its reply; one that dies is replaced once.
@@ -249,7 +251,7 @@ class Scheduler:
         for event in events:
             self._handle(event)
         self._run.jobs.settle_held()
-        self._run.products.update()
+        self._run.gemm_cache.update()
         self._watch()
         return not events or not all(map(_is_progress, events))
 
@@ -261,12 +263,12 @@ class Scheduler:
             return
         match event:
             case Said(message=dict() as message):
-                self._conclusions.on_message(worker, message)
+                self._replies.on_message(worker, message)
             case Said(message=damage):
                 verdict = WorkerVerdict(Outcome.CRASHED, f"it damaged its own connection: {damage}")
                 self._run.workers.kill_with_verdict(worker, verdict)
             case Ended():
-                self._conclusions.on_exit(worker, event.status)
+                self._replies.on_exit(worker, event.status)
 
     def _until_next_deadline(self) -> float:
         now = self._clock()
@@ -287,13 +289,13 @@ class Scheduler:
                 if worker.verdict is None:
                     workers.kill_with_verdict(worker, overdue(worker, self._run.plan))
                 else:
-                    self._conclusions.give_up(worker)
+                    self._replies.give_up(worker)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._on_tick()
             self._workforce.trim_logs()
             if reason := self._source.reason_to_stop():
-                self._conclusions.stop(reason)
+                self._replies.stop(reason)
             for worker, verdict in self._run.memory.over(now):
                 workers.kill_with_verdict(worker, verdict)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 from quarantune.devices.discovery import Device
-from quarantune.measure.finals import Objective
+from quarantune.measure.objective import Objective
 from quarantune.scheduler.recall import Recall
 from quarantune.values.configs import Config
 from quarantune.values.settings import TIME

@@ -10,7 +10,7 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Compile, ComputeReference, ReferenceComputed, Task
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish, Leftovers
 from quarantune.scheduler.routes.base import TrialRoute
-from quarantune.scheduler.run import Run
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.workers import DeviceState, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
@@ -19,7 +19,7 @@ from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Route
 _TRIES = 2
 
 
-def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int], seconds: float) -> Worker | None:
+def start_on(run: RunState, device: DeviceState, task: Task, fds: Sequence[int], seconds: float) -> Worker | None:
     """Has a standby worker that is ready, or else a new one, do a side task; returns None while neither can begin.
 
     Args:
@@ -44,7 +44,7 @@ def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int], seco
     return worker
 
 
-def may_be_repeated(run: Run, verdict: WorkerVerdict, tries: int) -> bool:
+def may_be_repeated(run: RunState, verdict: WorkerVerdict, tries: int) -> bool:
     """Returns whether a side task is done again after its worker has ended without a reply.
 
     Args:
@@ -52,12 +52,12 @@ def may_be_repeated(run: Run, verdict: WorkerVerdict, tries: int) -> bool:
         verdict: the verdict on that worker.
         tries: how many workers have had the task.
     """
-    if verdict.lacked and run.scarcity.waits:
+    if verdict.lacked and run.worker_count.waits:
         return True
     return verdict.outcome in (Outcome.LOST, Outcome.CRASHED) and tries < _TRIES
 
 
-def idle_on(run: Run, device: DeviceState) -> Worker | None:
+def idle_on(run: RunState, device: DeviceState) -> Worker | None:
     """Returns a standby worker that is ready, if there is one."""
     return next((worker for worker in run.workers.standby(device) if worker.state is WorkerState.IDLE), None)
 
@@ -69,7 +69,7 @@ class SideTasks:
     Others compile, one after another, one config of each place where an error was raised without the device.
     """
 
-    def __init__(self, run: Run, route: TrialRoute) -> None:
+    def __init__(self, run: RunState, route: TrialRoute) -> None:
         self._run = run
         self._route = route
         self._computing: Worker | None = None

@@ -20,6 +20,7 @@ from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox.pool import LoadError
 from quarantune.sandbox.workforce import Workforce
+from quarantune.scheduler.fastest import Fastest
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import (
     MEMORY_SHARE,
@@ -33,7 +34,6 @@ from quarantune.scheduler.plan import (
     Proof,
     SharedMemoryLimits,
 )
-from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.routes import choosing
 from quarantune.scheduler.routes.base import Conditions, TrialRoute
@@ -81,7 +81,7 @@ class Routes:
         self._problem = request.problem
         self._finish = finish
         self._proof = proof
-        self._race = Race(by_time=request.options.is_by_time)
+        self._fastest = Fastest(by_time=request.options.is_by_time)
         self._opened: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
@@ -126,7 +126,7 @@ class Routes:
             trials, default = self._request.ledger.trials, self._problem.default
             contenders = self._reference.contenders(trials, default) if self._request.has_final else {}
             final = self._final(contenders) if len(contenders) > 1 else finals.Final()
-            executables, for_cache = self._race.executables()
+            executables, for_cache = self._fastest.executables()
             if len(contenders) > 1 and not final.rounds_ms and jax_internals.is_jitted(self._problem.fn):
                 executables, for_cache = {}, {}  # no worker could load them, and XLA may end a process that tries
             reference = self._reference
@@ -150,7 +150,7 @@ class Routes:
         """
         self._run_routes(configs)
         # The caller runs a program without the gradient that it was compiled with.
-        return Swept(executables={} if self._request.options.time_grad else self._race.executables()[0])
+        return Swept(executables={} if self._request.options.time_grad else self._fastest.executables()[0])
 
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
@@ -221,7 +221,7 @@ class Routes:
             on_tick=ledger.tick,
             on_phase=ledger.enter,
             reference=self._reference,
-            race=self._race,
+            fastest=self._fastest,
             source=source,
             lease_on=self._lease_on,
             stops=self._stops,

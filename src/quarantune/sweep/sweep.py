@@ -84,11 +84,11 @@ def run(
     problem, possible, is_alone = request.problem, request.possible(configs), request.mode is Mode.HERE
     if packed is None:
         packed = pack(problem, possible, request.options, is_sent=not is_alone)
-    measures_energy = _needs_energy(request, packed, possible)
+    observers = _observers(request, packed, possible)
     _check(request, packed, possible)
     if is_alone:
         _warn_here(request)
-        with _routes(request, packed, Proof(), [Device("", "")], measures_energy=measures_energy) as routes:
+        with _routes(request, packed, Proof(), [Device("", "")], observers=observers) as routes:
             return routes.run(dict(configs))
     # Tracing may have side effects. Only the defaults are traced in this process, unless the caller is about to run
     # every config anyway.
@@ -98,7 +98,7 @@ def run(
         # Started before the imports, because it takes longer to start than the modules of the routes take to import.
         shortages.patiently(template.shared)
         devices, target = _devices_and_target(request)
-        with _routes(request, packed, proof, devices, target, measures_energy=measures_energy) as routes:
+        with _routes(request, packed, proof, devices, target, observers=observers) as routes:
             swept = routes.run(dict(configs))
     return dataclasses.replace(swept, is_traced=not proof.is_due)
 
@@ -112,26 +112,27 @@ def _warn_here(request: SweepRequest) -> None:
     _warn(f"QUARANTUNE_ISOLATION={reason}")
 
 
-def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> bool:
-    """Returns whether the objective takes the energy of calls.
+def _observers(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> list[str]:
+    """Returns the observers whose figures the objective takes.
 
     Raises:
-        ValueError: it does, and that cannot be measured.
+        ValueError: one of them cannot measure.
     """
-    if request.options.is_by_time or not request.runs:
-        return False
-    from quarantune.measure import clocks, finals  # few sweeps need them
+    if not request.runs or request.options.is_by_time:
+        return []
+    from quarantune.measure import objective, observers  # few sweeps need them
 
     problem, devices = request.problem, max(packed.devices_needed, request.options.devices_per_trial)
-    if not finals.needs_energy(request.options.objective, dict(possible[0]) if possible else {}):
-        return False
+    names = objective.needed_observers(request.options.objective, dict(possible[0]) if possible else {})
     jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
-    reason = clocks.why_no_energy(problem.platform, problem.device_kind)
-    if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
-        reason = "that takes one device, and a jitted function that donates no arguments"
-    if reason:
-        raise ValueError(f"{problem.name}: objective needs the energy of a call, which cannot be measured: {reason}")
-    return True
+    for observer in map(observers.named, names):
+        reason = observer.why_not(problem.platform, problem.device_kind)
+        if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
+            reason = "that takes one device, and a jitted function that donates no arguments"
+        if reason:
+            what = observer.WHAT
+            raise ValueError(f"{problem.name}: objective needs {what}, which cannot be measured: {reason}")
+    return names
 
 
 def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> None:
@@ -220,7 +221,7 @@ def _routes(
     devices: Sequence[Device],
     target: CompileTarget | None = None,
     *,
-    measures_energy: bool,
+    observers: Sequence[str],
 ) -> Iterator[Routes]:
     """Yields the routes of a sweep, which lead through workers, this process, or both."""
     from quarantune.sandbox.pool import Sandbox
@@ -228,7 +229,7 @@ def _routes(
 
     problem, settings = request.problem, request.settings
     is_spread = max(packed.devices_needed, request.options.devices_per_trial) > 1
-    options = BenchOptions.of(problem.platform, request.options, energy=measures_energy)
+    options = BenchOptions.of(problem.platform, request.options, observers=observers)
     stops = Stops(time.monotonic)
     with spawning.standard_descriptors(), contextlib.ExitStack() as stack:
         payload_fd, arrays_fd = stack.enter_context(_spooled(packed, options))
@@ -264,7 +265,7 @@ def _routes(
         )
 
 
-def _surroundings(request: SweepRequest, target: CompileTarget | None, *, is_spread: bool) -> dict[str, Any]:
+def _surroundings(request: SweepRequest, target: CompileTarget | None, *, is_spread: bool) -> Mapping[str, Any]:
     """Returns what a sandbox needs for the device that it compiles for or measures on, as its arguments."""
     problem = request.problem
     environ = discovery.sandbox_environ(problem.platform, problem.device_kind)

@@ -62,7 +62,7 @@ class _LocalRunner(TaskRunner):
         self.said: list[Reply] = []
         self._place = place
         self._replies: Iterator[Reply] | None = None
-        super().__init__(self.said.append)
+        super().__init__(lambda reply: self.said.append(reply))  # each step begins with a list of its own
 
     @property
     def begins(self) -> bool:

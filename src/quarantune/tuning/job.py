@@ -256,7 +256,7 @@ class TuningJob:
         usable = [trial for trial in found.values() if trial.is_usable and trial.program]
         ours = None
         if usable and place_of(self._now.settings).is_here:
-            best = min(usable, key=lambda trial: trial.merit or math.inf)
+            best = min(usable, key=lambda trial: math.inf if trial.merit is None else trial.merit)
             ours = saved_program.traced_apart(self._keyed, best.config)
         is_proved = ours is None or is_same(ours.identity, best.program)
         if is_proved and self._key not in self._tuning.layers.differences:

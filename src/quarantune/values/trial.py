@@ -228,8 +228,10 @@ _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+Observed: TypeAlias = Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]]
+"""The figures of observers by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_LATER_FIELDS = ("figures", "energy_mj", "watts", "score", "program", "recalled_from")
+_LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "recalled_from")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
@@ -261,6 +263,7 @@ class Trial(Record):
         energy_mj: the energy that the GPU took for one call, in millijoules, by NVML's counter of its total energy;
             None where that was not measured.
         watts: the mean power of the GPU while that was measured; it may run slower then than when it is timed.
+        observed: the figures of other observers, by name.
         score: what the author's objective made of it, less being better; None where that is time.
         program: the identity of its program; empty if it was not lowered, or has none.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
@@ -283,6 +286,7 @@ class Trial(Record):
     figures: CompilerFigures | None = None
     energy_mj: Millijoules | None = None
     watts: Watts | None = None
+    observed: Observed = dataclasses.field(default_factory=dict)
     score: Score | None = None
     program: str = ""
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
@@ -290,7 +294,13 @@ class Trial(Record):
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
         data = super().to_json() | {"config": as_json(self.config)}
-        return {name: value for name, value in data.items() if value not in (None, "") or name not in _LATER_FIELDS}
+        return {name: value for name, value in data.items() if value not in (None, "", {}) or name not in _LATER_FIELDS}
+
+    def with_observed(self, figures: Mapping[str, float]) -> Self:
+        """Returns the trial with the figures of observers by name: its fields of that name, and else `observed`."""
+        others = {**self.observed, **figures}
+        energy_mj, watts = others.pop("energy_mj", self.energy_mj), others.pop("watts", self.watts)
+        return dataclasses.replace(self, energy_mj=energy_mj, watts=watts, observed=others)
 
     @property
     def device_memory_bytes(self) -> int | None:

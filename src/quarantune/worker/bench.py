@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from quarantune.functions.binding import Arguments, jitted_with
 from quarantune.host.waits import RunTime, Watch
 from quarantune.jax_internals.other_processes import share_what_xla_finds
-from quarantune.measure import clocks, finals, model, sampling
+from quarantune.measure import clocks, finals, model, observers, sampling
 from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.sandbox.program_file import ProgramFile
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes
@@ -264,14 +263,14 @@ class Bench:
         return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
     def measure(
-        self, program: Program, *, best_median_ms: float | None, noise: sampling.Noise | None = None
+        self, program: Program, *, best_median_ms: float | None, disturbance: sampling.Disturbance | None = None
     ) -> Measurement:
         """Times a program.
 
         Args:
             program: the program; it has run once.
             best_median_ms: the time of the fastest config so far; None for none.
-            noise: as for `sampling.measure`.
+            disturbance: as for `sampling.measure`.
 
         Returns:
             The samples.
@@ -291,30 +290,32 @@ class Bench:
             before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,
             last_ms=None if last is None or clock.name != "wall" else last.least,
             is_exact=clock.is_exact,
-            noise=noise,
+            disturbance=disturbance,
         )
         ranking_ms = samples.ranking_ms(is_exact=clock.is_exact)
-        energy_mj, watts = self._energy(program, ranking_ms) if self.options.measures_energy else (None, None)
         return Measurement(
             samples_ms=samples.samples_ms,
             cpu_ms=() if clock.is_exact else samples.cpu_ms,
             ranking_ms=ranking_ms,
             clock=clock.name,
             is_slow=samples.is_ruled_out,
-            energy_mj=energy_mj,
-            watts=watts,
+            observed=self._observed(program, ranking_ms),
         )
 
-    def _energy(self, program: Program, time_ms: float) -> tuple[float, float]:
-        """Returns the energy of one run in millijoules, and the power in watts, where a run takes about so long.
+    def _observed(self, program: Program, time_ms: float) -> dict[str, float]:
+        """Returns the figures of all observers for one run that takes about so long.
 
         Raises:
-            RuntimeError: the energy counter of the device cannot be read, or stands still.
+            RuntimeError: an observer could not measure.
         """
+        if not self.options.observers:
+            return {}
         args, kwargs = self.arguments.dynamic(self.arguments.shared())
         device = next(iter(_devices_of((args, kwargs))), jax.local_devices()[0])
-        read = clocks.energy_counter(device.local_hardware_id)
-        return clocks.energy_per_call(lambda: program.call(*args, **kwargs), read, time_ms / 1e3)
+        figures: dict[str, float] = {}
+        for observer in map(observers.named, self.options.observers):
+            figures |= observer.observe(lambda: program.call(*args, **kwargs), device.local_hardware_id, time_ms / 1e3)
+        return figures
 
     def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
@@ -336,8 +337,7 @@ class Bench:
 
         Returns:
             The samples of each program in milliseconds, one per round; and those with warm device caches of the
-            programs near the fastest, empty for the others: a kernel's input is often the last kernel's output. Then
-            the energy of a run of each program in each of a few rounds, in millijoules, if it is measured.
+            programs near the fastest, empty for the others: a kernel's input is often the last kernel's output.
         """
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
@@ -350,9 +350,17 @@ class Bench:
             warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, warm, strict=True):
                 warm_ms[position] = samples_ms
-        meters = [functools.partial(self._energy, *each) for each in zip(programs, map(min, rounds_ms), strict=True)]
-        rounds = model.FEW if self.options.measures_energy else 0
-        return rounds_ms, warm_ms, [[meter()[0] for meter in meters] for _ in range(rounds)]
+        return rounds_ms, warm_ms
+
+    def observe(self, programs: Sequence[Program], times_ms: Sequence[float]) -> list[list[dict[str, float]]]:
+        """Returns the figures of observers for each program in each of a few rounds; no round without observers.
+
+        Args:
+            programs: the programs.
+            times_ms: about the milliseconds that a run of each takes.
+        """
+        rounds = model.FEW if self.options.observers else 0
+        return [[self._observed(*each) for each in zip(programs, times_ms, strict=True)] for _ in range(rounds)]
 
     def _has_own_clock(self) -> bool:
         # Of several devices, the clock would add up the times, waits of one for another included.

@@ -274,8 +274,8 @@ class TaskRunner:
                 )
                 return
         yield self.entered(Phase.MEASURE)
-        noise = sampling.Noise(list(task.noise))
-        measured = bench.measure(program, best_median_ms=task.best_median_ms, noise=noise)
+        disturbance = sampling.Disturbance(list(task.disturbed))
+        measured = bench.measure(program, best_median_ms=task.best_median_ms, disturbance=disturbance)
         if not task.load and (not measured.is_slow or bench.is_plain):
             self.save_finalist(bench, program, fds[0])
         yield messages.Measured(**self._heading(), **vars(measured), judgement=judgement)
@@ -338,8 +338,9 @@ class TaskRunner:
         for program in programs:
             bench.run(program)
         yield self.entered(Phase.MEASURE)
-        rounds_ms, warm_ms, energy_mj = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
-        yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, energy_mj=energy_mj)
+        rounds_ms, warm_ms = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
+        observed = tuple(map(tuple, bench.observe(programs, [*map(min, rounds_ms)])))
+        yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, observed=observed)
 
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""

@@ -11,7 +11,7 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Compile, Compiled, Failed, FirstRun, Measure, Measured
 from quarantune.scheduler.bursts import Admission, Bursts
 from quarantune.scheduler.plan import Mode, Numbers
-from quarantune.scheduler.run import Run
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.trial import READY, ArrayKind, CompileTarget, Outcome, Phase, Route
@@ -122,9 +122,9 @@ class TrialRoute:
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
-        self._run: Run
+        self._run: RunState
 
-    def join(self, run: Run) -> None:
+    def join(self, run: RunState) -> None:
         """Begins to steer a run."""
         self._run = run
 
@@ -155,7 +155,7 @@ class TrialRoute:
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the workers that a device will need, ahead of those that compile."""
 
-    def take_standby(self, earlier: Run) -> None:
+    def take_standby(self, earlier: RunState) -> None:
         """Takes over the standby workers of an earlier run of the sweep, if this one needs such workers."""
 
     def may_confirm_on(self, device: DeviceState) -> bool:
@@ -232,7 +232,7 @@ class TrialRoute:
         """Ends the workers that are done with a config where there is no other that they may take."""
         run, pending = self._run, self._run.jobs.pending
         is_next = self.reusable(pending[0]) is not None if pending else self._may_come()
-        if is_next and run.scarcity.most > 1:
+        if is_next and run.worker_count.most > 1:
             return
         for worker in run.workers.in_state(WorkerState.BETWEEN):
             run.workers.retire(worker)
@@ -270,7 +270,7 @@ class TrialRoute:
 
     def on_ended_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Ends a job whose first run was ended, because it took too long."""
-        fastest_ms = self._run.race.fastest_ms or reply.run_ms
+        fastest_ms = self._run.fastest.fastest_ms or reply.run_ms
         message = f"its first run was stopped after {reply.run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
         self._end_as_slow(worker, job, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
         self._run.workers.retire(worker)  # the run goes on in it
@@ -291,8 +291,8 @@ class TrialRoute:
             pause=self._pauses,
             stop_ms=self._stop_ms(job),
             # The fastest of those that are wrong must not rule out the right ones.
-            best_median_ms=None if run.reference.is_open else run.race.best_median_ms,
-            noise=tuple(run.race.noise.runs),
+            best_median_ms=None if run.reference.is_open else run.fastest.best_median_ms,
+            disturbed=tuple(run.fastest.disturbance.runs),
             references=len(run.reference.fds),
             standard=run.reference.standard,
             keeps=run.reference.keeps,
@@ -315,7 +315,7 @@ class TrialRoute:
         """Records the first run of a worker's job, which waits for the device again."""
         job.first_run = (reply.run_ms, reply.cpu_ms)
         job.was_disturbed = job.was_disturbed or reply.is_disturbed
-        self._run.race.note_first_run(job.index, *job.first_run)
+        self._run.fastest.note_first_run(job.index, *job.first_run)
         self._take_device(worker, job)
 
     def _take_device(self, worker: Worker, job: Job) -> None:
@@ -329,7 +329,7 @@ class TrialRoute:
         if job.first_run is None or job.was_disturbed or run.reference.is_open:
             return False
         run_ms, cpu_ms = job.first_run
-        if (fastest_ms := run.race.hopeless_beside_ms(run_ms, cpu_ms)) is None:
+        if (fastest_ms := run.fastest.hopeless_beside_ms(run_ms, cpu_ms)) is None:
             return False
         message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
         self._end_as_slow(worker, job, message, run_ms, cpu_ms, Phase.MEASURE)

@@ -34,7 +34,7 @@ class CompiledOnly(Split):
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Keeps the executable of a job, which ends."""
-        self._run.race.keep_compiled(job)
+        self._run.fastest.keep_compiled(job)
         self._end(worker, job)
 
     def _end(self, worker: Worker, job: Job) -> None:

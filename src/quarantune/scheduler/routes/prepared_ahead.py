@@ -10,7 +10,7 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Expect, Prepare
 from quarantune.scheduler.plan import Numbers
 from quarantune.scheduler.routes.split import Split
-from quarantune.scheduler.run import Run
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.workers import DeviceState, Worker, WorkerState
 from quarantune.values.trial import ArrayKind
 
@@ -35,7 +35,7 @@ class PreparedAhead(Split):
         self._outputs: tuple[ArrayKind, ...] = ()
         self._comparisons_fd = -1
 
-    def take_standby(self, earlier: Run) -> None:
+    def take_standby(self, earlier: RunState) -> None:
         """Takes over the standby workers of an earlier run of the sweep.
 
         The driver makes contexts on a device one after another: on an H100, seven took 0.8 s.

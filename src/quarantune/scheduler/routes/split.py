@@ -60,7 +60,7 @@ class Split(TrialRoute):
             super().free(worker)
             return
         worker.release()
-        if worker.used >= self.numbers.configs_per_worker or run.scarcity.most == 1:
+        if worker.used >= self.numbers.configs_per_worker or run.worker_count.most == 1:
             run.workers.retire(worker)
         else:
             worker.transition(WorkerState.IDLE)
@@ -84,8 +84,8 @@ class Split(TrialRoute):
             for used in [worker for worker in run.workers.standby(device) if worker.used]:
                 run.workers.retire(used)
         # Where only one worker can run, a compile worker has to end before.
-        is_tight = run.scarcity.most == 1
-        is_needed = ready and not run.scarcity.is_full if is_tight else self._unmeasured()
+        is_tight = run.worker_count.most == 1
+        is_needed = ready and not run.worker_count.is_full if is_tight else self._unmeasured()
         if is_needed and not run.workers.standby(device) and run.may_start_on(device):
             self._start_standby(device)
         # One that was used before goes first, so that a fresh one stays at hand.

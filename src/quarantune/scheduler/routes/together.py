@@ -70,4 +70,4 @@ class Together(TrialRoute):
         """Returns after how many milliseconds a job's first run is ended; None if its output or time is needed."""
         run = self._run
         is_needed = job.first_run is not None or run.reference.is_open or run.reference.is_default(job.index)
-        return None if is_needed else run.race.stop_ms
+        return None if is_needed else run.fastest.stop_ms

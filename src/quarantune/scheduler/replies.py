@@ -10,7 +10,7 @@ from quarantune.measure.sampling import is_unreliable
 from quarantune.sandbox import messages, shortages
 from quarantune.sandbox.template_messages import describe_status, was_killed
 from quarantune.scheduler.routes.base import TrialRoute
-from quarantune.scheduler.run import Run
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.verdicts import raised, shortage, too_large
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
@@ -27,10 +27,10 @@ _EXPLICABLE = (Outcome.CRASHED, Outcome.ERROR, Outcome.TIMEOUT, Outcome.LOST)
 """Outcomes that a shortage may have brought about."""
 
 
-class Conclusions:
+class Replies:
     """Applies the replies of workers, settles the jobs of those that end, and withdraws unusable devices."""
 
-    def __init__(self, run: Run, route: TrialRoute) -> None:
+    def __init__(self, run: RunState, route: TrialRoute) -> None:
         self._run = run
         self._route = route
         self._oom_kills = machine.oom_kills()
@@ -125,7 +125,7 @@ class Conclusions:
         elif is_known:
             jobs.hold(job)
         elif reply.products:
-            self._run.products.add(worker, job, reply.products)
+            self._run.gemm_cache.add(worker, job, reply.products)
 
     def _on_compiled(self, worker: Worker, job: Job, reply: messages.Compiled) -> None:
         job.compile_s, job.figures, job.needs_fresh = reply.compile_s, reply.figures, False
@@ -144,11 +144,11 @@ class Conclusions:
             self._run.jobs.compile_times.add(job, self._run.clock() - worker.began_at)
 
     def _on_measured(self, worker: Worker, job: Job, reply: messages.Measured) -> None:
-        run, race = self._run, self._run.race
+        run, fastest = self._run, self._run.fastest
         if reply.cpu_ms:
-            race.noise.add(reply.cpu_ms, min(reply.cpu_ms))
+            fastest.disturbance.add(reply.cpu_ms, min(reply.cpu_ms))
         if job.first_run is not None and not job.was_disturbed:
-            race.noise.add_first_run(job.first_run[1], reply.ranking_ms)
+            fastest.disturbance.add_first_run(job.first_run[1], reply.ranking_ms)
         if job.unreliable_times is not None:
             reply = min(job.unreliable_times, reply, key=lambda measured: measured.ranking_ms)
         elif (
@@ -156,14 +156,14 @@ class Conclusions:
             and is_unreliable(reply.samples_ms, reply.cpu_ms)
             and self._route.measure_again(worker, job, reply)
         ):
-            race.note_time(job.index, reply.ranking_ms)  # it takes no longer than that
+            fastest.note_time(job.index, reply.ranking_ms)  # it takes no longer than that
             return
         verdict = WorkerVerdict(Outcome.OK, "")
         if reply.is_slow:
-            message = f"at best {min(reply.samples_ms):.4g} ms, where another config takes {race.best_median_ms:.4g}"
+            message = f"at best {min(reply.samples_ms):.4g} ms, where another config takes {fastest.best_median_ms:.4g}"
             verdict = WorkerVerdict(Outcome.SLOW, message)
         else:
-            race.note_time(job.index, reply.ranking_ms)
+            fastest.note_time(job.index, reply.ranking_ms)
         run.jobs.finish(
             job,
             worker,
@@ -175,8 +175,7 @@ class Conclusions:
             samples_ms=reply.samples_ms,
             own_ms=reply.ranking_ms,
             clock=reply.clock,
-            energy_mj=reply.energy_mj,
-            watts=reply.watts,
+            observed=reply.observed,
         )
         self._route.free(worker)
 
@@ -214,7 +213,7 @@ class Conclusions:
             lacked, message = shortages.lacking(text, has_device=device is not None)
             verdict = WorkerVerdict(Outcome.LOST, message, lacked) if lacked else verdict
         worker.verdict = verdict
-        if verdict.lacked and run.devices and not run.scarcity.gives_up(worker, verdict):
+        if verdict.lacked and run.devices and not run.worker_count.gives_up(worker, verdict):
             self._repeat_beside_fewer(worker)
         elif worker.job is not None:
             self._settle(worker.job, worker, verdict)
@@ -293,12 +292,12 @@ class Conclusions:
         run, job = self._run, worker.job
         for device in run.devices:
             device.is_cramped = True
-        if run.scarcity.most == 1:
+        if run.worker_count.most == 1:
             for other in run.workers:
                 if other.is_standby or other.state is WorkerState.BETWEEN:
                     run.workers.retire(other)
         if job is not None:
-            (run.jobs.again_alone if run.scarcity.most == 1 else run.jobs.again)(job)
+            (run.jobs.again_alone if run.worker_count.most == 1 else run.jobs.again)(job)
 
     def _may_fit_alone(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
         """Whether a config that ran out of memory might not have done so without the others."""
