@@ -34,7 +34,7 @@ from quarantune.transport import payload, programs
 from quarantune.transport.program_text import ProgramText
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
-from quarantune.worker.main import runner_for
+from quarantune.worker.main import WorkerRunner
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -375,7 +375,7 @@ def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: 
     payload.write_arrays(packed, fd)
     here, there = map(Connection, socket.socketpair())
     about: Any = types.SimpleNamespace(arrays_fd=fd)
-    runner = runner_for(there, about, functools.partial(Bench, packed.call, options=options))
+    runner = WorkerRunner(there, about, functools.partial(Bench, packed.call, options=options))
     replies: list[messages.Reply] = []
 
     def work() -> None:
@@ -414,7 +414,7 @@ def test_a_worker_reports_the_memory_of_its_device_context_before_a_config_begin
     options = BenchOptions(platform=platform, warmup=0, rep=1, supply="auto", tolerance=None)
     here, there = map(Connection, socket.socketpair())
     about: Any = types.SimpleNamespace(arrays_fd=-1)
-    runner = runner_for(there, about, functools.partial(Bench, packed.call, options=options))
+    runner = WorkerRunner(there, about, functools.partial(Bench, packed.call, options=options))
     context: list[bytes] = []
     devices = jax.local_devices
 

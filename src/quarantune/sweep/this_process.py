@@ -62,7 +62,7 @@ class _LocalRunner(TaskRunner):
         self.said: list[Reply] = []
         self._place = place
         self._replies: Iterator[Reply] | None = None
-        super().__init__(lambda reply: self.said.append(reply))  # each step begins with a list of its own
+        super().__init__()
 
     @property
     def begins(self) -> bool:
@@ -88,6 +88,10 @@ class _LocalRunner(TaskRunner):
         """Goes on to the next task, if there is one."""
         self._replies = None
         wire.close_all(self.tasks.popleft()[1])
+
+    def send(self, reply: Reply) -> None:
+        """Keeps a reply until the step has ended."""
+        self.said.append(reply)
 
     def held_bytes(self) -> int:
         """Returns 0: what this process holds is no worker's."""

@@ -88,7 +88,7 @@ def _serve(connection: Connection, options: WorkerOptions, make_bench: Callable[
     A worker that only compiles, or only measures, goes on after an exception, if the scheduler lets it: the next config
     may well raise the same one.
     """
-    runner = runner_for(connection, options, make_bench)
+    runner = WorkerRunner(connection, options, make_bench)
     pending = [(options.task, list(options.task_fds))]
     while True:
         for frame, fds in pending:
@@ -97,40 +97,28 @@ def _serve(connection: Connection, options: WorkerOptions, make_bench: Callable[
         pending = connection.receive()
 
 
-def runner_for(connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> WorkerRunner:
-    """Returns a runner of tasks that replies over a connection."""
-
-    def await_go() -> None:
-        while not connection.receive_messages(messages.Proceed):
-            pass  # a part of the message has come
-
-    return WorkerRunner(options, make_bench, connection.send_message, await_go)
-
-
 class TaskRunner:
     """Does the tasks of one worker.
 
     Attributes:
-        send: sends a reply to the scheduler.
         phase: the phase of the trial that it is in.
         program: the program that it has compiled last.
     """
 
-    def __init__(self, send: Callable[[Reply], None], await_go: Callable[[], None] = lambda: None) -> None:
-        """Sets up a runner.
-
-        Args:
-            send: sends a reply to the scheduler.
-            await_go: waits until a program that was announced with its products may be compiled.
-        """
-        self.send = send
-        self._await_go = await_go
+    def __init__(self) -> None:
         self._bench: Bench | None = None
         self.program: Any = None
         self.phase = Phase.LOAD
         self._trial: int | None = None
         self._trace_context: tuple[Any, ...] = ()
         self._modules = set(sys.modules)
+
+    def send(self, reply: Reply) -> None:
+        """Sends a reply to the scheduler."""
+        raise NotImplementedError
+
+    def await_go(self) -> None:
+        """Waits until a program that was announced with its products may be compiled."""
 
     def run(self, task: Task, fds: list[int]) -> bool:
         """Does a task, and returns whether there may be a further one."""
@@ -236,7 +224,7 @@ class TaskRunner:
         if messages.tail_of(lowered_half(program)) in known:
             raise _KnownProgramError
         if products:
-            self._await_go()
+            self.await_go()
 
     def compiled(self, bench: Bench, program: Program) -> Reply:
         """Returns the reply about a program that was compiled here."""
@@ -376,24 +364,27 @@ class TaskRunner:
 class WorkerRunner(TaskRunner):
     """Does the tasks of a worker in a process of its own."""
 
-    def __init__(
-        self,
-        options: WorkerOptions,
-        make_bench: Callable[..., Bench] | None,
-        send: Callable[[Reply], None],
-        await_go: Callable[[], None],
-    ) -> None:
+    def __init__(self, connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> None:
         """Sets up a runner.
 
         Args:
+            connection: the connection to the scheduler.
             options: the options of the worker.
             make_bench: makes the bench of the loaded call; None if the call is to be loaded.
-            send: as for `TaskRunner`.
-            await_go: as for `TaskRunner`.
         """
-        super().__init__(send, await_go)
+        super().__init__()
+        self._connection = connection
         self._options = options
         self._make_bench = make_bench
+
+    def send(self, reply: Reply) -> None:
+        """Sends a reply to the scheduler."""
+        self._connection.send_message(reply)
+
+    def await_go(self) -> None:
+        """Waits until a program that was announced with its products may be compiled."""
+        while not self._connection.receive_messages(messages.Proceed):
+            pass  # a part of the message has come
 
     def bench_for(self, task: Task) -> Bench:
         """Returns the worker's bench, made when the first task needs it."""
