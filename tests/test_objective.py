@@ -20,7 +20,7 @@ import quarantune
 from quarantune import AutoTuner, Outcome, Trial, TuningFailedError, TuningResult
 from quarantune.answers import saved_program
 from quarantune.calls.call import TunedFunction
-from quarantune.measure import finals, objective
+from quarantune.measure import finals
 from quarantune.measure.observers import energy
 from quarantune.search.strategy import log_time
 from quarantune.sweep.limits import SearchLimits
@@ -105,7 +105,7 @@ def test_finalists_and_ties_are_those_of_the_scores(sign: float) -> None:
     levels = [10.0, 10.02, 10.7, 30.0] if sign > 0 else [-30.0, -29.97, -28.0, -10.0]
     trials = {n: scored(level, n) for n, level in enumerate(levels)}
     assert finals.finalists(trials) == [0, 1, 2]
-    rounds = finals.Final({n: [5.0 - n] * 3 for n in range(3)}, complete=lambda trial: trial)
+    rounds = finals.Final({n: [5.0 - n] * 3 for n in range(3)}, objective=lambda trial: trial.score or 0.0)
     settled, verdict = finals.conclude(trials, rounds, default=None)
     assert verdict == [0, 1]
     assert [settled[n].time_ms for n in range(3)] == [5.0, 4.0, 3.0]
@@ -116,12 +116,35 @@ def test_a_final_is_decided_by_the_medians_of_the_rounds_scores() -> None:
     trials = {n: scored(mj[0], n, energy_mj=mj[0]) for n, mj in energies.items()}
     final = finals.Final(
         {0: [1.0] * 3, 1: [2.0] * 3},
-        observed={n: [{"energy_mj": each} for each in mj] for n, mj in energies.items()},
-        complete=lambda trial: objective.scored(trial, lambda it: (it.energy_mj or 0.0) * (it.time_ms or 0.0)),
+        observed={n: [{"energy_mj": mj} for mj in each] for n, each in energies.items()},
+        objective=lambda trial: (trial.energy_mj or 0.0) * (trial.time_ms or 0.0),
     )
     settled, verdict = finals.conclude(trials, final, default=None)
     assert verdict[0] == 0
     assert [(settled[n].score, settled[n].energy_mj) for n in (0, 1)] == [(51.0, 51.0), (80.0, 40.0)]
+
+
+def test_a_score_of_zero_is_a_score() -> None:
+    result = AutoTuner(turned, GRID, rep=2, objective=lambda trial: 0.0 if trial.config["turns"] == 4000 else 1.0).run(
+        X
+    )
+    assert (result.best_config, result.score) == ({"turns": 4000}, 0.0)
+    assert [trial.score for trial in result.trials] == [1.0, 0.0]
+
+
+def test_a_round_of_a_final_that_scores_zero_counts() -> None:
+    trials = {n: scored(1.0, n) for n in (0, 1)}
+    final = finals.Final(
+        {0: [1.0] * 3, 1: [1.0] * 3},
+        observed={0: [{"waits": 0.0}] * 3, 1: [{"waits": 2.0}] * 3},
+        objective=lambda trial: trial.observed["waits"],
+    )
+    settled, verdict = finals.conclude(trials, final, default=None)
+    assert verdict[0] == 0
+    assert [(settled[n].score, dict(settled[n].observed)) for n in (0, 1)] == [
+        (0.0, {"waits": 0.0}),
+        (2.0, {"waits": 2.0}),
+    ]
 
 
 # --- what is saved and shown ---
@@ -194,9 +217,6 @@ def test_energy_is_refused_by_name_where_it_cannot_be_measured(monkeypatch: pyte
 
 
 # --- the energy counter ---
-
-
-GPU = SimpleNamespace(local_hardware_id=0)
 
 
 class NVMLError(Exception):
@@ -283,7 +303,7 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
         fake_gpu.now += run_s
 
     began_s = fake_gpu.now
-    found, watts = energy.observe(dispatch, GPU, 1e3 * run_s).values()
+    found, watts = energy.per_call(dispatch, energy.counter(0), run_s)
     assert watts == pytest.approx(fake_gpu._watts, rel=0.02)
     # In the stand-in, the GPU waits while its counter is read, which counts as a part of the runs.
     assert found >= 0.98 * fake_gpu._watts * run_s * 1e3
@@ -294,7 +314,7 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
 @pytest.mark.parametrize("fake_gpu", [{"step_s": 60.0}, {"watts": 0.0}], indirect=True)
 def test_a_counter_that_stands_still_is_an_error_after_five_seconds(fake_gpu: FakeGpu) -> None:
     with pytest.raises(RuntimeError, match="the energy counter of the GPU advanced 0 times in 5 s"):
-        energy.observe(lambda: fake_gpu.sleep(1e-3), GPU, 1.0)
+        energy.per_call(lambda: fake_gpu.sleep(1e-3), energy.counter(0), 1e-3)
     assert fake_gpu.now < 5.5
 
 
@@ -314,20 +334,21 @@ def test_a_gpu_without_a_counter_is_refused_by_what_nvml_says(fake_gpu: FakeGpu,
 @pytest.mark.parametrize("fake_gpu", [{"fault": "another GPU"}], indirect=True)
 def test_a_gpu_that_nvml_does_not_know_is_an_error_of_the_worker(fake_gpu: FakeGpu) -> None:
     with pytest.raises(NVMLError, match="Not Found"):
-        energy.observe(lambda: None, GPU, 1.0)
+        energy.counter(0)
 
 
+@pytest.mark.usefixtures("fake_gpu")
 def test_a_whole_sweep_for_energy_measures_it_in_trials_and_in_the_final(monkeypatch: pytest.MonkeyPatch) -> None:
-    def observe(dispatch: Any, device: jax.Device, time_ms: float) -> dict[str, float]:
-        assert (jax.block_until_ready(dispatch()).shape, device, time_ms < 1e3) == (X.shape, jax.devices()[0], True)
+    def per_call(dispatch: Any, read: Any, run_s: float) -> tuple[float, float]:
+        assert (jax.block_until_ready(dispatch()).shape, type(read()), run_s < 1) == (X.shape, int, True)
         cells = [cell.cell_contents for cell in dispatch.__closure__]
         turns = next(cell.config["turns"] for cell in cells if hasattr(cell, "config"))
         measured.append(turns)
-        return {"energy_mj": {2: 40.0, 4000: 11.0}[turns], "watts": 300.0}
+        return {2: 40.0, 4000: 11.0}[turns], 300.0
 
     measured: list[int] = []
     monkeypatch.setattr(energy, "why_not", lambda platform, kind: "")
-    monkeypatch.setattr(energy, "observe", observe)
+    monkeypatch.setattr(energy, "per_call", per_call)
     with isolated("none"):
         result = AutoTuner(turned, GRID, objective="energy", rep=2).run(X)
     assert (result.best_config, result.score, result.energy_mj) == ({"turns": 4000}, 11.0, 11.0)

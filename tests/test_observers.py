@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from quarantune.measure import observers
 from quarantune.measure.finals import Final
 from quarantune.sandbox.messages import REPLIES, Measured
 from quarantune.values import codec
-from quarantune.values.trial import Outcome, observed_fields
+from quarantune.values.trial import Outcome
 
 X = jnp.arange(8.0)
 
@@ -25,7 +26,7 @@ class Steps:
     """Observes how many steps a run takes: the value of a tunable."""
 
     WHAT = "the steps of a call"
-    VALUES: ClassVar = {"steps": ("steps", "steps of one call")}
+    FIELDS: ClassVar = {"steps": ("steps", "steps of one call")}
 
     def __init__(self, *, reason: str = "") -> None:
         self.reason, self.times = reason, 0
@@ -33,9 +34,9 @@ class Steps:
     def why_not(self, platform: str, kind: str) -> str:
         return self.reason
 
-    def observe(self, dispatch: Any, device: jax.Device, time_ms: float) -> dict[str, float]:
-        assert device in jax.devices()
-        assert time_ms > 0
+    def observe(self, dispatch: Any, ordinal: int, run_s: float) -> dict[str, float]:
+        assert ordinal in [device.local_hardware_id for device in jax.devices()]
+        assert 0 < run_s < 1
         self.times += 1
         return {"steps": float(jax.block_until_ready(dispatch())[0])}
 
@@ -54,7 +55,8 @@ def tuner(**options: Any) -> AutoTuner:
 
 def test_a_further_observer_is_seen_wherever_energy_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = Steps()
-    monkeypatch.setitem(observers.OBSERVERS, "steps", steps)  # type: ignore[misc]
+    monkeypatch.setattr(observers, "OBSERVERS", (*observers.OBSERVERS, "steps"))
+    monkeypatch.setitem(sys.modules, f"{observers.__name__}.steps", steps)  # type: ignore[misc]
     with isolated("none"):
         result = tuner(objective=fewest_steps).run(X)
     assert (result.best_config, result.score, result.default_score) == ({"steps": 0}, 0.0, 3.0)
@@ -74,7 +76,8 @@ def test_a_further_observer_is_seen_wherever_energy_would_be(monkeypatch: pytest
 
 def test_an_observer_runs_only_for_an_objective_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(reason="nobody counts here")
-    monkeypatch.setitem(observers.OBSERVERS, "steps", steps)  # type: ignore[misc]
+    monkeypatch.setattr(observers, "OBSERVERS", (*observers.OBSERVERS, "steps"))
+    monkeypatch.setitem(sys.modules, f"{observers.__name__}.steps", steps)  # type: ignore[misc]
     with isolated("none"):
         for objective in ("time", lambda trial: trial.observed.get("steps", 1.0)):
             assert "observed" not in tuner(objective=objective).run(X).trials[0].to_json()
@@ -101,7 +104,7 @@ def test_observed_values_of_a_worker_that_cannot_be_right_are_damage(observed: A
     seen = {"energy_mj": 2.0, "steps": 0}
     message = codec.decode(frame | {"observed": seen}, *REPLIES)
     assert isinstance(message, Measured)
-    trial = Trial(config={}, outcome=Outcome.OK, time_ms=1.0, **observed_fields(message.observed))
+    trial = Trial(config={}, outcome=Outcome.OK, time_ms=1.0).with_observed(message.observed)
     assert (trial.energy_mj, trial.watts, trial.observed) == (2.0, None, {"steps": 0.0})
     with pytest.raises(codec.DamageError, match=r"Measured\.observed"):
         codec.decode(frame | {"observed": observed}, *REPLIES)
@@ -111,6 +114,6 @@ def test_a_final_whose_rounds_do_not_observe_every_finalist_is_refused() -> None
     rounds: Any = [[1.0] * 3, [2.0] * 3], [[], []]
     seen = {"steps": 1.0}
     assert Final.of([4, 7], *rounds, [[seen, {"steps": 2.0}]] * 3).observed[7] == ({"steps": 2.0},) * 3
-    for damaged in ([[seen]], [[seen, seen], [seen]]):
-        with pytest.raises(ValueError, match="zip"):
+    for damaged in ([[seen]], [[seen, seen], [seen]], [[seen, {}]]):
+        with pytest.raises(ValueError, match=r"zip|not all have the same figures"):
             Final.of([4, 7], *rounds, damaged)

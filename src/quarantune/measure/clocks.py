@@ -1,4 +1,4 @@
-"""The clocks that time a run: the GPU's own if it can be read, else the wall clock."""
+"""The clocks that time a run, the GPU's own where it can be read, else the wall clock."""
 
 from __future__ import annotations
 

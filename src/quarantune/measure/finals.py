@@ -11,12 +11,13 @@ from typing import Any, TypeAlias, TypeVar
 
 from quarantune.host.waits import RunTime, fastest
 from quarantune.measure.model import ALL_DISTURBED, ENOUGH, FEW, LONG_RUN_MS, MARGINS, cautious_share, standard_error
-from quarantune.measure.objective import Complete, with_rounds
+from quarantune.measure.objective import Objective, scored_rounds
 from quarantune.values.codec import is_plausible_ms
-from quarantune.values.trial import TIME, UNTUNED, Observed, Outcome, Trial, ranked_by
+from quarantune.values.trial import TIME, UNTUNED, Outcome, Trial
 
-_Rounds = TypeVar("_Rounds")
+_T = TypeVar("_T")
 _Rows: TypeAlias = Sequence[Sequence[Any]]
+
 FINALISTS = 4
 MOST_FINALISTS = 8
 """The number of finalists where the machine was busy, which makes the times that they are chosen by less reliable."""
@@ -70,10 +71,10 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     ranked = sorted(first_of.values(), key=lambda index: (trials[index].merit or 0.0, index))
     if not ranked:
         return []
-    best, is_timed = trials[ranked[0]].merit or 0.0, ranked_by(trials[ranked[0]]) == TIME
+    best, is_scored = trials[ranked[0]].merit or 0.0, trials[ranked[0]].score is not None
     contender = MARGINS[trials[ranked[0]].clock or "wall"]
     close = [index for index in ranked if _ratio(best, trials[index].merit or 0.0) <= contender]
-    if not is_timed or (noise := _noise(trials)) < MARGINS["wall"]:
+    if is_scored or (noise := _noise(trials)) < MARGINS["wall"]:
         return close[:count]
     # Few samples ruled these out, and others may have disturbed all of their runs.
     few = {
@@ -101,11 +102,11 @@ def _noise(trials: Mapping[int, Trial]) -> float:
     return statistics.median(shares) if shares else 1.0
 
 
-def with_same_program(rounds: Mapping[int, _Rounds], trials: Mapping[int, Trial]) -> dict[int, _Rounds]:
-    """Returns the rounds of a final for the trials that may win, also if another config ran their program in it.
+def with_same_program(rounds: Mapping[int, _T], trials: Mapping[int, Trial]) -> dict[int, _T]:
+    """Returns the rounds of a final, also for the configs whose program another config ran in it.
 
     Args:
-        rounds: the rounds of each finalist, by index.
+        rounds: each finalist's samples, or what was observed of it, by index.
         trials: the trials that may win, by index, as before the final.
     """
     timed = {_program(index, trials): each for index, each in rounds.items() if index in trials}
@@ -130,14 +131,14 @@ class Final:
             was clearly behind may have fewer rounds.
         warm_ms: the same with warm device caches, of the configs that the other rounds cannot tell apart; empty where
             that was not needed, or without a device clock.
-        observed: the values that observers saw of each, one mapping per round; empty if there are no observers.
-        complete: completes a trial, so that it has the figure by which its rounds are decided.
+        observed: what observers have measured of one run of each, round by round; empty without any.
+        objective: the author's objective, by which the rounds are decided.
     """
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     warm_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
-    observed: Mapping[int, Sequence[Observed]] = dataclasses.field(default_factory=dict)
-    complete: Complete = lambda trial: trial
+    observed: Mapping[int, Sequence[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
+    objective: Objective = TIME
 
     @classmethod
     def of(
@@ -149,13 +150,15 @@ class Final:
             finalists: their indices.
             rounds_ms: the samples of each, in the same order.
             warm_ms: the samples of each with warm caches, which may be empty.
-            observed: for each of a few rounds, the observed values of each finalist.
+            observed: for each of a few rounds, the figures of observers for each; empty without any.
             **fields: further fields.
 
         Raises:
             ValueError: these are not the rounds of one final.
         """
         indices = list(finalists)
+        if len({frozenset(figures) for each in observed for figures in each}) > 1:
+            raise ValueError("not all have the same figures")
         return cls(
             dict(zip(indices, rounds_ms, strict=True)),
             {index: samples_ms for index, samples_ms in zip(indices, warm_ms, strict=True) if samples_ms},
@@ -252,10 +255,10 @@ def conclude(
     }
     may_win = usable.keys() if untuned_wins else usable.keys() - {UNTUNED}
     fastest = min(may_win, key=lambda index: usable[index].merit or 0.0)
-    rounds = with_same_program(final.rounds_ms, usable)
-    rounds = rounds or with_same_program({fastest: usable[fastest].samples_ms}, usable)
-    warm, observed = with_same_program(final.warm_ms, usable), with_same_program(final.observed, usable)
+    timed, warm = with_same_program(final.rounds_ms, usable), with_same_program(final.warm_ms, usable)
+    rounds = timed or with_same_program({fastest: usable[fastest].samples_ms}, usable)
     settled, figures = dict(trials), dict(rounds)
+    seen = with_same_program(final.observed, usable)
     for index, samples_ms in rounds.items():
         settled[index] = dataclasses.replace(
             trials[index],
@@ -264,8 +267,8 @@ def conclude(
             outcome=Outcome.OK,
             message=_message(trials[index]),
         )
-        if ranked_by(usable[index]) != TIME:
-            settled[index], figures[index] = with_rounds(settled[index], observed.get(index, ()), final.complete)
+        if usable[index].score is not None:
+            settled[index], figures[index] = scored_rounds(settled[index], seen.get(index, ()), final.objective)
             warm = {}
     racing = {index: each for index, each in figures.items() if index in may_win}
     racing = racing or {fastest: [usable[fastest].merit or 0.0]}
@@ -312,7 +315,7 @@ def _ratios(leader: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def _ratio(ours: float, theirs: float) -> float:
-    """Returns how many times as large as ours theirs is; a figure that is not positive has 1 and their distance."""
+    """Returns how many times as large as ours theirs is; a score that is not positive has 1 and their distance."""
     if ours > 0:
         return theirs / ours
     return 1.0 if ours == theirs else 1.0 + (theirs - ours) / abs(ours) if ours else math.copysign(math.inf, theirs)

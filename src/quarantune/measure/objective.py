@@ -1,20 +1,18 @@
-"""The author's objective: how a trial is scored, and what must be observed for it."""
+"""The author's objective: scores of trials, and the observers that it needs."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from quarantune.measure.observers import OBSERVERS, Observer
+from quarantune.measure import observers
 from quarantune.values.configs import Config, as_given
-from quarantune.values.trial import TIME, Observed, Outcome, Trial, observed_fields
+from quarantune.values.trial import TIME, Outcome, Trial
 
 Objective: TypeAlias = str | Callable[[Trial], float]
-"""`time`, `energy`, or the number that a function makes of a trial; the smaller the better."""
-Complete: TypeAlias = Callable[[Trial], Trial]
-"""Returns a trial with its score."""
+"""The author's objective: `time`, `energy`, or the number that a function makes of a trial; the smaller the better."""
 
 
 def scored(trial: Trial, objective: Objective) -> Trial:
@@ -33,26 +31,29 @@ def scored(trial: Trial, objective: Objective) -> Trial:
     return dataclasses.replace(trial, outcome=Outcome.ERROR, message=message, time_ms=None, own_ms=None, samples_ms=())
 
 
-def with_rounds(trial: Trial, observed: Sequence[Observed], complete: Complete) -> tuple[Trial, Sequence[float]]:
-    """Returns a finalist with the medians of its observed values and of its scores, and the score of each round.
+def scored_rounds(
+    trial: Trial, observed: Sequence[Mapping[str, float]], objective: Objective
+) -> tuple[Trial, Sequence[float]]:
+    """Returns a finalist with the medians of what was observed and its score, and the score of each round that has one.
 
     Args:
         trial: the finalist, with its times in the final.
-        observed: the values observed in each of a few rounds; empty if nothing was observed.
-        complete: scores a trial.
+        observed: what observers have measured in each round; empty without any.
+        objective: the objective.
     """
+    medians = {name: statistics.median(each[name] for each in observed) for name in (observed or [{}])[0]}
+    settled = trial.with_observed(medians)
     if observed:
-        medians = {name: statistics.median(each[name] for each in observed if name in each) for name in observed[0]}
-        trial = dataclasses.replace(trial, **observed_fields(medians))
-    fields = [observed_fields(each) for each in observed] or [{}] * len(trial.samples_ms)
-    pairs = zip([trial.time_ms] * len(observed) or trial.samples_ms, fields, strict=True)
-    each = [complete(dataclasses.replace(trial, time_ms=ms, own_ms=ms, **seen)).score for ms, seen in pairs]
-    scores = [one for one in each if one is not None] or [trial.merit or 0.0]
-    return dataclasses.replace(trial, score=statistics.median(scores)), scores
+        timed = [dataclasses.replace(settled, own_ms=trial.time_ms).with_observed(figures) for figures in observed]
+    else:
+        timed = [dataclasses.replace(settled, time_ms=ms, own_ms=ms) for ms in trial.samples_ms]
+    found = [scored(one, objective).score for one in timed]
+    scores = [one for one in found if one is not None] or [trial.merit or 0.0]
+    return dataclasses.replace(settled, score=statistics.median(scores)), scores
 
 
-def needed_observers(objective: Objective, config: Config) -> dict[str, Observer]:
-    """Returns the observers, by name, without which an objective makes no number of a made-up trial.
+def needed_observers(objective: Objective, config: Config) -> list[str]:
+    """Returns the observers without whose figures an objective makes no number of a made-up trial.
 
     Args:
         objective: the objective.
@@ -60,10 +61,15 @@ def needed_observers(objective: Objective, config: Config) -> dict[str, Observer
     """
     times = {"time_ms": 1.0, "own_ms": 1.0, "samples_ms": [1.0], "compile_s": 1.0}
     figures = {"peak_memory_bytes": 1024, "figures": {"argument_bytes": 8, "output_bytes": 8, "temporary_bytes": 8}}
-    trial = dataclasses.replace(Trial.from_json({"config": {}, "outcome": "ok", **times, **figures}), config=config)
+    bare = dataclasses.replace(Trial.from_json({"config": {}, "outcome": "ok", **times, **figures}), config=config)
+    seen = {name: dict.fromkeys(observers.named(name).FIELDS, 1.0) for name in observers.OBSERVERS}
 
-    def lacks(missing: str | None) -> bool:
-        seen = {value: 1.0 for name, each in OBSERVERS.items() if name != missing for value in each.VALUES}
-        return scored(dataclasses.replace(trial, **observed_fields(seen)), objective).outcome is not Outcome.OK
+    def scores(names: Sequence[str]) -> bool:
+        trial = bare
+        for name in names:
+            trial = trial.with_observed(seen[name])
+        return scored(trial, objective).outcome is Outcome.OK
 
-    return {} if lacks(None) else {name: OBSERVERS[name] for name in OBSERVERS if lacks(name)}
+    if not scores([*seen]):
+        return []  # it fails by itself
+    return [name for name in seen if not scores([other for other in seen if other != name])]

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.measure import finals
-from quarantune.measure.observers import OBSERVERS
+from quarantune.measure import finals, observers
 from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
 from quarantune.values.configs import Config, ConfigValue, format_config, format_value
 from quarantune.values.texts import cut, printable, shown
 from quarantune.values.trial import (
+    ENERGY,
     NO_FIGURES,
     TIME,
     Outcome,
@@ -156,8 +156,8 @@ def _numbers(values: Sequence[float | None], unit: float = 1, form: str = ".4g")
 
 def beside_time(trials: Sequence[Trial]) -> dict[str, tuple[str, str, list[float | None]]]:
     """Returns figures beside time that some trial has: by name a heading, a sentence, and a value for each trial."""
-    about = {name: each for observer in OBSERVERS.values() for name, each in observer.VALUES.items()}
-    if any(ranked_by(trial) not in (TIME, *OBSERVERS) for trial in trials):  # a score that is an energy counts once
+    about = dict(figure for name in observers.OBSERVERS for figure in observers.named(name).FIELDS.items())
+    if any(ranked_by(trial) not in (TIME, ENERGY) for trial in trials):  # a score that is an energy counts once
         about["score"] = "objective", "the value of the author's objective"
     columns = {name: [getattr(trial, name, trial.observed.get(name)) for trial in trials] for name in about}
     return {name: (*about[name], values) for name, values in columns.items() if values.count(None) < len(values)}

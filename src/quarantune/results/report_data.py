@@ -14,8 +14,8 @@ from quarantune.values.trial import (
     Counts,
     Findings,
     Interval,
+    Millijoules,
     Milliseconds,
-    Observation,
     Outcome,
     Score,
     Searched,
@@ -83,7 +83,7 @@ class PlainResult(Record):
     trials: tuple[Trial, ...]
     score: Score | None = None
     default_score: Score | None = None
-    energy_mj: Observation | None = None
+    energy_mj: Millijoules | None = None
     calls: tuple[CallShare, ...] = ()
     by: str = ""
     default_label: str = dataclasses.field(default="the function's own defaults", metadata=IN_MEMORY)

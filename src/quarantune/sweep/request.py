@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from quarantune import jax_internals
 from quarantune.calls.key import KeyedCall
 from quarantune.devices.targets import Target
-from quarantune.measure import finals, objective
-from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource
+from quarantune.measure import finals
+from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource, Mode
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger
-from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
+from quarantune.sweep.limits import SweepLimits, isolation_of
 from quarantune.values.configs import Config
-from quarantune.values.settings import Options, Settings
+from quarantune.values.settings import Isolation, Options, Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Trial
-
-_NOT_ALONE = "that takes one device, and a jitted function that donates no arguments"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +75,7 @@ class SweepRequest:
         limits: the limits that the two set together.
         ledger: owns the trials of the sweep.
         troubled: the indices of configs that hung or crashed before, and come last.
-        compile_only: whether configs are only compiled, and their executables returned; always with a `target`.
+        compile_only: whether configs are only compiled, and their executables returned.
         target: the device that configs are only checked to compile for, and that need not exist here; None if configs
             are for running here.
         space: all configs that may be tried, if `source` gives more than those that are known from the start.
@@ -89,7 +86,7 @@ class SweepRequest:
         outputs: `Reference.right_fds` for all sweeps of one call with the same arguments, empty before the first; None
             for a sweep that stands alone. The caller closes them.
         recall: the trials of earlier sweeps, by program.
-        isolation: the steps of a trial that run in workers; see `isolation_of`.
+        mode: the steps of a trial, and which of them run in workers; see `isolation_of`.
     """
 
     problem: Problem
@@ -106,7 +103,7 @@ class SweepRequest:
     on_program: CompareProgram | None = None
     outputs: list[int] | None = None
     recall: Recall = dataclasses.field(default_factory=Recall)
-    isolation: Isolation = dataclasses.field(init=False)
+    mode: Mode = dataclasses.field(init=False)
 
     @classmethod
     def of(cls, call: KeyedCall, settings: Settings, ledger: Ledger) -> SweepRequest:
@@ -116,36 +113,19 @@ class SweepRequest:
         return cls(problem=Problem.of(call), options=options, settings=settings, limits=limits, ledger=ledger)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compile_only", self.compile_only or self.target is not None)
-        found = isolation_of(self.settings, self.problem.platform, self.problem.fn)
-        in_workers = self.target is not None or (self.compile_only and found is Isolation.COMPILE)
-        object.__setattr__(self, "isolation", Isolation.PROCESS if in_workers else found)
+        isolation = isolation_of(self.settings, self.problem.platform, self.problem.fn)
+        mode = {Isolation.PROCESS: Mode.IN_WORKERS, Isolation.COMPILE: Mode.MEASURING_HERE, Isolation.NONE: Mode.HERE}
+        found = mode[isolation]
+        if self.target is not None:
+            found = Mode.CHECKING
+        elif self.compile_only and found is not Mode.HERE:
+            found = Mode.COMPILING
+        object.__setattr__(self, "mode", found)
 
-    def complete(self, trial: Trial) -> Trial:
-        """Returns a trial that has ended with its score by the author's objective."""
-        return objective.scored(trial, self.options.objective)
-
-    def observers(self, possible: Sequence[Config], devices: int) -> tuple[str, ...]:
-        """Returns the names of the observers that the objective needs.
-
-        Args:
-            possible: configs with all values that the configs of the sweep have.
-            devices: the number of devices that the call needs.
-
-        Raises:
-            ValueError: it needs an observer that cannot observe this call.
-        """
-        if self.compile_only or self.options.is_by_time:
-            return ()
-        problem, devices = self.problem, max(devices, self.options.devices_per_trial)
-        jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
-        is_alone = devices == 1 and jit is not None and not (jit.donate_argnums or jit.donate_argnames)
-        needed = objective.needed_observers(self.options.objective, dict(possible[0]) if possible else {})
-        for observer in needed.values():
-            if reason := observer.why_not(problem.platform, problem.device_kind) if is_alone else _NOT_ALONE:
-                needs = f"{problem.name}: objective needs {observer.WHAT}"
-                raise ValueError(f"{needs}, which cannot be measured: {reason}")
-        return tuple(needed)
+    @property
+    def runs(self) -> bool:
+        """Whether configs run, and are not only compiled."""
+        return self.mode not in (Mode.COMPILING, Mode.CHECKING)
 
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""

@@ -26,10 +26,10 @@ from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
 from quarantune.sandbox import wire
-from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.scheduler.plan import NOTHING_MORE, Mode
 from quarantune.sweep import proof
 from quarantune.sweep.ledger import Ledger, Listener
-from quarantune.sweep.limits import EXHAUSTED, Isolation, SearchLimits
+from quarantune.sweep.limits import EXHAUSTED, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
@@ -325,7 +325,7 @@ class ContextualJob(TuningJob):
         if jax_internals.is_jitted(problem.fn):  # a worker has traced it without harm
             with proof.unheard():
                 return runner.traced(text, problem.args, problem.kwargs)
-        if request.isolation is Isolation.NONE:
+        if request.mode is Mode.HERE:
             return dict(runner.assignment(text).seen)
         try:
             seen = assignment.read_report(swept.executables[winner])

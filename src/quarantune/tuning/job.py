@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,10 +23,10 @@ from quarantune.measure import finals, model
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
-from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.scheduler.plan import NOTHING_MORE, Mode
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger, Listener
-from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, Isolation, SearchLimits
+from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
@@ -200,7 +201,7 @@ class TuningJob:
             shown=self._now.settings.progress,
             config_of=self._configs.__getitem__ if total else None,
             default=None if default is None else self._configs[default],
-            may_redraw=self._request.isolation is not Isolation.NONE,
+            may_redraw=self._request.mode is not Mode.HERE,
         )
 
     def _tell_author(self, index: int, phase: str) -> None:
@@ -223,7 +224,7 @@ class TuningJob:
             found = layers.saved(self._keyed, self._now, other_than=self._earlier, afresh=afresh)
             return found if found is not None and layers.serves(found, self._now) else None
 
-        is_apart = self._request.isolation is Isolation.PROCESS
+        is_apart = self._request.mode is Mode.IN_WORKERS
         return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say, is_apart=is_apart)
 
     def _terms(self) -> JsonObject:
@@ -255,7 +256,7 @@ class TuningJob:
         usable = [trial for trial in found.values() if trial.is_usable and trial.program]
         ours = None
         if usable and place_of(self._now.settings).is_here:
-            best = min(usable, key=lambda trial: trial.merit or 0.0)
+            best = min(usable, key=lambda trial: math.inf if trial.merit is None else trial.merit)
             ours = saved_program.traced_apart(self._keyed, best.config)
         is_proved = ours is None or is_same(ours.identity, best.program)
         if is_proved and self._key not in self._tuning.layers.differences:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import enum
 import functools
 import importlib.util
 import math
@@ -45,6 +46,19 @@ DEFAULTS = "defaults"
 _TOLERANCES = ("rtol", "atol", "max_mismatched_ratio")
 SUPPLIES = ("auto", "integer", "uniform", "normal", "zeros", "ones")
 """The kinds of made-up arrays."""
+
+
+class Isolation(enum.Enum):
+    """The steps of a trial that run in workers."""
+
+    PROCESS = "process"
+    """All of them."""
+    COMPILE = "compile"
+    """All until there is an executable; this process, which has the device, loads, checks and measures."""
+    NONE = "none"
+    """None: this process does everything."""
+
+
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
 OPTUNA = "optuna:"
 """The prefix of the name of one of Optuna's samplers."""

@@ -235,13 +235,12 @@ Milliseconds: TypeAlias = Annotated[float, within(SHORTEST_MS, LONGEST_MS)]
 Samples: TypeAlias = Annotated[tuple[Milliseconds, ...], _not_empty]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
-Observation: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
-Observed: TypeAlias = Annotated[Mapping[str, Observation], _few_names]
-"""Values by the names that the observers of a run give them."""
+Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+Observed: TypeAlias = Annotated[Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]], _few_names]
+"""The figures of observers by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_OWN_FIELDS = ("energy_mj", "watts")
-"""Observed values that are fields of a trial."""
-_LATER_FIELDS = ("figures", *_OWN_FIELDS, "score", "program", "recalled_from", "observed")
+_LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "recalled_from")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
@@ -273,10 +272,10 @@ class Trial(Record):
         energy_mj: the energy that the GPU took for one call, in millijoules, by NVML's counter of its total energy;
             None where that was not measured.
         watts: the mean power of the GPU while that was measured; it may run slower then than when it is timed.
+        observed: the figures of other observers, by name.
         score: what the author's objective made of it, less being better; None where that is time.
         program: the identity of its program; empty if it was not lowered, or has none.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
-        observed: what other observers of its runs saw, by name.
     """
 
     config: Annotated[Config, frozen]
@@ -294,17 +293,23 @@ class Trial(Record):
     clock: ClockName = ""
     ended_s: _Seconds | None = dataclasses.field(default=None, compare=False)
     figures: CompilerFigures | None = None
-    energy_mj: Observation | None = None
-    watts: Observation | None = None
+    energy_mj: Millijoules | None = None
+    watts: Watts | None = None
+    observed: Observed = dataclasses.field(default_factory=dict)
     score: Score | None = None
     program: str = ""
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
-    observed: Observed = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
         data = super().to_json() | {"config": as_json(self.config), "observed": self.observed or None}
         return {name: value for name, value in data.items() if value not in (None, "") or name not in _LATER_FIELDS}
+
+    def with_observed(self, figures: Mapping[str, float]) -> Self:
+        """Returns the trial with the figures of observers by name: its fields of that name, and else `observed`."""
+        others = {**self.observed, **figures}
+        energy_mj, watts = others.pop("energy_mj", self.energy_mj), others.pop("watts", self.watts)
+        return dataclasses.replace(self, energy_mj=energy_mj, watts=watts, observed=others)
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -340,12 +345,6 @@ class Trial(Record):
         if trial.outcome is Outcome.OK and trial.time_ms is None:
             raise DamageError("it is ok, and has no time")
         return trial
-
-
-def observed_fields(values: Mapping[str, float]) -> JsonObject:
-    """Returns the fields of a trial that hold what the observers of its runs saw, by name."""
-    own = {name: values[name] for name in _OWN_FIELDS if name in values}
-    return own | {"observed": {name: value for name, value in values.items() if name not in own}}
 
 
 def ranked_by(found: Trial | Findings) -> str:
@@ -444,7 +443,7 @@ class Findings(Record):
     baseline_ms: Milliseconds | None = None
     score: Score | None = None
     default_score: Score | None = None
-    energy_mj: Observation | None = None
+    energy_mj: Millijoules | None = None
 
     @classmethod
     def of(cls, best: Trial, default: Trial | None, **fields: Any) -> Findings:

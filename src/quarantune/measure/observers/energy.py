@@ -1,4 +1,11 @@
-"""The energy of a call on an NVIDIA GPU, by the counter of NVML."""
+"""The energy of a call on an NVIDIA GPU, by the counter of NVML.
+
+`nvmlDeviceGetTotalEnergyConsumption` returns the millijoules that a GPU has taken since its driver was loaded (NVML
+API reference, device queries; from Volta on). The counter advances in steps, a tenth of a second apart on an H200,
+while calls take microseconds. So the program runs over and over, as for the NVML observer of Kernel Tuner
+(Schoonhoven et al., Going green: optimizing GPUs for energy efficiency through model-steered auto-tuning, PMBS 2022),
+and the time between two steps counts: the energy between them is exact, and uncertain is only when they took place.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +17,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WHAT = "the energy of a call"
-VALUES: Mapping[str, tuple[str, str]] = {
+FIELDS = {
     "energy_mj": ("mJ", "energy of one call, by the GPU's own counter"),
     "watts": ("W", "mean power of the GPU while the config runs over and over"),
 }
-
-# `nvmlDeviceGetTotalEnergyConsumption` returns the millijoules that a GPU has taken since its driver was loaded (NVML
-# API reference, device queries; from Volta on). The counter advances in steps, a tenth of a second apart on an H200,
-# while calls take microseconds. So the program runs over and over, as for the NVML observer of Kernel Tuner
-# (Schoonhoven et al., Going green: optimizing GPUs for energy efficiency through model-steered auto-tuning, PMBS 2022),
-# and the time between two steps counts: the energy between them is exact, and uncertain is only when they took place.
-
 _RESOLUTION = 0.01
 """When each of the two steps took place is known to within this share of the time between them."""
 _LEAST_S = 0.45
@@ -39,7 +39,7 @@ _PAUSE_S = 2e-4
 
 
 def why_not(platform: str, kind: str) -> str:
-    """Returns the reason why the energy cannot be measured on this machine; empty if it can, as far as NVML shows.
+    """Returns the reason why energy cannot be measured on this machine; empty where it can, as far as NVML tells.
 
     Args:
         platform: the platform of the call.
@@ -62,7 +62,43 @@ def why_not(platform: str, kind: str) -> str:
     return ""
 
 
-def observe(dispatch: Callable[[], Any], device: Any, time_ms: float) -> Mapping[str, float]:
+def observe(dispatch: Callable[[], Any], ordinal: int, run_s: float) -> Mapping[str, float]:
+    """Returns the energy of one run in millijoules, and the power meanwhile in watts.
+
+    Args:
+        dispatch: queues one run and returns its outputs without waiting.
+        ordinal: the number of the GPU among those that CUDA shows to this process.
+        run_s: about the seconds that a run takes.
+
+    Raises:
+        RuntimeError: the energy counter of the GPU cannot be read, or stands still.
+    """
+    return dict(zip(FIELDS, per_call(dispatch, counter(ordinal), run_s), strict=True))
+
+
+def counter(ordinal: int) -> Callable[[], int]:
+    """Returns a function that reads the energy counter of a GPU, in millijoules.
+
+    The GPU is found by its UUID, because NVML and CUDA number the GPUs in different ways.
+
+    Args:
+        ordinal: its number among those that CUDA shows to this process.
+
+    Raises:
+        RuntimeError: CUDA does not tell which GPU it is.
+        pynvml.NVMLError: NVML does not know that GPU.
+    """
+    import pynvml
+
+    cuda, device, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid_v2(found, device):
+        raise RuntimeError("CUDA does not tell which GPU this is")
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=bytes(found))}")
+    return lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
+
+def per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s: float) -> tuple[float, float]:
     """Returns the energy of one run in millijoules, and the power between two steps of the counter in watts.
 
     The energy is the power times the mean time of these runs. A GPU at its limit of power lowers its clocks meanwhile,
@@ -70,18 +106,16 @@ def observe(dispatch: Callable[[], Any], device: Any, time_ms: float) -> Mapping
 
     Args:
         dispatch: queues one run and returns its outputs without waiting.
-        device: the GPU.
-        time_ms: about the milliseconds that a run takes.
+        read: reads the counter in millijoules.
+        run_s: about the seconds that a run takes.
 
     Raises:
-        RuntimeError: the counter cannot be read, or stands still.
-        pynvml.NVMLError: NVML does not know the GPU.
+        RuntimeError: the counter stands still.
     """
     import jax  # not by tables, which need the headings alone
 
-    count = max(1, min(_MOST_QUEUED, round(1e3 * _QUEUED_S / time_ms)))
+    count = max(1, min(_MOST_QUEUED, round(_QUEUED_S / run_s)))
     steps: list[tuple[float, float, int]] = []  # when each was seen, how uncertain that is, and the counter after it
-    read = _counter(device.local_hardware_id)
     last, total, queued = read(), 0, list[Any]()
     began_s = looked_s = time.perf_counter()
     while time.perf_counter() - began_s < _LONGEST_S:
@@ -104,30 +138,8 @@ def observe(dispatch: Callable[[], Any], device: Any, time_ms: float) -> Mapping
         if end[0] - first[0] >= max(_LEAST_S, first[1] / _RESOLUTION, end[1] / _RESOLUTION):
             break
     jax.block_until_ready(queued)
-    mean_s = (time.perf_counter() - began_s) / total
+    run_s = (time.perf_counter() - began_s) / total
     if len(steps) <= _SKIPPED + 1:
         raise RuntimeError(f"the energy counter of the GPU advanced {len(steps)} times in {_LONGEST_S:g} s")
     watts = (end[2] - first[2]) / (end[0] - first[0]) / 1e3
-    return {"energy_mj": watts * mean_s * 1e3, "watts": watts}
-
-
-def _counter(ordinal: int) -> Callable[[], int]:
-    """Returns a function that reads the energy counter of a GPU, in millijoules.
-
-    The GPU is found by its UUID, because NVML and CUDA number the GPUs in different ways.
-
-    Args:
-        ordinal: its number among those that CUDA shows to this process.
-
-    Raises:
-        RuntimeError: CUDA does not tell which GPU it is.
-        pynvml.NVMLError: NVML does not know that GPU.
-    """
-    import pynvml
-
-    cuda, device, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid_v2(found, device):
-        raise RuntimeError("CUDA does not tell which GPU this is")
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=bytes(found))}")
-    return lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+    return watts * run_s * 1e3, watts
