@@ -424,7 +424,9 @@ def _time(found: Study, files: Mapping[tuple[str, int], str], recipe: Any, optio
         if not off_by <= recipe.off_by:
             found.errors.append(f"{name}: the output of {recipe.configs[index]} is off by {off_by:.2g}")
     del expected
-    for (name, index), ms in time_in_turn(programs, args, until=time.monotonic() + _TIMING_S).items():
+    for (name, index), ms in time_in_turn(
+        programs, args, until=time.monotonic() + (1.0 if options.small else _TIMING_S)
+    ).items():
         if name == DEVICELESS:
             found.deviceless["ms"] = ms
         else:
@@ -519,10 +521,13 @@ def _study_all(
     begin: float,
 ) -> None:
     import jax
-    from fidelity_programs import PROGRAMS
+    from fidelity_programs import PROGRAMS, library
 
     device = jax.devices()[0]
     print(f"{device.device_kind}, {len(os.sched_getaffinity(0))} CPU cores; jax {jax.__version__}", flush=True)
+    for name in ("flax", "equinox"):
+        if library(name) is None:
+            print(f"{name} is not installed: its attention is written in plain JAX", flush=True)
     options.deviceless = options.deviceless and _describe(directory)
     unknown = {*(options.only or ()), *options.skip} - PROGRAMS.keys()
     if unknown:

@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import itertools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -307,19 +306,14 @@ def linear_attention(q: Any, k: Any, v: Any, *, chunk: int = 128, ahead: bool = 
     return out.swapaxes(0, 1).reshape(heads, length, size)
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
+    """Returns a module; None if it cannot be imported, which an incompatible version may show by any exception."""
     try:
         return importlib.import_module(name)
-    except Exception as error:  # an incompatible version may raise anything
-        if name not in _reported:
-            _reported.add(name)
-            print(
-                f"{name} cannot be imported ({type(error).__name__}): its attention is written in plain JAX", flush=True
-            )
+    except Exception:
         return None
 
 
-_reported: set[str] = set()
 _HEADS = 16
 
 
@@ -330,7 +324,7 @@ def _attend(query: Any, keys: Any, values: Any) -> Any:
 
 def flax_attention(x: Any, layers: Any, *, queries: int = 1, mapped: bool = False) -> Any:
     """Flax's self-attention, in parts of the queries, for all sequences at once or one after another."""
-    flax = _library("flax.linen")
+    flax = library("flax.linen")
 
     def attend(part: Any, whole: Any) -> Any:
         if flax is not None:
@@ -361,7 +355,7 @@ def flax_kinds(is_small: bool) -> tuple[Any, ...]:
 
 def equinox_attention(x: Any, weights: Any, *, queries: int = 1, mapped: bool = False) -> Any:
     """Equinox's self-attention, in parts of the queries, for all sequences at once or one after another."""
-    equinox = _library("equinox")
+    equinox = library("equinox")
     width = x.shape[-1]
 
     def attend_one(part: Any, whole: Any) -> Any:
@@ -537,15 +531,12 @@ def experts(x: Any, gate: Any, up: Any, down: Any, *, way: str = "whole", parts:
 # --- the list ---
 
 
-def _issue(name: str, small: int, **space: Sequence[int]) -> Recipe:
+def _issue(name: str, small: Sequence[tuple[int, int]], **space: Sequence[int]) -> Recipe:
     """Returns a program of plain_jax.py with some of its configs."""
     problem = kernels.PROBLEMS[name]
     kernel = problem.kernel.__wrapped__
 
-    def shapes(is_small: bool) -> tuple[Any, ...]:
-        size = small if is_small else problem.sizes[0]
-        return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(problem.dtype)) for shape in problem.shapes(size))
-
+    shapes = kinds(problem.dtype, problem.shapes(problem.sizes[0]), small)
     return Recipe(fn=kernel, shapes=shapes, configs=grid(**space), scale=problem.scale, off_by=0.1)
 
 
@@ -559,9 +550,11 @@ _MOE = [(2048, 1024), (1024, 8), (8, 1024, 2048), (8, 2048, 1024)]
 _SMALL_MOE = [(64, 32), (32, 8), (8, 32, 64), (8, 64, 32)]
 
 PROGRAMS: dict[str, Recipe] = {
-    "attention": _issue("attention", 2048, rows=(256, 512, 1024), keys=(128, 512, 1024, 2048)),
-    "mlp": _issue("mlp", 4096, rows=(512, 1024, 2048, 4096), hidden=(1024, 2048, 8192)),
-    "step": _issue("step", 4096, rows=(128, 256, 512, 1024, 2048, 4096)),
+    "attention": _issue("attention", [(2048, 32)] * 3, rows=(256, 512, 1024), keys=(128, 512, 1024, 2048)),
+    "mlp": _issue("mlp", [(4096, 32), (32, 8192), (8192, 32)], rows=(512, 1024, 2048, 4096), hidden=(1024, 2048, 8192)),
+    "step": _issue(
+        "step", [(4096, 16), (16, 24), (24, 32), (32, 24), (24, 16)], rows=(128, 256, 512, 1024, 2048, 4096)
+    ),
     "bf16": Recipe(fn=product, shapes=_square("bfloat16"), configs=_WAYS),
     "fp16": Recipe(
         fn=product, shapes=kinds("float16", [(2048, 8192), (8192, 3072)], [(64, 128), (128, 64)]), configs=_WAYS
