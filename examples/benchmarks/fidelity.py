@@ -50,7 +50,7 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
 
 _LEAST_ROUNDS, _ROUNDS = 5, 15
 _SAMPLE_S = 0.003
-_WARM_UPS = 3
+_WARM_UP_S = 0.01
 _TIMING_S = 9.0
 """Seconds after which a program gets no more rounds than the least, and no further sets."""
 _ANSWER_S = 120.0
@@ -269,16 +269,19 @@ def time_in_turn(programs: Mapping[Any, Any], args: Any, *, until: float) -> dic
     Args:
         programs: the executables, which have run before.
         args: their arguments.
-        until: the time at which there are no more rounds than the least.
+        until: the time at which there are no more rounds than the least. A program that is so slow that even these
+            take longer gets fewer.
     """
+    began = time.monotonic()
+    late = until + (until - began)
     calls = {}
     for key, program in programs.items():
-        once_s = min(_run_s(program, args, 1) for _ in range(2))
+        once_s = _run_s(program, args, 1)
         calls[key] = max(1, min(200, round(_SAMPLE_S / max(once_s, 1e-5))))
     samples: dict[Any, list[float]] = {key: [] for key in programs}
     order = list(programs)
     for done in range(_ROUNDS):
-        if done >= _LEAST_ROUNDS and time.monotonic() > until:
+        if done and time.monotonic() > (until if done >= _LEAST_ROUNDS else late):
             break
         random.shuffle(order)
         for key in order:
@@ -403,14 +406,18 @@ def _add_errors(found: Study, name: str, answer: Mapping[str, Any]) -> None:
 
 
 def _time(found: Study, files: Mapping[tuple[str, int], str], recipe: Any, options: argparse.Namespace) -> None:
+    import jax
+
     args = arguments(recipe, small=options.small)
     distance, expected = distance_of(), None
     programs: dict[tuple[str, int], Any] = {}
     for (name, index), file in files.items():
         try:
             program = load(file, is_deviceless=name == DEVICELESS)
-            for _ in range(_WARM_UPS):
-                out = program(*args)
+            out = jax.block_until_ready(program(*args))
+            start = time.monotonic()
+            while time.monotonic() < start + _WARM_UP_S:
+                out = jax.block_until_ready(program(*args))
             expected = out if expected is None else expected
             off_by = float(distance(out, expected))
         except Exception as error:
