@@ -675,7 +675,7 @@ PROGRAMS: dict[str, Recipe] = {
     ),
     "conv_patches": Recipe(
         fn=patches,
-        shapes=kinds("bfloat16", [(64, 224, 224, 3), (16, 16, 3, 768)], [(4, 64, 64, 3), (16, 16, 3, 32)]),
+        shapes=kinds("bfloat16", [(64, 224, 224, 3), (16, 16, 3, 768)], [(8, 64, 64, 3), (16, 16, 3, 32)]),
         configs=ways("whole", "channels_first", "upcast", "blocks", "flat", map=(2, 8)),
     ),
     "conv_depthwise": Recipe(
