@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,7 @@ from quarantune.sweep.screening import MARGIN, Screening
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
 
+BENCHMARKS = Path(__file__).parents[1] / "examples" / "benchmarks"
 SEEDS = range(60)
 
 
@@ -25,7 +29,7 @@ def full(index: int, time_ms: float | None, outcome: Outcome = Outcome.OK) -> Tr
 def replayed(
     screening: Screening, full_ms: Mapping[int, float | None], *, at_once: int = 1, rng: random.Random | None = None
 ) -> list[int]:
-    """Returns the configs in the order in which they are taken, of which `at_once` are compiled at a time."""
+    """Returns the configs in the order of being taken, with `at_once` of them compiled at a time."""
     taken: list[int] = []
     running: list[int] = []
     while running or not screening.is_closed:
@@ -184,3 +188,22 @@ def test_whatever_the_ratios_the_regret_is_that_of_ratios_below_the_bound(seed: 
     best_ms = min(works[index] for index in taken)
     for index in screening.ruled_out:
         assert works[index] > best_ms or works[index] / cheap_ms[index] < bound
+
+
+def test_the_replay_of_a_study_counts_full_compiles_and_regret(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not BENCHMARKS.exists():
+        pytest.skip("a source distribution may leave the benchmarks out")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    fidelity_replay: Any = importlib.import_module("fidelity_replay")
+    times = [(2.0, 2.0), (1.0, 1.0), (1.1, 1.1), (1.2, 1.2), (0.9, 1.3), (None, 0.5), (5.0, None), (9.0, 9.0)]
+    study = [
+        {"config": {"BM": index}, "ms": {"full": full_ms, "cheap": cheap_ms}, "compile_s": {"full": 1.0}}
+        for index, (full_ms, cheap_ms) in enumerate(times)
+    ]
+    narrow = fidelity_replay.replay(study, "cheap", margin=1.0, at_once=2)
+    assert sorted(narrow.taken) == [0, 1, 2, 3, 5, 6]  # config 4 would be faster than its cheap program
+    assert narrow.regret == pytest.approx(1 / 9)
+    assert narrow.share == 0.75
+    wide = fidelity_replay.replay(study, "cheap", margin=0.75, at_once=2)
+    assert sorted(wide.taken) == [0, 1, 2, 3, 4, 5, 6, 7]  # only config 7 is ruled out, which does not pay
+    assert (wide.regret, wide.paid) == (0.0, False)

@@ -67,7 +67,7 @@ class Compiler:
     """A process that compiles programs with one set of options."""
 
     def __init__(self, name: str, options: argparse.Namespace, directory: Path) -> None:
-        """Remembers what to start; `start` starts it."""
+        """Sets up the process; `start` starts it."""
         self.name = name
         self._options = options
         self._directory = directory
@@ -328,9 +328,9 @@ class Study:
         configs: its configs.
         ms: for each set, the milliseconds of the configs that work, by index.
         seconds: for each set, how long each config compiled, by index.
-        rounds: for each set, the wall and CPU seconds in which all configs were compiled.
-        off_by: for each set, the distance of each output from that of the first config, by index.
-        errors: what went wrong.
+        rounds: for each set, wall and CPU seconds of compiling all configs, and seconds of lowering them.
+        off_by: for each set, the distance of each output from the output of the first config, by index.
+        errors: one line for each failure and each output that does not agree.
         deviceless: how a compile without the device went.
     """
 
@@ -510,7 +510,7 @@ def main() -> None:
         serve(options)
         return
     begin = time.monotonic()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # compiling processes need some, too
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the compiling processes need some
     with tempfile.TemporaryDirectory(prefix="fidelity-") as directory, contextlib.ExitStack() as ending:
         known = SETS[options.platform]
         sets = [name for name in known if not options.sets or name == FULL or name in options.sets.split(",")]
@@ -540,7 +540,7 @@ def _study_all(
     options.deviceless = options.deviceless and _describe(directory)
     unknown = {*(options.only or ()), *options.skip} - PROGRAMS.keys()
     if unknown:
-        sys.exit(f"there is no program {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
+        sys.exit(f"unknown program {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
     names = [name for name in PROGRAMS if name not in options.skip and (not options.only or name in options.only)]
     studies: list[Study] = []
     table: list[str] = []

@@ -60,14 +60,14 @@ def ways(*plain: str, **parted: Sequence[int]) -> list[Config]:
 
 
 def kinds(dtype: Any, large: Sequence[Sequence[int]], small: Sequence[Sequence[int]]) -> Callable[[bool], Any]:
-    """Returns what gives the kinds of arrays of one dtype."""
+    """Returns a function that gives kinds of arrays of one dtype: large ones, or small ones if asked."""
     return lambda is_small: tuple(
         jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for shape in (small if is_small else large)
     )
 
 
 def in_rows(fn: Callable[[Any], Any], x: Any, parts: int) -> Any:
-    """Applies a function to the rows of an array, in so many parts one after another."""
+    """Applies a function to the rows of an array, one part of them after another."""
     if parts == 1:
         return fn(x)
     out = lax.map(fn, x.reshape(parts, -1, *x.shape[1:]))
@@ -547,7 +547,7 @@ def _square(dtype: Any, size: int = 4096, small: int = 128) -> Callable[[bool], 
 _WAYS = ways("whole", "swapped", split=(2, 4, 8), rows=(2, 8), columns=(4,), depth=(2, 8))
 _CONV_WAYS = ways("whole", "channels_first", "upcast", "taps", "gathered", map=(2, 4))
 _MOE = [(2048, 1024), (1024, 8), (8, 1024, 2048), (8, 2048, 1024)]
-_SMALL_MOE = [(64, 32), (32, 8), (8, 32, 64), (8, 64, 32)]
+_SMALL_MOE = [(512, 32), (32, 8), (8, 32, 64), (8, 64, 32)]
 
 PROGRAMS: dict[str, Recipe] = {
     "attention": _issue("attention", [(2048, 32)] * 3, rows=(256, 512, 1024), keys=(128, 512, 1024, 2048)),

@@ -27,13 +27,13 @@ class Replayed(NamedTuple):
     Attributes:
         taken: the indices of the configs that were compiled fully.
         regret: by how much the fastest of them is slower than the fastest of all, as a share; None if none works.
-        full_s: the share of the seconds of full compiles that they took.
+        share: their share of the compile seconds of all full programs.
         paid: whether any config was ruled out.
     """
 
     taken: list[int]
     regret: float | None
-    full_s: float
+    share: float
     paid: bool
 
 
@@ -68,8 +68,8 @@ def replay(configs: Sequence[Mapping[str, Any]], name: str, *, margin: float, at
     works = {index: ms for index, ms in full_ms.items() if ms is not None}
     found = [works[index] for index in taken if index in works]
     regret = min(found) / min(works.values()) - 1 if found else None
-    spent = sum(full_s[index] for index in taken) / (sum(full_s.values()) or 1.0)
-    return Replayed(taken, regret, spent, bool(screening.ruled_out))
+    share = sum(full_s[index] for index in taken) / (sum(full_s.values()) or 1.0)
+    return Replayed(taken, regret, share, bool(screening.ruled_out))
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def main() -> None:
     total = sum(len(study["configs"]) for study in studies)
     print(f"{'all':18} {total:7}", *(f"{sum(len(each.taken) for each in found):12}" for found in sums.values()))
     lines = {
-        "share of compiling": lambda found: f"{sum(each.full_s for each in found) / len(found):.0%}",
+        "share of compiling": lambda found: f"{sum(each.share for each in found) / len(found):.0%}",
         "worst regret": lambda found: f"{100 * max(each.regret or 0.0 for each in found):.1f}%",
         "regret above 1%": lambda found: str(sum((each.regret or 0.0) > _ALLOWED_REGRET for each in found)),
         "did not pay": lambda found: str(sum(not each.paid for each in found)),
