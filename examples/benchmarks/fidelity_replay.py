@@ -1,6 +1,6 @@
 """Replays the choice of configs to compile fully, on the times that fidelity.py has written.
 
-    python examples/benchmarks/fidelity_replay.py fidelity.json [--set cheap] [--at-once 4]
+    python examples/benchmarks/fidelity_replay.py examples/benchmarks/fidelity_h100.json.gz [--set cheap] [--at-once 4]
 
 For each program and margin it prints how many configs are compiled fully, and the regret: by how much the fastest of
 them is slower than the fastest of all.
@@ -9,12 +9,14 @@ them is slower than the fastest of all.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quarantune.sweep.screening import Screening
+from screening import Screening
+
 from quarantune.values.trial import Outcome, Trial
 
 MARGINS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -79,7 +81,8 @@ def main() -> None:
     parser.add_argument("--set", default="cheap", metavar="NAME", help="the compiler options that rank the configs")
     parser.add_argument("--at-once", type=int, default=4, metavar="N", help="how many configs are compiled at a time")
     options = parser.parse_args()
-    written = json.loads(options.file.read_text())
+    data = options.file.read_bytes()
+    written = json.loads(gzip.decompress(data) if options.file.suffix == ".gz" else data)
     print(f"{written['device']}, jax {written['jax']}: full compiles and regret by margin, ranked by `{options.set}`")
     print(f"{'program':18} {'configs':>7}", *(f"{margin:>12}" for margin in MARGINS))
     studies = [
