@@ -10,9 +10,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quarantune.cache.store import CacheWriteError, problem_hash, report_once, safe_name, this_host
 from quarantune.host import shared_files
@@ -20,6 +20,7 @@ from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
 from quarantune.values.codec import DamageError, JsonObject, canonical_json, decode_json, plain
 from quarantune.values.trial import Trial
 
+_Parsed = TypeVar("_Parsed")
 LARGEST_JOURNAL_BYTES = 1 << 28
 """The size that no writer lets a journal pass."""
 LARGEST_READ_JOURNAL_BYTES = 1 << 30
@@ -248,6 +249,28 @@ def damage(directory: Path) -> list[str]:
     paths = shared_files.paths(directory, *(f"*.trials/{PROBLEM}.*{suffix}" for suffix in ("jsonl", "uncompiled")))
     found = {path: sum(record is None for record in _read_lines(path, below=directory)) for path in paths}
     return [f"{_damage_of(path, damaged)}{_CONSEQUENCE}" for path, damaged in found.items() if damaged]
+
+
+def understood(
+    records: Iterable[JsonObject | None], parse: Callable[[Any], _Parsed], complaint: Callable[[int], str]
+) -> Iterator[_Parsed]:
+    """Yields the content of records; those that cannot be understood are reported once, by their number.
+
+    Args:
+        records: the records, which anybody may have written.
+        parse: returns the content of one; raises ValueError or KeyError if it is another thing.
+        complaint: returns the message about so many records.
+    """
+    refused = 0
+    for record in records:
+        try:
+            content = parse(record)
+        except (ValueError, KeyError):
+            refused += 1
+        else:
+            yield content
+    if refused:
+        report_once(complaint(refused))
 
 
 def _whole(path: Path, records: Iterable[JsonObject | None], consequence: str) -> Iterator[JsonObject]:

@@ -66,12 +66,13 @@ def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         args: positional arguments.
         kwargs: keyword arguments.
     """
+    return with_leaves(args, kwargs, is_array, struct_of)
 
-    def struct(array: Any) -> jax.ShapeDtypeStruct:
-        is_weak = bool(getattr(array, "weak_type", False))
-        return jax.ShapeDtypeStruct(array.shape, describe.canonical_dtype(array.dtype), weak_type=is_weak)
 
-    return with_leaves(args, kwargs, is_array, struct)
+def struct_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and the dtype of an array, without its place."""
+    is_weak = bool(getattr(array, "weak_type", False))
+    return jax.ShapeDtypeStruct(array.shape, describe.canonical_dtype(array.dtype), weak_type=is_weak)
 
 
 def with_leaves(
@@ -169,6 +170,11 @@ def _describe_memory(array: Any) -> JsonObject:
         return {}
     strides = {} if array.flags.c_contiguous else {"strides": list(array.strides)}
     return strides | ({} if array.flags.writeable else {"read_only": True})
+
+
+def without_arrays(values: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the values that hold no array: those that count by value if the function is not jitted."""
+    return frozenset(name for name, value in values.items() if not any(map(is_array, jax.tree.leaves(value))))
 
 
 def is_array(leaf: Any) -> bool:

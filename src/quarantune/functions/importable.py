@@ -23,6 +23,7 @@ from pkgutil import get_importer
 from typing import Any
 from zipimport import zipimporter
 
+from quarantune.functions.fingerprint import code_within
 from quarantune.host import machine
 from quarantune.host.process import PROGRAMS, answer_of, content, interpreter_command, is_imported_early, is_installed
 
@@ -62,12 +63,6 @@ def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None]
     if not (spec.has_location and spec.origin and file):
         return spec.loader is not None or file is None  # a directory of its name is not the module
     return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not leads_to_edited(name, look_at)
-
-
-def is_of_others(name: str) -> bool:
-    """Returns whether a module is of Python's own or of an installed package."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return name in sys.builtin_module_names or (file is not None and is_installed(file))
 
 
 def _find_spec(name: str, path: Any) -> Any:
@@ -244,14 +239,6 @@ def _source_of(file: str, mtime_ns: int, size: int, compiled: Callable[[bytes, s
     """Returns the essences of all code in a file, compiled as its import compiles it; None if that fails."""
     whole = answer_of(lambda file: compiled(Path(file).read_bytes(), file), file)
     return None if whole is None else frozenset(map(_essence, code_within(whole)))
-
-
-def code_within(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields the code of a function or a file, and of all functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from code_within(constant)
 
 
 def _essence(code: types.CodeType) -> Any:

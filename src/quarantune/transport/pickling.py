@@ -26,6 +26,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.functions import importable
+from quarantune.functions.fingerprint import code_within
 from quarantune.host.process import PROGRAMS, answer_of, failure_of, in_sandbox, is_interruption
 from quarantune.transport import classes, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
@@ -365,7 +366,7 @@ def _reference_from(module: types.ModuleType, obj: Any) -> Any:
 def _looked_up(function: types.FunctionType) -> _Names:
     """Returns the globals that a function may find by name: in annotations, its module's attributes, `globals()`."""
     names = {word for text in function.__annotations__.values() for word in re.findall(r"\w+", str(text))}
-    codes = list(importable.code_within(function.__code__))
+    codes = list(code_within(function.__code__))
     found = [name for code in codes for name in code.co_names + code.co_consts if isinstance(name, str)]
     if not {"globals", function.__globals__["__name__"]}.isdisjoint(found):
         names.update(found)
