@@ -1,7 +1,7 @@
 """Fingerprints: a short hash for each part that a tuned result depends on, such as code, closure, helpers, options.
 
 A description of code or of a value is the same in every process and never raises: an object that shows nothing but its
-address counts by its type. (The key of a call has a stricter describer, `values.describe`.)
+address counts by its type. (The key of a call has a stricter describer, `functions.description`.)
 """
 
 from __future__ import annotations
