@@ -21,15 +21,7 @@ from typing import Annotated, Any, TypeAlias
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id, process_status
 from quarantune.host.process import new_lock, warn
-from quarantune.host.shared_files import (
-    Directory,
-    NotAFileError,
-    TooLargeError,
-    advice,
-    directory_of,
-    paths,
-    side_lock,
-)
+from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError, advice, directory_of, paths, side_lock
 from quarantune.values.codec import (
     JsonObject,
     Record,
@@ -446,13 +438,7 @@ class Store:
         """
         self.merge(name, {device: {key: dict(entry)}}, prefer=prefer)
 
-    def merge(
-        self,
-        name: str,
-        contents: Mapping[str, Mapping[str, Entry]],
-        *,
-        prefer: Prefer | None = None,
-    ) -> None:
+    def merge(self, name: str, contents: Mapping[str, Mapping[str, Entry]], *, prefer: Prefer | None = None) -> None:
         """Saves many entries at once.
 
         Args:

@@ -14,18 +14,8 @@ import numpy as np
 
 from quarantune.calls.call import BoundCall
 from quarantune.devices import discovery
-from quarantune.functions.binding import (
-    Arguments,
-    assignment_in_force,
-    named,
-)
-from quarantune.functions.description import (
-    SCALARS,
-    describe_arguments,
-    describe_jax_state,
-    is_array,
-    key_part,
-)
+from quarantune.functions.binding import Arguments, assignment_in_force, named
+from quarantune.functions.description import SCALARS, describe_arguments, describe_jax_state, is_array, key_part
 from quarantune.functions.fingerprint import code_digest
 from quarantune.values.codec import JsonObject, canonical_json
 from quarantune.values.describe import layout_of, sharding_of

@@ -46,9 +46,7 @@ def check_complete(bound: inspect.BoundArguments, tunables: Collection[str] = ()
         bound.signature.bind(*bound.args, **bound.kwargs, **{name: None for name in lacks if name in tunables})
 
 
-def describe_function(
-    fn: Callable[..., Any],
-) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
+def describe_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
     """Returns the function to tune, its signature, and its static parameters (None if it is not jitted).
 
     Raises:
