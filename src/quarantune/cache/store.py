@@ -327,6 +327,20 @@ def _check_readable(path: Path, offered: Contents) -> None:
 
 
 @contextlib.contextmanager
+def write_errors(failure: str, remedy: str = "set QUARANTUNE_CACHE_DIR to another directory") -> Iterator[None]:
+    """Turns an OSError of the block, which writes a file, into `CacheWriteError`.
+
+    Args:
+        failure: the failure, with the path.
+        remedy: the last remedy, after the one for the kind of error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CacheWriteError(f"{failure} ({_reason(error)}): {advice(error)}, or {remedy}") from error
+
+
+@contextlib.contextmanager
 def _typed_errors(path: Path) -> Iterator[None]:
     """Turns errors of the block, which changes a file, into `CacheWriteError` with a remedy."""
     try:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from quarantune.api.contextual import Contextual
-from quarantune.api.tuned import Tuned
+from quarantune.api.tuner import Tuned
 from quarantune.calls.call import TunedFunction
 from quarantune.cli.call_texts import GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of

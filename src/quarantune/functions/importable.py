@@ -23,9 +23,10 @@ from pkgutil import get_importer
 from typing import Any
 from zipimport import zipimporter
 
-from quarantune.functions.fingerprint import code_within
+from quarantune.functions.fingerprint import code_within, describe_code
 from quarantune.host import machine
 from quarantune.host.process import PROGRAMS, answer_of, content, interpreter_command, is_imported_early, is_installed
+from quarantune.values.codec import canonical_json
 
 _FINDERS = (BuiltinImporter, FrozenImporter, PathFinder, FileFinder, zipimporter, type(None))
 """Python's own; a place that does not exist has none."""
@@ -243,13 +244,7 @@ def _source_of(file: str, mtime_ns: int, size: int, compiled: Callable[[bytes, s
 
 def _essence(code: types.CodeType) -> Any:
     """Returns the content of a code object without its place in the file, for comparisons."""
-    constants = tuple(
-        _essence(item) if isinstance(item, types.CodeType) else (type(item).__name__, repr(item))
-        for item in code.co_consts
-    )
-    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    return code.co_qualname, code.co_code, constants, names, counts
+    return code.co_qualname, code.co_flags, canonical_json(describe_code(code))
 
 
 def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:
