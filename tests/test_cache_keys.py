@@ -14,8 +14,8 @@ import pytest
 
 import quarantune
 from quarantune.cache.store import safe_name
+from quarantune.functions import description as describe
 from quarantune.functions.fingerprint import fingerprint
-from quarantune.values import describe
 from quarantune.values.codec import canonical_json, plain
 
 

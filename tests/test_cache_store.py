@@ -413,7 +413,7 @@ def test_a_full_disk_keeps_the_old_file_and_names_the_unsaved_result(tmp_path: P
         store.put("f", "cpu", "k2", ENTRY)
         assert set(store.read("f")["cpu"]) == {"k", "k2"}
         journal = Journal(store.directory, "f", "cpu", "k")
-        with pytest.raises(CacheWriteError, match=r"not recorded in .*only \d+ bytes could be written.*; make room on"):
+        with pytest.raises(CacheWriteError, match=r"not recorded in .*only \d+ bytes could be written.*: make room on"):
             journal.append({"x": "x" * 100_000})
         assert journal.records() == []
 

@@ -25,9 +25,9 @@ from helpers import python
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import keyed
 from quarantune.devices import discovery
+from quarantune.functions import description as describe
 from quarantune.functions.binding import arguments_of, check_complete
 from quarantune.functions.description import as_structs, describe_arguments
-from quarantune.values import describe
 from quarantune.values.settings import Options
 
 
@@ -486,7 +486,7 @@ def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
     path.write_text(
         "import dataclasses, enum, inspect, json, jax\n"
         "from quarantune.functions.description import describe_arguments\n"
-        "from quarantune.values import describe\n"
+        "from quarantune.functions import description as describe\n"
         "class Mode(enum.Enum):\n    UP = 1\n"
         "@dataclasses.dataclass(frozen=True)\nclass Options:\n    mode: Mode\n    names: frozenset\n"
         "@jax.tree_util.register_pytree_node_class\n"
@@ -517,7 +517,7 @@ SHARDED = """
 import inspect, json
 import jax, jax.numpy as jnp
 from quarantune.functions.description import describe_arguments
-from quarantune.values import describe
+from quarantune.functions import description as describe
 
 def values(a):
     return describe_arguments({"a": a}, ())["a"]

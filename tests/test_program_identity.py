@@ -1,12 +1,15 @@
 """Whatever changes the program of a call, its saved result is not used; and it is found while nothing changes.
 
 Each program has two states. It is tuned in the first one, by workers. A new process with the second state must run what
-the untuned function computes, and one with the first state must find the result.
+the untuned function computes, and one with the first state must find the result. Programs are modules that a driver
+imports, or stand together in a script that runs as `__main__`.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,8 +133,8 @@ PROGRAMS: dict[str, Program] = {
     ),
 }
 
-_MODULE = """
-import builtins, collections, contextvars, dataclasses, decimal, enum, functools, gc, logging, os, sys
+_HEAD = """
+import builtins, collections, contextvars, dataclasses, decimal, enum, functools, gc, importlib, json, logging, os, sys
 import threading, warnings
 import jax, jax.numpy as jnp, numpy as np, quarantune
 
@@ -141,7 +144,9 @@ def total(x, rows, exact):
     if exact:
         return sum(x[i : i + rows].sum() for i in range(0, len(x), rows))
     return x[: len(x) // rows * rows].reshape(-1, rows).sum() * 1.0
+"""
 
+_PROGRAM = """
 {setup}
 
 @quarantune.autotune({{"rows": [1, 5]}}, warmup=0, rep=2, name={name!r})
@@ -153,26 +158,19 @@ argument = {argument}
 """
 
 _DRIVER = """
-import builtins, collections, decimal, gc, importlib, json, logging, os, sys, warnings
-import jax, numpy as np, quarantune
-
-state, settings = sys.argv.pop(1), json.loads(sys.argv.pop(1))
-x = np.arange(12, dtype=np.float32)
-log_filters = list(warnings.filters)
-for number, (name, enter) in enumerate(settings.items()):
+def check(state, name, module, kernel, argument, enter):
     warnings.filters[:] = log_filters
     warnings.filterwarnings("ignore", message=".*saved result is for another program")
     warnings.filterwarnings("ignore", message=".*not tuned for this call")
-    module = importlib.import_module(f"program_{{number}}")
     start = os.getcwd(), dict(os.environ), list(sys.argv), sys.getrecursionlimit(), np.geterr(), gc.isenabled()
     if state == "second":
         exec(enter)
     with quarantune.settings(progress=False, on_miss={"tune": "tune", "first": "error", "second": "default"}[state]):
         try:
-            found = module.kernel(x, how=module.argument)
-            in_trace = jax.jit(jax.grad(lambda x: module.kernel(x, how=module.argument)))(x)
-            config = module.kernel.lookup(x, how=module.argument)
-            untuned = jax.value_and_grad(lambda x: module.kernel.default(x, how=module.argument))(x)
+            found = kernel(x, argument)
+            in_trace = jax.jit(jax.grad(lambda x: kernel(x, argument)))(x)
+            config = kernel.lookup(x, argument)
+            untuned = jax.value_and_grad(lambda x: kernel.default(x, argument))(x)
             is_right = bool(found == untuned[0]) and bool((in_trace == untuned[1]).all())
             print(json.dumps([name, config is not None, is_right]))
         except Exception as error:
@@ -184,32 +182,54 @@ for number, (name, enter) in enumerate(settings.items()):
     sys.setrecursionlimit(start[3])
     np.seterr(**start[4])
     (gc.enable if start[5] else gc.disable)()
+
+state = sys.argv.pop(1)
+x = np.arange(12, dtype=np.float32)
+log_filters = list(warnings.filters)
 """
 
 
-def run(state: str, names: list[str], directory: Path) -> dict[str, tuple[bool | str, bool]]:
+def run(state: str, names: list[str], directory: Path, *, is_script: bool) -> dict[str, tuple[bool | str, bool]]:
     """Returns for each program whether its result was found, and whether its calls computed the right thing."""
+    scripts, checks = "", ""
     for number, name in enumerate(names):
         program = PROGRAMS[name]
         setup = program.setup.replace("EXACT", str(state != "second"))
-        source = _MODULE.format(setup=setup, name=name, exact=program.exact, argument=program.argument)
-        (directory / f"program_{number}.py").write_text(source)
+        source = _PROGRAM.format(setup=setup, name=name, exact=program.exact, argument=program.argument)
+        enter = program.enter
+        if is_script:
+            source, enter = (numbered(text, number, of=source) for text in (source, enter))
+            scripts += source
+            checks += "module = sys.modules['__main__']\n"
+            checks += f"check(state, {name!r}, module, kernel_{number}, argument_{number}, {enter!r})\n"
+        else:
+            (directory / f"program_{number}.py").write_text(_HEAD + source)
+            checks += f"module = importlib.import_module('program_{number}')\n"
+            checks += f"check(state, {name!r}, module, module.kernel, module.argument, {enter!r})\n"
     driver = directory / "driver.py"
-    driver.write_text(_DRIVER.replace("{{", "{").replace("}}", "}"))
-    enter = json.dumps({name: PROGRAMS[name].enter for name in names})
-    told = python(driver, state, enter, path=[directory], cwd=directory, PYTHONDONTWRITEBYTECODE="1")
+    driver.write_text(_HEAD + scripts + _DRIVER + checks)
+    told = python(driver, state, path=[directory], cwd=directory, PYTHONDONTWRITEBYTECODE="1")
     lines = (json.loads(line) for line in told.splitlines() if line.startswith("["))
     return {name: (is_found, is_right) for name, is_found, is_right in lines}
 
 
-def check(names: list[str], directory: Path) -> None:
-    tuned = run("tune", names, directory)
+def numbered(text: str, number: int, *, of: str) -> str:
+    """Returns a text with a number after each name that the module `of` defines, so that many fit into one script."""
+    defined = {node.name for node in ast.parse(of).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    targets = [target for node in ast.parse(of).body if isinstance(node, ast.Assign) for target in node.targets]
+    defined |= {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    return re.sub(rf"(?:(?<=module\.)|(?<!\.))\b({'|'.join(defined)})\b", rf"\1_{number}", text)
+
+
+def check(names: list[str], directory: Path, *, is_script: bool = False) -> None:
+    tuned = run("tune", names, directory, is_script=is_script)
     assert {name: found for name, found in tuned.items() if found != (True, True)} == {}
-    second = run("second", names, directory)
+    second = run("second", names, directory, is_script=is_script)
     assert {name: found for name, found in second.items() if found != (False, True)} == {}
     (directory / "quick").unlink(missing_ok=True)
-    first = run("first", names, directory)
+    first = run("first", names, directory, is_script=is_script)
     assert {name: found for name, found in first.items() if found != (True, True)} == {}
+    assert tuned.keys() == second.keys() == first.keys() == set(names)
 
 
 def test_a_result_is_used_for_its_program_alone(tmp_path: Path) -> None:
@@ -217,6 +237,7 @@ def test_a_result_is_used_for_its_program_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_whatever_changes_a_program_its_result_is_used_for_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_script", [False, True], ids=["modules", "script"])
+def test_whatever_changes_a_program_its_result_is_used_for_no_other(tmp_path: Path, is_script: bool) -> None:
     assert len(PROGRAMS) >= 40
-    check([*PROGRAMS], tmp_path)
+    check([*PROGRAMS], tmp_path, is_script=is_script)

@@ -116,9 +116,9 @@ class Layers:
         """
         for each in () if entry is None else saved_program.results_in(entry):
             config = self._function.config_of(each, call.call, is_own=is_own)
-            if config is None or not self.versions_serve(each, now, is_own=is_own):
+            if config is None or not self.versions_serve(changed := changed_versions(each), now, is_own=is_own):
                 continue
-            if not changed_versions(each) and (difference := saved_program.why_another(each, call, config)):
+            if not changed and (difference := saved_program.why_another(each, call, config)):
                 self.differences.setdefault(call.id, difference)
                 continue
             self.differences.pop(call.id, None)
@@ -131,9 +131,9 @@ class Layers:
             )
         return None
 
-    def versions_serve(self, entry: Entry, now: Situation, *, is_own: bool = True) -> bool:
-        """Returns whether an entry may be used under the present versions; warns if the user's own have changed."""
-        if changed := changed_versions(entry):
+    def versions_serve(self, changed: str, now: Situation, *, is_own: bool = True) -> bool:
+        """Returns whether an entry may be used although these versions have changed; warns if it is the user's own."""
+        if changed:
             if now.settings.version_check:
                 _logger.info("%s: the cached result was made under %s; tuning again", self._function.name, changed)
                 return False

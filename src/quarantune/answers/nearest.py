@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quarantune.answers.answer import Answer, Origin, Situation
-from quarantune.answers.layers import Layers
+from quarantune.answers.layers import Layers, changed_versions
 from quarantune.cache import store as cache
 from quarantune.cache.store import Entry
 from quarantune.calls.call import BoundCall
@@ -34,7 +34,7 @@ def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
             candidates.append(((Findings.from_json(entry).is_estimate, away), store, entry))
     for _, store, entry in sorted(candidates, key=lambda candidate: candidate[0]):
         config = kept(entry, call.call)
-        if config is not None and layers.versions_serve(entry, now, is_own=not store.read_only):
+        if config is not None and layers.versions_serve(changed_versions(entry), now, is_own=not store.read_only):
             wanted, there = map(canonical_json, (call.readable, entry.get("key_values")))
             cache.report_once(
                 f"{call.id.name}: nothing is cached for {wanted}: using the config of the nearest entry, "

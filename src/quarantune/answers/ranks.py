@@ -305,15 +305,7 @@ class Member:
                 return first
         return answer
 
-    def settle(
-        self,
-        own: Offer | None,
-        *,
-        last: Offer,
-        tune: _Tune | None,
-        wait: _Wait,
-        deadline_s: float,
-    ) -> Offer:
+    def settle(self, own: Offer | None, *, last: Offer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Offer:
         """Returns the answer, by whichever way it comes about.
 
         Args:

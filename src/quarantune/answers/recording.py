@@ -22,13 +22,13 @@ from quarantune.cache.store import CacheWriteError, short_text
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed
 from quarantune.functions.binding import Arguments
-from quarantune.functions.description import is_array, with_leaves
+from quarantune.functions.description import is_array, struct_of, with_leaves
 from quarantune.host.process import cache_name, module_name, new_lock
 from quarantune.host.shared_files import advice
 from quarantune.transport import assignment
 from quarantune.values import settings as environment
-from quarantune.values.codec import IN_MEMORY, DamageError, Record, canonical_json, within
-from quarantune.values.describe import canonical_dtype, sharding_of
+from quarantune.values.codec import IN_MEMORY, Record, canonical_json, within
+from quarantune.values.describe import sharding_of
 from quarantune.values.texts import call_text
 
 if TYPE_CHECKING:
@@ -180,11 +180,9 @@ def _without_values(call: BoundCall) -> Arguments:
     def has_shape(leaf: Any) -> bool:  # a struct in place of NumPy's array is another call of a plain function
         return is_array(leaf) and (call.function.is_jitted or not isinstance(leaf, np.ndarray))
 
-    def struct(array: Any) -> jax.ShapeDtypeStruct:
-        dtype, is_weak = canonical_dtype(array.dtype), bool(getattr(array, "weak_type", False))
-        return jax.ShapeDtypeStruct(array.shape, dtype, weak_type=is_weak, sharding=sharding_of(array))
-
-    return with_leaves(call.args, call.kwargs, has_shape, struct)
+    return with_leaves(
+        call.args, call.kwargs, has_shape, lambda array: struct_of(array).update(sharding=sharding_of(array))
+    )
 
 
 def note(call: KeyedCall, tune: Tune, record: Path | Callable[..., None] | None) -> None:
@@ -207,17 +205,13 @@ def read(directory: Path) -> list[RecordedCall]:
     Anybody may have written to it: lines that are not records are left out, and reported once.
     """
     found: dict[str, RecordedCall] = {}
-    damaged = 0
-    for data in journal.records_below(directory, ".calls"):
-        try:
-            call = RecordedCall.from_json(data)
-        except DamageError:
-            damaged += 1
-            continue
+
+    def complaint(damaged: int) -> str:
+        return f"{damaged} lines below {str(directory)!r} are no records of calls, and are left out"
+
+    for call in journal.understood(journal.records_below(directory, ".calls"), RecordedCall.from_json, complaint):
         before = found[call.identity].count if call.identity in found else 0
         found[call.identity] = dataclasses.replace(call, count=before + call.count)
-    if damaged:
-        cache.report_once(f"{damaged} lines below {str(directory)!r} are no records of calls, and are left out")
     return sorted(found.values(), key=lambda call: -call.count)
 
 

@@ -61,12 +61,10 @@ def traced_apart(call: KeyedCall, config: Config) -> CallProgram | None:
     Returns:
         The program; None if it calls kernels, which are not tuned for this, or as for `program_of`.
     """
-    from jax.experimental.xla_metadata import set_xla_metadata  # calls that are found need none of these
-
-    from quarantune.sweep.proof import unheard
+    from quarantune.sweep.proof import unheard  # calls that are found need neither
     from quarantune.transport.assignment import without_tuning
 
-    with without_tuning() as reached, unheard(), set_xla_metadata(quarantune=f"saved {next(_numbers)}"):
+    with without_tuning(f"saved {next(_numbers)}") as reached, unheard():
         found = program_of(dataclasses.replace(call, programs={}), config, lowers=False)
         return None if reached else found
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from quarantune.answers.recording import RecordedCall
 from quarantune.api.autotune import Autotuned, AutoTuner
-from quarantune.api.tuned import Tuned
+from quarantune.api.tuner import Tuned
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed_to_tune
 from quarantune.engine.place import place_of

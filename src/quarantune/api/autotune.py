@@ -27,8 +27,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.api.tuned import Tuned
-from quarantune.api.tuner import Tuner
+from quarantune.api.tuner import Tuned, Tuner
 from quarantune.calls.call import TunedFunction
 from quarantune.functions.binding import assignment_in_force, bind_config, jitted_with, register_kernel, split_config
 from quarantune.host.process import hide_own_frames, module_name, own_frames_hidden

@@ -1,4 +1,4 @@
-"""The tuner of one function: what its calls, `.tune`, `.lookup` and the commands ask for a config."""
+"""The tuner of one function: what its calls, `.tune`, `.lookup` and the commands ask for a config; and its base."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from quarantune.values.trial import Findings, TuningFailedError
 if TYPE_CHECKING:
     from quarantune.results.report_data import FromCache
     from quarantune.results.result import TuningResult
+    from quarantune.values.settings import Which
 
 
 class Tuner:
@@ -160,3 +161,34 @@ class Tuner:
 
         now = dataclasses.replace(Situation.of(call), may_tune=True)
         return keyed_to_tune(call, place_of(now.settings).device()), now
+
+
+class Tuned:
+    """A function with a tuner."""
+
+    _tuner: Tuner
+
+    @property
+    def function(self) -> TunedFunction:
+        """The function with its configs and options."""
+        return self._tuner.function
+
+    def forget(self, of: Which | None = None) -> None:
+        """Clears the choices remembered for earlier calls, if there are any; as `forget_choices`."""
+
+    def result(self, call: tuple[tuple[Any, ...], Mapping[str, Any]], *, anew: bool = False) -> TuningResult:
+        """Returns the result for a call; for `tune_many` and the command line.
+
+        Args:
+            call: its positional and its keyword arguments.
+            anew: whether to tune even if a result is cached.
+
+        Raises:
+            TuningFailedError: every config failed.
+            TypeError: the function does not take these arguments.
+        """
+        try:
+            bound = self._tuner.bind(*call)
+            return self._tuner.tune(bound) if anew else self._tuner.result(bound)
+        finally:
+            self.forget()

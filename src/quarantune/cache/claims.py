@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 from quarantune.cache.journal import trials_folder
-from quarantune.cache.store import CacheWriteError, Owner, problem_hash, report_once, short_text
+from quarantune.cache.store import Owner, problem_hash, report_once, short_text, write_errors
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id
 from quarantune.host.shared_files import Directory, side_lock
@@ -136,7 +136,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         """
         if self.held:
             return True
-        try:
+        with write_errors(f"other jobs cannot see in {str(self._path)!r} that this call is being tuned"):
             self._place = self._open.enter_context(Directory(*self._where, make=True))
             try:
                 self._locked = self._open.enter_context(side_lock(self._place, self._lock_name))
@@ -144,11 +144,6 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
             finally:
                 if not self.held:
                     self._let_go()
-        except OSError as error:
-            raise CacheWriteError(
-                f"other jobs cannot see that this call is being tuned: {str(self._path)!r} cannot be written "
-                f"({error.strerror}); {shared_files.advice(error)}, or set QUARANTUNE_CACHE_DIR to another directory"
-            ) from error
 
     def refresh(self) -> bool:
         """Shows the others that the holder lives; takes microseconds, so call it whenever something has happened.

@@ -25,8 +25,9 @@ from quarantune.cache.store import (
     encode,
     problem_hash,
     safe_name,
+    write_errors,
 )
-from quarantune.host.shared_files import Directory, advice, paths
+from quarantune.host.shared_files import Directory, paths
 from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Findings
@@ -221,13 +222,11 @@ def export(
             device: dict(sorted({**present.get(device, {}), **contents.get(device, {})}.items()))
             for device in sorted({*present, *contents})
         }
-        try:
-            with Directory(path.parent, make=True) as place:
-                place.replace(path.name, encode(joined))
-        except OSError as error:
-            raise CacheWriteError(
-                f"nothing was exported to {str(path)!r} ({error.strerror}): {advice(error)}, or name another directory"
-            ) from error
+        with (
+            write_errors(f"nothing was exported to {str(path)!r}", "name another directory"),
+            Directory(path.parent, make=True) as place,
+        ):
+            place.replace(path.name, encode(joined))
     return [key for name, contents in found for key, _ in entries_of(name, contents)]
 
 

@@ -10,16 +10,17 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from quarantune.cache.store import CacheWriteError, problem_hash, report_once, safe_name, this_host
+from quarantune.cache.store import CacheWriteError, problem_hash, report_once, safe_name, this_host, write_errors
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
 from quarantune.values.codec import DamageError, JsonObject, canonical_json, decode_json, plain
 from quarantune.values.trial import Trial
 
+_Parsed = TypeVar("_Parsed")
 LARGEST_JOURNAL_BYTES = 1 << 28
 """The size that no writer lets a journal pass."""
 LARGEST_READ_JOURNAL_BYTES = 1 << 30
@@ -80,14 +81,11 @@ class Journal:
             text = json.dumps(plainer, separators=(",", ":"), allow_nan=False).encode("ascii")
         line = b"%08x %b\n" % (zlib.crc32(text), text)
         names = (f"{self._stem}.{this_host()}{turn}{self._suffix}" for turn in _TURNS)
-        try:
-            with Directory(self._root, self.directory.name, make=True) as place:
-                next(name for name in names if _append_line(place, name, line))
-        except OSError as error:
-            raise CacheWriteError(
-                f"the trial was not recorded in {str(self.directory)!r} ({error.strerror}): an interrupted sweep "
-                f"measures it again; {shared_files.advice(error)}, or set QUARANTUNE_CACHE_DIR to another directory"
-            ) from error
+        with (
+            write_errors(f"a trial, which the next sweep measures again, was not recorded in {str(self.directory)!r}"),
+            Directory(self._root, self.directory.name, make=True) as place,
+        ):
+            next(name for name in names if _append_line(place, name, line))
 
     def records(self) -> list[JsonObject]:
         """Returns all whole records, each host's in order; damaged lines are left out and reported once."""
@@ -198,14 +196,14 @@ def remove(directory: Path, paths: Iterable[Path]) -> None:
     failure: CacheWriteError | None = None
     for path in paths:
         try:
-            with shared_files.directory_of(path, below=directory) as place:
+            with (
+                write_errors(f"the file {str(path)!r} could not be removed", "remove it by hand"),
+                contextlib.suppress(FileNotFoundError),
+                shared_files.directory_of(path, below=directory) as place,
+            ):
                 place.remove(path.name)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            remedy = f"{shared_files.advice(error)}, or remove it by hand"
-            text = f"the file {str(path)!r} could not be removed ({error.strerror}): {remedy}"
-            failure = failure or CacheWriteError(text)
+        except CacheWriteError as error:
+            failure = failure or error
     if failure is not None:
         raise failure
 
@@ -248,6 +246,28 @@ def damage(directory: Path) -> list[str]:
     paths = shared_files.paths(directory, *(f"*.trials/{PROBLEM}.*{suffix}" for suffix in ("jsonl", "uncompiled")))
     found = {path: sum(record is None for record in _read_lines(path, below=directory)) for path in paths}
     return [f"{_damage_of(path, damaged)}{_CONSEQUENCE}" for path, damaged in found.items() if damaged]
+
+
+def understood(
+    records: Iterable[JsonObject | None], parse: Callable[[Any], _Parsed], complaint: Callable[[int], str]
+) -> Iterator[_Parsed]:
+    """Yields the content of records; those that cannot be understood are reported once, by their number.
+
+    Args:
+        records: the records, which anybody may have written.
+        parse: returns the content of one; raises ValueError or KeyError if it is another thing.
+        complaint: returns the message about so many records.
+    """
+    refused = 0
+    for record in records:
+        try:
+            content = parse(record)
+        except (ValueError, KeyError):
+            refused += 1
+        else:
+            yield content
+    if refused:
+        report_once(complaint(refused))
 
 
 def _whole(path: Path, records: Iterable[JsonObject | None], consequence: str) -> Iterator[JsonObject]:

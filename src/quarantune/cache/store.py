@@ -21,15 +21,7 @@ from typing import Annotated, Any, TypeAlias
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id, process_status
 from quarantune.host.process import new_lock, warn
-from quarantune.host.shared_files import (
-    Directory,
-    NotAFileError,
-    TooLargeError,
-    advice,
-    directory_of,
-    paths,
-    side_lock,
-)
+from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError, advice, directory_of, paths, side_lock
 from quarantune.values.codec import (
     JsonObject,
     Record,
@@ -335,6 +327,20 @@ def _check_readable(path: Path, offered: Contents) -> None:
 
 
 @contextlib.contextmanager
+def write_errors(failure: str, remedy: str = "set QUARANTUNE_CACHE_DIR to another directory") -> Iterator[None]:
+    """Turns an OSError of the block, which writes a file, into `CacheWriteError`.
+
+    Args:
+        failure: the failure, with the path.
+        remedy: the last remedy, after the one for the kind of error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CacheWriteError(f"{failure} ({_reason(error)}): {advice(error)}, or {remedy}") from error
+
+
+@contextlib.contextmanager
 def _typed_errors(path: Path) -> Iterator[None]:
     """Turns errors of the block, which changes a file, into `CacheWriteError` with a remedy."""
     try:
@@ -446,13 +452,7 @@ class Store:
         """
         self.merge(name, {device: {key: dict(entry)}}, prefer=prefer)
 
-    def merge(
-        self,
-        name: str,
-        contents: Mapping[str, Mapping[str, Entry]],
-        *,
-        prefer: Prefer | None = None,
-    ) -> None:
+    def merge(self, name: str, contents: Mapping[str, Mapping[str, Entry]], *, prefer: Prefer | None = None) -> None:
         """Saves many entries at once.
 
         Args:

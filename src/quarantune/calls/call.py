@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -24,10 +24,7 @@ from quarantune.functions.binding import (
     signature_of,
     split_config,
 )
-from quarantune.functions.description import (
-    as_structs,
-    is_array,
-)
+from quarantune.functions.description import as_structs, without_arrays
 from quarantune.functions.fingerprint import Fingerprint, fingerprint
 from quarantune.host.process import cache_name, lazy
 from quarantune.values.codec import JsonObject, freeze, has_tag, short_hash, text_of
@@ -41,9 +38,6 @@ from quarantune.values.configs import (
 )
 from quarantune.values.settings import Options
 from quarantune.values.space import Space
-
-if TYPE_CHECKING:
-    pass
 
 _LAZY: Mapping[Callable[..., bool], str] = {
     inspect.iscoroutinefunction: "returns asyncio.run(...) of this one's result",
@@ -276,9 +270,7 @@ class BoundCall:
         if self.function.static_names is not None:
             return self.function.static_names
         # The configs may need these to be made, so that the tunables are not known yet.
-        return frozenset(
-            name for name, value in arguments_of(self.bound).items() if not any(map(is_array, jax.tree.leaves(value)))
-        )
+        return without_arrays(arguments_of(self.bound))
 
     @lazy
     def optional(self) -> frozenset[str]:

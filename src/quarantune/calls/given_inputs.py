@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.functions.binding import Arguments, arguments_of, check_complete, describe_function, named
-from quarantune.functions.description import as_structs, describe_arguments, is_array, with_leaves
+from quarantune.functions.binding import Arguments, arguments_of, check_complete, describe_function, lacking, named
+from quarantune.functions.description import as_structs, describe_arguments, is_array, with_leaves, without_arrays
 from quarantune.values.codec import JsonObject
 from quarantune.values.settings import left
 
@@ -137,16 +137,10 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     _, signature, static = describe_function(fn)
     ours, theirs = _bind(signature, given, source), _bind(signature, call, "the call")
     if static is None:  # without jit, every argument without an array counts by value
-        static = frozenset(name for name, value in theirs.items() if not any(map(is_array, jax.tree.leaves(value))))
+        static = without_arrays(theirs)
     ours = {name: v if name in static else _as_arrays(v, theirs.get(name)) for name, v in ours.items()}
     given = _in_place_of(given, ours, signature)
-    # The configs set the parameters that have no default and are missing.
-    spelt = signature.bind_partial(*call[0], **call[1]).arguments
-    tunables = [
-        name
-        for name, item in signature.parameters.items()
-        if name not in spelt and item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
-    ]
+    tunables = lacking(signature.bind_partial(*call[0], **call[1]))  # the configs set these
 
     def described(arguments: Arguments) -> JsonObject:
         structs = as_structs(*arguments)

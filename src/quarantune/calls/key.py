@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import reprlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -14,18 +14,8 @@ import numpy as np
 
 from quarantune.calls.call import BoundCall
 from quarantune.devices import discovery
-from quarantune.functions.binding import (
-    Arguments,
-    assignment_in_force,
-    named,
-)
-from quarantune.functions.description import (
-    SCALARS,
-    describe_arguments,
-    describe_jax_state,
-    is_array,
-    key_part,
-)
+from quarantune.functions.binding import Arguments, assignment_in_force, named
+from quarantune.functions.description import SCALARS, describe_arguments, describe_jax_state, is_array, key_part
 from quarantune.functions.fingerprint import code_digest
 from quarantune.values.codec import JsonObject, canonical_json
 from quarantune.values.describe import layout_of, sharding_of
@@ -120,9 +110,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
         TypeError: an argument cannot be described, or `key_fn` returned a value that JSON cannot hold.
     """
     function, given = call.function, dict(named(call.bound))
-    _check_no_references(given, call.name)
-    if function.is_jitted:
-        _check_arguments({name: value for name, value in given.items() if name not in call.statics}, call.name)
+    _check_arguments(given, given.keys() - call.statics if function.is_jitted else (), call.name)
     arguments = describe_arguments(call.values, call.statics, is_jitted=function.is_jitted, optional=call.optional)
     dynamic = jax.tree.leaves([value for name, value in call.values.items() if name not in call.statics])
     is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in dynamic)
@@ -215,38 +203,27 @@ def _key_values(call: BoundCall, arguments: JsonObject) -> JsonObject:
     return {**static, "key_fn": bucket}
 
 
-def _check_no_references(arguments: Mapping[str, Any], name: str) -> None:
-    """Raises if an argument is a mutable array: every config would write to it, and each in another process.
+def _check_arguments(arguments: Mapping[str, Any], dynamic: Collection[str], name: str) -> None:
+    """Raises if an argument is one that every config would write to, or that `jax.jit` would refuse.
 
     Args:
         arguments: the arguments by parameter.
+        dynamic: the parameters of which `jax.jit` takes arrays and numbers only.
         name: the function's name in messages.
 
     Raises:
-        TypeError: an argument is, or contains, a `jax.Ref`.
+        TypeError: an argument is, or contains, a `jax.Ref`, or something dynamic that is neither array nor number.
     """
     for parameter, value in arguments.items():
-        if any(type(leaf) not in SCALARS and isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
-            raise TypeError(
-                f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function that "
-                f"takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or give the "
-                f"tunables by hand"
-            )
-
-
-def _check_arguments(arguments: Mapping[str, Any], name: str) -> None:
-    """Raises if `jax.jit` would refuse an argument.
-
-    Args:
-        arguments: the arguments that are not static, by parameter.
-        name: the function's name in messages.
-
-    Raises:
-        TypeError: an argument is, or contains, something that is neither array nor number.
-    """
-    for parameter, value in arguments.items():
-        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-            if (reason := _why_not_dynamic(leaf)) is not None:
+        for number, leaf in enumerate(jax.tree.leaves(value)):
+            if type(leaf) not in SCALARS and isinstance(leaf, jax.Ref):
+                raise TypeError(
+                    f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function "
+                    f"that takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or "
+                    f"give the tunables by hand"
+                )
+            if parameter in dynamic and (reason := _why_not_dynamic(leaf)) is not None:
+                path, _ = jax.tree_util.tree_flatten_with_path(value)[0][number]
                 where = f"argument {parameter!r}" if not path else f"{parameter}{jax.tree_util.keystr(path)}"
                 raise TypeError(
                     f"{name}: {where} is {reprlib.repr(leaf)}, which jax.jit does not take as a dynamic argument "

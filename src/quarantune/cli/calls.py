@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from quarantune.api.contextual import Contextual
-from quarantune.api.tuned import Tuned
+from quarantune.api.tuner import Tuned
 from quarantune.calls.call import TunedFunction
 from quarantune.cli.call_texts import GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
+from quarantune.functions.binding import lacking
 from quarantune.functions.description import as_structs, is_array
 from quarantune.host.process import SANDBOX_MARK, environment_variables, is_installed
 from quarantune.values.describe import canonical_dtype, describe_array
@@ -223,13 +224,13 @@ def _check(call: GivenCall, function: TunedFunction, name: str) -> None:
             near = did_you_mean(keyword, parameters) or f" Its parameters are: {', '.join(parameters)}."
             raise InputError(f"{call.source}: {name} has no parameter {keyword!r}.{near}")
     try:
-        bound = signature.bind_partial(*call.args, **call.kwargs).arguments
+        bound = signature.bind_partial(*call.args, **call.kwargs)
     except TypeError as error:
         reason = message_of(error)
         if twice := re.fullmatch(r"multiple values for argument '(.*)'", reason):
             reason = f"two values for {twice[1]!r}, one by its place and one by its name"
         raise InputError(f"{call.source}: {reason}: {name} takes {_shown_signature(function)}") from None
-    for parameter, value in bound.items():
+    for parameter, value in bound.arguments.items():
         if parameter in function.tunables:
             raise InputError(f"{call.source}: {parameter} is tuned here: leave it out")
         if static_names is not None and parameter in static_names and is_array(value):
@@ -241,13 +242,7 @@ def _check(call: GivenCall, function: TunedFunction, name: str) -> None:
                 f"{call.source}: {parameter} is no static parameter: give an array, as in {parameter}=f32[8], or a "
                 "number"
             )
-    missing = [
-        parameter.name
-        for parameter in parameters.values()
-        if parameter.name not in {*bound, *function.tunables}
-        and parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    missing = [name for name in lacking(bound) if name not in function.tunables]
     # Which parameters are tuned is not known yet where a function makes the configs; these need not be given.
     if function.tunables and missing:
         raise InputError(f"{call.source}: no value for {', '.join(missing)}: {name} takes {_shown_signature(function)}")

@@ -29,7 +29,7 @@ from quarantune.api.autotune import Autotuned
 from quarantune.api.compile_check import compile_check, save_estimated
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import MOST, tune_many
-from quarantune.api.tuned import Tuned
+from quarantune.api.tuner import Tuned
 from quarantune.calls.call import BoundCall
 from quarantune.calls.rebuilt import described_arguments, described_settings
 from quarantune.cli import calls

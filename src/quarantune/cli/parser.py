@@ -139,8 +139,7 @@ _ENTRIES = (_value("names NAME", _ANY_NAMES, nargs="*"), _KIND)
 _CHOSEN = (*_ENTRIES, *_COMMON)
 _CALLS = (
     _value(
-        "function MODULE:FUNCTION",
-        "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul",
+        "function MODULE:FUNCTION", "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul"
     ),
     [
         _value(
@@ -307,8 +306,7 @@ COMMANDS: Mapping[str, Command] = {
         "compare searches on recorded trials, without a device",
         (
             _value(
-                "recorded PATH",
-                "the journals of a function (NAME.trials in the cache), one of them, or a saved result",
+                "recorded PATH", "the journals of a function (NAME.trials in the cache), one of them, or a saved result"
             ),
             _value("--search NAME", "(default: surrogate random)", nargs="+", default=["surrogate", "random"]),
             _value("--seeds N", "runs of each search (default: 20)", type=_COUNT, default=20),

@@ -22,7 +22,8 @@ from quarantune.values.texts import shown
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call: the positional ones, and the keyword arguments by name."""
 
-_EMPTY, _KIND = inspect.Parameter.empty, inspect.Parameter
+_EMPTY = inspect.Parameter.empty
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def arguments_of(bound: inspect.BoundArguments) -> dict[str, Any]:
@@ -32,17 +33,20 @@ def arguments_of(bound: inspect.BoundArguments) -> dict[str, Any]:
     return dict(named(complete))
 
 
+def lacking(bound: inspect.BoundArguments) -> list[str]:
+    """Returns the parameters without a default that a call leaves out."""
+    required = [it for it in bound.signature.parameters.values() if it.default is _EMPTY and it.kind not in _VARIADIC]
+    return [it.name for it in required if it.name not in bound.arguments]
+
+
 def check_complete(bound: inspect.BoundArguments, tunables: Collection[str] = ()) -> None:
     """Raises the error of Python if a call leaves out an argument that has no default and is no tunable."""
-    parameters, variable = bound.signature.parameters, (_KIND.VAR_POSITIONAL, _KIND.VAR_KEYWORD)
-    lacks = [name for name, it in parameters.items() if it.default is _EMPTY and name not in bound.arguments]
-    if any(name not in tunables and parameters[name].kind not in variable for name in lacks):
+    lacks = lacking(bound)
+    if any(name not in tunables for name in lacks):
         bound.signature.bind(*bound.args, **bound.kwargs, **{name: None for name in lacks if name in tunables})
 
 
-def describe_function(
-    fn: Callable[..., Any],
-) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
+def describe_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
     """Returns the function to tune, its signature, and its static parameters (None if it is not jitted).
 
     Raises:

@@ -1,7 +1,7 @@
 """Fingerprints: a short hash for each part that a tuned result depends on, such as code, closure, helpers, options.
 
 A description of code or of a value is the same in every process and never raises: an object that shows nothing but its
-address counts by its type. (The key of a call has a stricter describer, `values.describe`.)
+address counts by its type. (The key of a call has a stricter describer, `functions.description`.)
 """
 
 from __future__ import annotations
@@ -558,18 +558,18 @@ def _nested_code(code: types.CodeType) -> list[types.CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
-def _code_within(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields the code of a function, and of all functions defined in it."""
+def code_within(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields the code of a function or a file, and of all functions defined in it."""
     yield code
     for inner in _nested_code(code):
-        yield from _code_within(inner)
+        yield from code_within(inner)
 
 
 @functools.lru_cache(maxsize=4096)
 def _chains_of(code: types.CodeType) -> list[_Chain]:
     """Returns the dotted names in a function's code and in the functions within it, sorted and each once."""
     first = code.co_varnames[0] if code.co_argcount else None
-    return sorted({chain for inner in _code_within(code) for chain in _chains(inner, first, nested=inner is not code)})
+    return sorted({chain for inner in code_within(code) for chain in _chains(inner, first, nested=inner is not code)})
 
 
 def _chains(code: types.CodeType, first: str | None, *, nested: bool) -> Iterator[_Chain]:
@@ -598,8 +598,8 @@ def _chains(code: types.CodeType, first: str | None, *, nested: bool) -> Iterato
 
 def _names(code: types.CodeType) -> set[str]:
     """Returns all names of globals and attributes in a function's code, also as texts, including nested functions."""
-    texts = {text for inner in _code_within(code) for text in inner.co_consts if isinstance(text, str)}
-    return texts.union(*(inner.co_names for inner in _code_within(code)))
+    texts = {text for inner in code_within(code) for text in inner.co_consts if isinstance(text, str)}
+    return texts.union(*(inner.co_names for inner in code_within(code)))
 
 
 def attribute(value: Any, name: str) -> Any:

@@ -23,8 +23,10 @@ from pkgutil import get_importer
 from typing import Any
 from zipimport import zipimporter
 
+from quarantune.functions.fingerprint import code_within, describe_code
 from quarantune.host import machine
 from quarantune.host.process import PROGRAMS, answer_of, content, interpreter_command, is_imported_early, is_installed
+from quarantune.values.codec import canonical_json
 
 _FINDERS = (BuiltinImporter, FrozenImporter, PathFinder, FileFinder, zipimporter, type(None))
 """Python's own; a place that does not exist has none."""
@@ -62,12 +64,6 @@ def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None]
     if not (spec.has_location and spec.origin and file):
         return spec.loader is not None or file is None  # a directory of its name is not the module
     return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not leads_to_edited(name, look_at)
-
-
-def is_of_others(name: str) -> bool:
-    """Returns whether a module is of Python's own or of an installed package."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return name in sys.builtin_module_names or (file is not None and is_installed(file))
 
 
 def _find_spec(name: str, path: Any) -> Any:
@@ -246,23 +242,9 @@ def _source_of(file: str, mtime_ns: int, size: int, compiled: Callable[[bytes, s
     return None if whole is None else frozenset(map(_essence, code_within(whole)))
 
 
-def code_within(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields the code of a function or a file, and of all functions defined in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from code_within(constant)
-
-
 def _essence(code: types.CodeType) -> Any:
     """Returns the content of a code object without its place in the file, for comparisons."""
-    constants = tuple(
-        _essence(item) if isinstance(item, types.CodeType) else (type(item).__name__, repr(item))
-        for item in code.co_consts
-    )
-    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-    return code.co_qualname, code.co_code, constants, names, counts
+    return code.co_qualname, code.co_flags, canonical_json(describe_code(code))
 
 
 def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:

@@ -12,11 +12,10 @@ from jax.extend import backend
 
 from quarantune import jax_internals
 from quarantune.functions.binding import Arguments, bind_config, jitted_with
-from quarantune.functions.description import describe_jax_state
+from quarantune.functions.description import describe_jax_state, describe_static
 from quarantune.jax_internals.other_processes import ExecutableParts, interface_of
 from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.configs import Config
-from quarantune.values.describe import describe_static
 
 _Dynamic = tuple[tuple[Any, ...], dict[str, Any]]
 _WITHOUT_PARTS = (bool, int, str, type(None))

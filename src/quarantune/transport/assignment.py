@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune import jax_internals
 from quarantune.functions.binding import assignment_in_force
@@ -128,15 +129,18 @@ class Assignment:
 
 
 @contextlib.contextmanager
-def without_tuning() -> Iterator[Mapping[Slot, Seen]]:
-    """Has the kernels that this thread calls use their defaults in the block, and yields those that are called.
+def without_tuning(apart: object = None) -> Iterator[Mapping[Slot, Seen]]:
+    """Makes the kernels that this thread calls use their defaults in the block, and yields those that are called.
 
-    The owner of the block keeps JAX from using programs that are traced in it.
+    Args:
+        apart: the name of the traces of the block, which JAX uses for no call; None if the owner of the block keeps
+            them apart.
     """
     defaults = Assignment(encode({}, others=DEFAULT))
     token = assignment_in_force.set(defaults)
     try:
-        yield defaults.seen
+        with set_xla_metadata(**({} if apart is None else {"quarantune": str(apart)})):
+            yield defaults.seen
     finally:
         assignment_in_force.reset(token)
 

@@ -101,10 +101,7 @@ def explain_failure(
 
 
 def gradients(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: jax_internals.JitOptions,
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: jax_internals.JitOptions
 ) -> dict[str, Any]:
     """Returns the gradients of `scalar_of(fn(*args, **kwargs))`.
 

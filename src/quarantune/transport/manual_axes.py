@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from quarantune import jax_internals
@@ -72,7 +71,7 @@ def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     bound = jax_internals.bound_axes()
     if not bound:
         return None
-    with assignment.without_tuning(), set_xla_metadata(quarantune="axes"):  # apart from what calls trace
+    with assignment.without_tuning("axes"):
         used = answer_of(lambda: set(_names(fn.trace(*args, **kwargs).jaxpr.jaxpr, bound)))
     if not used:
         return None

@@ -26,27 +26,14 @@ from quarantune import jax_internals
 from quarantune.functions import importable
 from quarantune.functions.binding import Arguments
 from quarantune.functions.description import with_leaves
+from quarantune.functions.fingerprint import is_library
 from quarantune.host.process import adopt_program_name, import_path, is_interruption, program_name
 from quarantune.host.shared_files import write_all
 from quarantune.transport import process_state
-from quarantune.transport.arrays import (
-    ArraySpec,
-    concrete_data,
-    make,
-    mesh_like,
-    next_start,
-    once,
-    restore_array,
-)
+from quarantune.transport.arrays import ArraySpec, concrete_data, make, mesh_like, next_start, once, restore_array
 from quarantune.transport.pickling import Copies, dumps, held_by, loads
 from quarantune.transport.unpicklable import explain
-from quarantune.values.describe import (
-    canonical_dtype,
-    context_mesh,
-    is_in_host_memory,
-    local_sharding,
-    sharding_of,
-)
+from quarantune.values.describe import canonical_dtype, context_mesh, is_in_host_memory, local_sharding, sharding_of
 from quarantune.values.texts import shown
 
 _MOST_EXTENT_BYTES, _MOST_SPREAD = 1 << 28, 16
@@ -223,7 +210,7 @@ def _copies_of(call: Call, *, is_sent: bool) -> Copies:
     Raises:
         TypeError: an argument cannot be copied.
     """
-    held = held_by([call.fn, call.judges], importable.remembering() if is_sent else importable.is_of_others)
+    held = held_by([call.fn, call.judges], importable.remembering() if is_sent else is_library)
 
     def copies(value: object) -> Copies:
         return Copies(value, lambda part: _is_spooled(part) or (id(part) in held and not _is_container(part)))

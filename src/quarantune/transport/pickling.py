@@ -26,6 +26,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.functions import importable
+from quarantune.functions.fingerprint import code_within
 from quarantune.host.process import PROGRAMS, answer_of, failure_of, in_sandbox, is_interruption
 from quarantune.transport import classes, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
@@ -212,6 +213,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         default = {} if failure_of(variable.get) else {"default": variable.get()}
         return functools.partial(contextvars.ContextVar, variable.name, **default), ()
 
+    def _reduce_thread_local(self, local: threading.local) -> Any:
+        return threading.local, (), dict(vars(local)), None, None, _set_attributes
+
     def _reduce_weak_reference(self, reference: Any) -> Any:
         held = reference()
         return (_dead_reference, ()) if held is None else (weakref.ref, (held,))
@@ -360,11 +364,12 @@ def _reference_from(module: types.ModuleType, obj: Any) -> Any:
 
 
 def _looked_up(function: types.FunctionType) -> _Names:
-    """Returns the globals that a function may find by their names: in annotations, and as attributes of its module."""
+    """Returns the globals that a function may find by name: in annotations, its module's attributes, `globals()`."""
     names = {word for text in function.__annotations__.values() for word in re.findall(r"\w+", str(text))}
-    codes = list(importable.code_within(function.__code__))
-    if any(function.__globals__["__name__"] in code.co_names + code.co_consts for code in codes):
-        names.update(name for code in codes for name in code.co_names)
+    codes = list(code_within(function.__code__))
+    found = [name for code in codes for name in code.co_names + code.co_consts if isinstance(name, str)]
+    if not {"globals", function.__globals__["__name__"]}.isdisjoint(found):
+        names.update(found)
     return {name: function.__globals__[name] for name in sorted(names & function.__globals__.keys())}
 
 
@@ -383,6 +388,7 @@ _REDUCERS: Mapping[Any, Callable[[_Pickler, Any], Any]] = {
     types.ModuleType: _Pickler._reduce_module,
     weakref.ref: _Pickler._reduce_weak_reference,
     contextvars.ContextVar: _Pickler._reduce_context_variable,
+    threading.local: _Pickler._reduce_thread_local,
     jax_internals.pjit_type: _Pickler._reduce_jitted,
     functools._lru_cache_wrapper: _Pickler._reduce_lru_cache,
     **dict.fromkeys(_LOCKS, _Pickler._reduce_lock),

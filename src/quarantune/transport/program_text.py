@@ -13,8 +13,8 @@ import functools
 import hashlib
 import re
 import types
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -24,10 +24,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from quarantune import jax_internals
 from quarantune.values import describe
 
-_LEFT_OUT = frozenset({"debug", "debug_info", "device", "devices", "name", "name_and_src_info", "origin", "platforms"})
 _MOVES_NOTHING = "reshard"
 """On a single device. Up to JAX 0.11, tracing for a device that is described, as a worker does, adds some."""
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _DEEPEST = 12
 _SHORT, _MOST_LINES = 4, 512
 """How many digits of a line's hash an entry keeps, and of how many lines."""
@@ -38,7 +37,12 @@ class ProgramText:
 
     Attributes:
         lines: the lines, in the order of the equations; a program inside an equation comes before it.
+        left_out: the parameters of equations, and the fields in them, that do not count.
     """
+
+    left_out: ClassVar = frozenset(
+        {"debug", "debug_info", "device", "devices", "name", "name_and_src_info", "origin", "platforms"}
+    )
 
     def __init__(self, jaxpr: Any) -> None:
         """Writes the text."""
@@ -69,47 +73,61 @@ class ProgramText:
         first = next((number for number, line in pairs if theirs[number : number + 1] != [_short(line)]), None)
         if first is None:
             return "it has fewer lines" if len(theirs) > len(self.lines) else "its last lines differ"
-        origin = jax_internals.origin_of(self._equations[first]) if first in self._equations else None
-        place = "" if origin is None else f", made by {origin[0].co_filename}:{origin[1]} in {origin[0].co_qualname}"
-        return f"its line {first + 1} is {self.lines[first][:120]!r}{place}"
+        return f"its line {first + 1} is {self.lines[first][:120]!r}{self._place(first)[0]}"
+
+    def _place(self, number: int) -> tuple[str, types.CodeType | None]:
+        """Returns where the code makes a line, as text and as the code; or nothing."""
+        origin = jax_internals.origin_of(self._equations[number]) if number in self._equations else None
+        if origin is None:
+            return "", None
+        code, at = origin
+        return f", made by {code.co_filename}:{at} in {code.co_qualname}", code
 
     def _program(self, jaxpr: Any) -> str:
         """Writes a program, unless it is written already; returns its number."""
-        if id(jaxpr) in self._written:
-            return self._written[id(jaxpr)][0]
-        consts, open_jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
-        numbers: dict[Any, str] = {}
-
-        def name(variable: Any) -> str:
-            return numbers.setdefault(variable, f"%{len(numbers)}")
-
-        takes = " ".join(
-            f"{name(each)}:{self._aval(each.aval)}" for each in [*open_jaxpr.constvars, *open_jaxpr.invars]
-        )
-        self.lines.append(f"takes {takes}")
-        for variable, const in zip(open_jaxpr.constvars, consts, strict=False):
-            self.lines.append(f"constant {name(variable)} {_bytes_of(const, variable.aval)}")
-        for equation in _live(open_jaxpr).eqns:
-            operands = [self._operand(each, name) for each in equation.invars]
-            if equation.primitive.name == _MOVES_NOTHING and describe.sharding_of(equation.outvars[0].aval) is None:
-                numbers[equation.outvars[0]] = operands[0]
-                continue
-            made = [f"{name(each)}:{self._aval(each.aval)}" for each in equation.outvars]
-            line = " ".join([equation.primitive.name, *operands, "->", *made, *self._params(equation.params)])
-            self._equations[len(self.lines)] = equation
-            self.lines.append(line)
-        self.lines.append("return " + " ".join(self._operand(each, name) for each in open_jaxpr.outvars))
-        self._written[id(jaxpr)] = f"program {len(self._written)}", jaxpr  # kept, so that its address stays its own
+        if id(jaxpr) not in self._written:
+            self._write(jaxpr)
+            self._written[id(jaxpr)] = f"program {len(self._written)}", jaxpr  # kept, so that its address stays its own
         return self._written[id(jaxpr)][0]
 
-    def _operand(self, operand: Any, name: Any) -> str:
+    def _write(self, jaxpr: Any) -> None:
+        consts, open_jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
+        names: dict[Any, str] = {}
+        self._add("takes", [self._typed(each, names) for each in [*open_jaxpr.constvars, *open_jaxpr.invars]])
+        for variable, const in zip(open_jaxpr.constvars, consts, strict=False):
+            self._add("constant", self._constant(variable, const, names))
+        for equation in _live(open_jaxpr).eqns:
+            operands = [self._operand(each, names) for each in equation.invars]
+            if equation.primitive.name == _MOVES_NOTHING and describe.sharding_of(equation.outvars[0].aval) is None:
+                names[equation.outvars[0]] = operands[0]
+                continue
+            made = [self._typed(each, names) for each in equation.outvars]
+            self._add(equation.primitive.name, [*operands, "->", *made, *self._params(equation.params)], equation)
+        self._add("return", [self._operand(each, names) for each in open_jaxpr.outvars])
+
+    def _add(self, what: str, parts: Sequence[str], equation: Any = None) -> None:
+        """Adds a line, and keeps the equation that it is for."""
+        if equation is not None:
+            self._equations[len(self.lines)] = equation
+        self.lines.append(" ".join([what, *parts]))
+
+    def _name(self, variable: Any, names: dict[Any, str]) -> str:
+        return names.setdefault(variable, f"%{len(names)}")
+
+    def _typed(self, variable: Any, names: dict[Any, str]) -> str:
+        return f"{self._name(variable, names)}:{self._aval(variable.aval)}"
+
+    def _constant(self, variable: Any, value: Any, names: dict[Any, str]) -> Sequence[str]:
+        return self._name(variable, names), _bytes_of(value, variable.aval)
+
+    def _operand(self, operand: Any, names: dict[Any, str]) -> str:
         if hasattr(operand, "val"):
             return f"{_bytes_of(operand.val, operand.aval)}:{self._aval(operand.aval)}"
-        return str(name(operand))
+        return self._name(operand, names)
 
     def _aval(self, aval: Any) -> str:
         if aval not in self._avals:
-            text = _ADDRESS.sub("", str(aval))
+            text = ADDRESS.sub("", str(aval))
             if isinstance(aval, jax.core.ShapedArray):
                 described = describe.describe_array(aval, aval.dtype)
                 text = f"{described.pop('dtype')}{described.pop('shape')}{described or ''}"
@@ -118,7 +136,7 @@ class ProgramText:
 
     def _params(self, params: Mapping[str, Any]) -> Iterator[str]:
         for name, value in sorted(params.items()):
-            if name not in _LEFT_OUT and (text := self._text(value, 0)):
+            if name not in self.left_out and (text := self._text(value, 0)):
                 yield f"{name}={text}"
 
     def _text(self, value: Any, depth: int) -> str:
@@ -129,7 +147,7 @@ class ProgramText:
             return type(value).__qualname__
         within = functools.partial(self._text, depth=depth + 1)
         if dataclasses.is_dataclass(value):
-            names = (field.name for field in dataclasses.fields(value) if field.name not in _LEFT_OUT)
+            names = (field.name for field in dataclasses.fields(value) if field.name not in self.left_out)
             fields = ((name, within(getattr(value, name, None))) for name in names)
             return f"{type(value).__qualname__}({', '.join(f'{name}={text}' for name, text in fields if text)})"
         if isinstance(value, Mapping):
@@ -144,7 +162,7 @@ class ProgramText:
         if isinstance(value, (enum.Enum, np.dtype)):
             return str(value.name)
         if isinstance(value, (types.NoneType, str, bool, int, float, complex)):
-            return _ADDRESS.sub("", repr(value))
+            return ADDRESS.sub("", repr(value))
         if isinstance(value, (np.generic, np.ndarray, jax.Array)):
             return _bytes_of(value, value)
         if isinstance(value, bytes):
@@ -157,10 +175,15 @@ class ProgramText:
             is_spread = value.mesh.size > 1
             return f"{dict(value.mesh.shape)} {describe.describe_spec(value.spec)}" if is_spread else ""
         if isinstance(value, jax.tree_util.PyTreeDef):
-            return _ADDRESS.sub("", str(value))
+            return ADDRESS.sub("", str(value))
         if isinstance(value, type):
             return value.__qualname__
-        return self._program(value) if hasattr(getattr(value, "jaxpr", value), "eqns") else None
+        return self._program(value) if is_program(value) else None
+
+
+def is_program(value: Any) -> bool:
+    """Returns whether a value is a jaxpr, closed or not."""
+    return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
 def _live(jaxpr: Any) -> Any:

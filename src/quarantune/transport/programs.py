@@ -18,7 +18,7 @@ import hashlib
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from inspect import ismodule
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 from quarantune import jax_internals
 from quarantune.functions.description import describe_structure
 from quarantune.host.process import content
-from quarantune.transport.program_text import ProgramText
+from quarantune.transport.program_text import ADDRESS, ProgramText, is_program
 from quarantune.values.codec import text_of
 
 PREFIX = "program:"
@@ -104,7 +104,7 @@ def identity(
     try:
         tree = describe_structure(lowered.out_tree)
     except TypeError:  # of a class that shows only its address
-        tree = _ADDRESS.sub("", str(lowered.out_tree))
+        tree = ADDRESS.sub("", str(lowered.out_tree))
     kernels = traced.hash if _has_kernels(text) else ""
     whole = f"{interface} {tree} {text_of(compiler_options)} {kernels} {_normal(text)}"
     return f"{PREFIX}{traced.hash}.{hashlib.sha256(whole.encode()).hexdigest()[:24]}"
@@ -133,92 +133,64 @@ def _has_kernels(text: str) -> bool:
 # --- line by line ---
 
 
-_LEFT_OUT = frozenset({"backend", "debug", "debug_info", "device", "devices", "name", "name_and_src_info", "platforms"})
-_DEBUGGING = frozenset({"debug_callback", "debug_print"})
-_MOVES_NOTHING = "reshard"
-"""On a single device. Up to JAX 0.11, tracing for a device that is described, as a worker does, adds some."""
-_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_UNSAID = frozenset({"takes", "debug_callback", "debug_print"})
 _LARGEST_INTEGER = 1 << 20
 _MOST_ELEMENTS = 16
 _MOST_CHARS = 300
-_DEEPEST = 6
 
 
-class ProgramLines:
-    """The lines of a program.
+class ProgramLines(ProgramText):
+    """The lines of a program, without whatever two processes may have otherwise.
 
     Attributes:
         counts: how many equations or constants each line describes.
     """
 
+    left_out = ProgramText.left_out | {"backend"}
+
     def __init__(self, jaxpr: Any) -> None:
         """Describes a closed jaxpr."""
-        self.counts: collections.Counter[str] = collections.Counter()
-        self._equations: dict[str, object] = {}
-        self._pending: list[Any] = [jaxpr]
-        while self._pending:
-            self._add(self._pending.pop())
+        super().__init__(jaxpr)
+        self.counts = collections.Counter(self.lines)
 
     def place(self, line: str) -> str:
         """Returns where the first equation of a line was made, and the values that the code there uses; or nothing."""
-        origin = jax_internals.origin_of(self._equations[line]) if line in self._equations else None
-        if origin is None:
+        place, code = self._place(self.lines.index(line)) if line in self.counts else ("", None)
+        if code is None:
             return ""
-        code, number = origin
         spaces = map(content, list(sys.modules.values()))
         names = next((space for space in spaces if space.get("__file__") == code.co_filename), {})
         values = [name for name in code.co_names if not callable(value := names.get(name, len)) and not ismodule(value)]
         used = ", ".join([*code.co_freevars, *values])
-        return f", made by {code.co_filename}:{number} in {code.co_qualname}{used and f', which uses {used}'}"
+        return f"{place}{used and f', which uses {used}'}"
 
-    def _add(self, jaxpr: Any) -> None:
-        values: dict[Any, str] = {}
-        consts = getattr(jaxpr, "consts", ())
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        for variable, const in zip(jaxpr.constvars, consts, strict=False):
-            values[variable] = _array(const)
-            if getattr(const, "shape", ()):  # one without dimensions may be a literal elsewhere
-                self.counts[_shortened(f"constant {values[variable]}")] += 1
-        for equation in jaxpr.eqns:
-            if equation.primitive.name in _DEBUGGING:
-                continue
-            if equation.primitive.name == _MOVES_NOTHING:
-                values[equation.outvars[0]] = _operand(equation.invars[0], values)
-                continue
-            line = _shortened(" ".join(self._parts(equation, values)))
-            self.counts[line] += 1
-            self._equations.setdefault(line, equation)
-        self.counts[_shortened(f"return {' '.join(_operand(result, values) for result in jaxpr.outvars)}")] += 1
+    def _add(self, what: str, parts: Sequence[str], equation: Any = None) -> None:
+        if what not in _UNSAID and parts:
+            super()._add(_shortened(" ".join([what, *parts])), (), equation)
 
-    def _parts(self, equation: Any, values: Mapping[Any, str]) -> Iterator[str]:
-        yield equation.primitive.name
-        yield from (_operand(operand, values) for operand in equation.invars)
-        yield from ("->", *(_type(result.aval) for result in equation.outvars))
-        for name, value in sorted(equation.params.items()):
-            if name not in _LEFT_OUT and (text := self._text(value, 0)):
-                yield f"{name}={text}"
-
-    def _text(self, value: Any, depth: int) -> str:
-        """Returns the stable parts of a value as text; notes the programs in it."""
-        if isinstance(value, (str, enum.Enum, np.dtype)):
-            return _ADDRESS.sub("", str(getattr(value, "name", value)))
-        if isinstance(value, (int, float, complex, np.number, np.bool_)):
-            return _number(value)
-        if hasattr(getattr(value, "jaxpr", value), "eqns"):
-            self._pending.append(value)
-        elif depth < _DEEPEST:
-            if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                names = (field.name for field in dataclasses.fields(value) if field.name not in _LEFT_OUT)
-                value = [(name, getattr(value, name, None)) for name in names]
-            if isinstance(value, (tuple, list, set, frozenset, Mapping)):
-                items = value.items() if isinstance(value, Mapping) else value
-                texts = [self._text(item, depth + 1) for item in items]
-                return f"({','.join(texts if isinstance(value, (tuple, list)) else sorted(texts))})"
+    def _program(self, jaxpr: Any) -> str:
+        self._write(jaxpr)
         return ""
 
+    def _typed(self, variable: Any, names: dict[Any, str]) -> str:
+        return _type(variable.aval)
 
-def _operand(operand: Any, values: Mapping[Any, str]) -> str:
-    return _array(operand.val) if hasattr(operand, "val") else values.get(operand) or _type(operand.aval)
+    def _constant(self, variable: Any, value: Any, names: dict[Any, str]) -> Sequence[str]:
+        names[variable] = _array(value)
+        return [names[variable]] if getattr(value, "shape", ()) else []  # without dimensions, a literal elsewhere
+
+    def _operand(self, operand: Any, names: dict[Any, str]) -> str:
+        return _array(operand.val) if hasattr(operand, "val") else names.get(operand) or _type(operand.aval)
+
+    def _text_of_leaf(self, value: Any) -> str | None:
+        if isinstance(value, (str, enum.Enum, np.dtype)):
+            return ADDRESS.sub("", str(getattr(value, "name", value)))
+        if isinstance(value, (int, float, complex, np.number, np.bool_)):
+            return _number(value)
+        if is_program(value):
+            return self._program(value)
+        is_object = isinstance(value, type) or not dataclasses.is_dataclass(value)
+        return "" if is_object and not isinstance(value, (tuple, list, set, frozenset, Mapping)) else None
 
 
 def _type(aval: Any) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from quarantune import jax_internals
-from quarantune.functions.importable import code_within
+from quarantune.functions.fingerprint import closure_of, code_within
 from quarantune.host.process import failure_of
 from quarantune.values.texts import shown
 
@@ -93,9 +92,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parts_of_function(function: types.FunctionType, name: str) -> Iterator[tuple[str, Any]]:
-    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield f"closure variable {variable!r} of {name!r}", cell.cell_contents
+    for variable, value in closure_of(function):
+        yield f"closure variable {variable!r} of {name!r}", value
     used = {name for code in code_within(function.__code__) for name in code.co_names}
     for variable in sorted(used & function.__globals__.keys()):
         yield f"global {variable!r} used by {name!r}", function.__globals__[variable]

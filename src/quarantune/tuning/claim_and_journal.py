@@ -200,24 +200,23 @@ class ClaimAndJournal:
             configs: the configs.
         """
         trials: dict[int, Trial] = {}
-        refused = 0
-        for record in self._journal.each():
-            try:
-                trial = Trial.from_json(record["trial"])
-                configs.whole()  # any of them may have a trial
-                index = configs.find(trial.config)
-                if index is None:
-                    continue
-                self._ended[index] = ended_processes(self._ended[index], trial)
-                if self._still_counts(trial, record):
-                    when = trial.recalled_from or trial.ended_s
-                    trials[index] = dataclasses.replace(trial, config=configs[index], recalled_from=when)
-            except (KeyError, DamageError):
-                refused += 1
-        if refused:
-            cache.report_once(
-                f"{refused} records of the journal in {str(self._journal.directory)!r} are no trials: they are not used"
-            )
+
+        def parse(record: JsonObject) -> tuple[Trial, bool]:
+            trial = Trial.from_json(record["trial"])
+            return trial, self._still_counts(trial, record)
+
+        def complaint(refused: int) -> str:
+            directory = str(self._journal.directory)
+            return f"{refused} records of the journal in {directory!r} are no trials: they are not used"
+
+        for trial, counts in journal.understood(self._journal.each(), parse, complaint):
+            configs.whole()  # any of them may have a trial
+            if (index := configs.find(trial.config)) is None:
+                continue
+            self._ended[index] = ended_processes(self._ended[index], trial)
+            if counts:
+                when = trial.recalled_from or trial.ended_s
+                trials[index] = dataclasses.replace(trial, config=configs[index], recalled_from=when)
         for index, times in self._ended.items():
             if times >= _FATAL:
                 trials[index] = Trial(

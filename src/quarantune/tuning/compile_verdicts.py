@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from quarantune.cache import store as cache
-from quarantune.cache.journal import Journal
+from quarantune.cache.journal import Journal, understood
 from quarantune.calls.key import KeyedCall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import describe
@@ -109,21 +109,18 @@ class CompileVerdicts:
     def _known(self) -> dict[str, _FailedCompile]:
         """The last verdict on each config under the present versions."""
         last: dict[str, _FailedCompile] = {}
-        refused = 0
-        for record in (record for source in [*self._others, self._journal] for record in source.records()):
-            try:
-                failure = _FailedCompile.from_json(record)
-                text = canonical_json(failure.trial.config)
-            except ValueError:
-                refused += 1
-                continue
-            if failure.compilers == self._compilers and (text not in last or last[text].found <= failure.found):
-                last[text] = failure
-        if refused:
-            cache.report_once(
+        records = (record for source in [*self._others, self._journal] for record in source.records())
+
+        def complaint(refused: int) -> str:
+            return (
                 f"{refused} records of failed compilations in {str(self._journal.directory)!r} cannot be understood: "
                 "their configs are compiled again"
             )
+
+        for failure in understood(records, _FailedCompile.from_json, complaint):
+            text = canonical_json(failure.trial.config)
+            if failure.compilers == self._compilers and (text not in last or last[text].found <= failure.found):
+                last[text] = failure
         return {text: failure for text, failure in last.items() if _is_verdict(failure.trial)}
 
     def _with_origin(self, failure: _FailedCompile) -> Trial:

@@ -370,8 +370,7 @@ class ContextualJob(TuningJob):
         names = dict(zip(choices, labels([slot.name for slot in choices]), strict=True))
         trials = [
             dataclasses.replace(
-                trial,
-                config={name: format_config(used[slot]) if slot in used else "" for slot, name in names.items()},
+                trial, config={name: format_config(used[slot]) if slot in used else "" for slot, name in names.items()}
             )
             for used, trial in tries
         ]

@@ -1,24 +1,11 @@
-"""Describes values so that every process gives equal values equal descriptions: the values in the key of a call.
-
-A description is JSON-able. A value that has no such description raises `TypeError`, because a result for it could never
-be found again. The fingerprint of a function has a describer of its own (`cache.fingerprint`), which must never raise.
-"""
+"""Describes arrays, meshes and shardings so that every process describes equal ones alike, and lists versions."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import enum
 import functools
 import importlib.metadata
-import inspect
-import json
-import math
-import operator
 import os
-import re
-import sys
-import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -26,19 +13,11 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import jaxlib.version
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from quarantune._version import __version__
-from quarantune.host.process import PROGRAMS, module_of, pickled_parts, without_caches
-from quarantune.values.codec import Around, JsonObject, bounded, digest, in_order
-from quarantune.values.texts import shown
+from quarantune.values.codec import JsonObject
 
-_EMPTY = inspect.Parameter.empty
-_encode = json.JSONEncoder().encode
-_MOST_BITS = 14_000
-"""Python refuses to write an integer with more decimal digits than this one may have, which is 4,300."""
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _PLUGINS = {
     "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "rocm": ("jax-rocm60-plugin", "jax-rocm60-pjrt", "jax-rocm7-plugin", "jax-rocm7-pjrt"),
@@ -48,231 +27,6 @@ _PLUGINS = {
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _SUMS = ("unreduced", "reduced")
 """The axes of a mesh over which an array is a sum that is yet to be made, or was."""
-
-
-# --- values ---
-
-
-def describe_static(value: Any) -> Any:
-    """Returns a JSON-able description of a value that is the same for equal values in every process.
-
-    Args:
-        value: a static argument, or any other value that is part of a key.
-
-    Raises:
-        TypeError: the value has neither fields, nor a pickle, nor a repr that is the same in every process.
-    """
-    try:
-        return bounded(_describe(value, Around((), {})))
-    except RecursionError:
-        raise TypeError(
-            f"{shown(value)} is nested more deeply than Python can follow, so results for it cannot be remembered. "
-            f"Pass it with fewer levels, or raise the limit (sys.setrecursionlimit)."
-        ) from None
-
-
-def _describe(value: Any, around: Around) -> Any:
-    """Describes a value inside others."""
-    if (plain := describe_plain(value)) is not _EMPTY:
-        return plain
-    if steps := around.steps_to(value):
-        return {"inside": steps}
-    if found := around.known.get(id(value)):
-        return found[1]
-    within = around.inside(value)
-    if type(value) in (tuple, list):  # here, as each level takes as few frames as it can
-        return around.keep(value, [_describe(item, within) for item in value])
-    return around.keep(value, _describe_parts(value, within))
-
-
-def _describe_parts(value: Any, around: Around) -> Any:
-    if isinstance(value, Mapping):
-        pairs = [[_describe(key, around), _describe(item, around)] for key, item in value.items()]
-        return {"type": name_of(type(value)), "items": in_order(pairs, _encode)}
-    if isinstance(value, (set, frozenset)):
-        return {"set": sorted((_describe(item, around) for item in value), key=json.dumps)}
-    if isinstance(value, functools.partial):
-        parts = (value.func, value.args, value.keywords)
-        return {"partial": [_describe(part, around) for part in parts]}
-    if isinstance(value, types.MethodType):
-        return {"method": value.__func__.__qualname__, "of": _describe(value.__self__, around)}
-    if callable(value) and hasattr(value, "__qualname__"):
-        return _describe_function(value, around)
-    return _describe_object(value, around)
-
-
-def describe_plain(value: Any) -> Any:
-    """Describes a value without parts; returns `_EMPTY` for any other value."""
-    kind = type(value)  # asked first, as there may be very many numbers
-    if value is None or kind in (bool, str):
-        return value
-    if kind is int:
-        return value if value.bit_length() <= _MOST_BITS else {"int": hex(value)}
-    if kind is float:
-        return value if math.isfinite(value) else {"float": str(value)}
-    if isinstance(value, enum.Enum):
-        return {"enum": f"{name_of(kind)}.{value.name}", "value": _describe_value(value)}
-    if isinstance(value, np.bool_):
-        return bool(value)
-    if isinstance(value, np.generic) and value.dtype.kind in "iufcmM":
-        is_date = value.dtype.kind in "mM"
-        return {"dtype": value.dtype.str, "value": str(value) if is_date else describe_plain(value.item())}
-    if kind is complex:
-        return {"complex": str(value)}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": digest(bytes(value))}
-    if isinstance(value, np.dtype):
-        return {"dtype": value.name}
-    if isinstance(value, types.ModuleType):
-        return {"module": value.__name__}
-    if isinstance(value, (np.ndarray, jax.Array)) and not value.dtype.hasobject:
-        return describe_array(value, canonical_dtype(value.dtype)) | {"data": digest(np.asarray(value).tobytes())}
-    return _describe_type(value) if isinstance(value, type) else _EMPTY
-
-
-def _describe_value(member: enum.Enum) -> Any:
-    """Describes the value of a member of an enum; by its type if it has no description."""
-    try:
-        return describe_static(member.value)
-    except TypeError:
-        return {"type": name_of(type(member.value))}
-
-
-def _describe_type(value: Any) -> Any:
-    # jnp.float32, np.float32 and np.dtype("float32") are one thing to JAX.
-    if issubclass(value, np.generic):
-        return {"dtype": np.dtype(value).name}
-    return {"dtype": value.dtype.name} if isinstance(value, type(jax.numpy.float32)) else {"type": name_of(value)}
-
-
-def _describe_function(function: Any, around: Around) -> Any:
-    """Describes a function by its name, and by its code and bound values too if other functions have that name."""
-    described = {"function": name_of(function)}
-    if _is_found_by_name(function):
-        return described
-    is_wrapper = hasattr(function, "__wrapped__")
-    if isinstance(function, types.FunctionType) and not is_wrapper:
-        strictly = "<" in described["function"]
-        return described | _describe_made_of(function, around, strictly=strictly)
-    if isinstance(function, types.BuiltinFunctionType):
-        parts: Any = _describe_inside(function.__self__, around)
-    elif not is_wrapper:
-        return described
-    else:
-        parts = {"type": name_of(type(function)), "wraps": _describe_inside(function.__wrapped__, around)}
-        if isinstance(function, types.FunctionType):
-            parts |= _describe_made_of(function, around)
-        else:
-            parts |= {"fields": _describe_inside(_own_fields(function), around)}
-    return described | {"made_of": digest(json.dumps(parts, sort_keys=True).encode())}
-
-
-def _describe_made_of(function: types.FunctionType, around: Around, *, strictly: bool = False) -> Any:
-    parts = [[_cell(cell) for cell in function.__closure__ or ()], function.__defaults__, function.__kwdefaults__]
-    described = [_describe_inside(part, around, strictly=strictly) for part in parts]
-    return {"code": digest(_code(function.__code__).encode()), "bound": described}
-
-
-def _own_fields(wrapper: Any) -> Mapping[str, Any]:
-    """Returns the attributes that a callable wrapper adds, without those that `functools.wraps` copied to it."""
-    if isinstance(wrapper, jax.stages.Wrapped) or getattr(type(wrapper), "__reduce__", None) is not object.__reduce__:
-        return {}
-    wrapped = wrapper.__wrapped__
-    copied = {name: getattr(wrapped, name, None) for name in functools.WRAPPER_ASSIGNMENTS}
-    copied |= getattr(wrapped, "__dict__", {})
-    fields = without_caches(wrapper, getattr(wrapper, "__dict__", {}))
-    return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
-
-
-def _describe_inside(part: Any, around: Around, *, strictly: bool = False) -> Any:
-    """Describes a value that a function keeps.
-
-    Args:
-        part: the value.
-        around: the values that hold it.
-        strictly: whether to raise if the value has no description (a lock, say); otherwise its type stands for it.
-    """
-    if not strictly and type(part) in (list, tuple, dict) and id(part) not in around.outer:
-        items = list(part.items()) if isinstance(part, dict) else part
-        return [_describe_inside(item, around.inside(part)) for item in items]
-    try:
-        return _describe(part, around)
-    except TypeError:
-        if strictly:
-            raise
-        return {"type": name_of(type(part))}
-
-
-def _is_found_by_name(function: Any) -> bool:
-    """Returns whether every process finds this very function by its module and name."""
-    module = getattr(function, "__module__", None)
-    if module in PROGRAMS:  # another module in a worker
-        return False
-    try:
-        return operator.attrgetter(function.__qualname__)(sys.modules[str(module)]) is function
-    except (AttributeError, KeyError, TypeError):
-        return False
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return "<empty>"
-
-
-def _code(code: types.CodeType) -> str:
-    """Returns the content of a code object as text, without its file and line numbers."""
-    constants = [_constant(item) for item in code.co_consts]
-    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
-
-
-def _constant(item: Any) -> str:
-    """Returns a constant's repr, with sets in the same order in every process."""
-    if isinstance(item, types.CodeType):
-        return _code(item)
-    if isinstance(item, frozenset):
-        return f"frozenset({', '.join(sorted(map(_constant, item)))})"
-    if isinstance(item, tuple):
-        return f"({', '.join(map(_constant, item))}{',' * (len(item) == 1)})"
-    return repr(item)
-
-
-def _describe_object(value: Any, around: Around) -> Any:
-    """Describes an object by its dataclass fields, else by the parts that pickle would save, else by its repr."""
-    name = name_of(type(value))
-    if dataclasses.is_dataclass(value):
-        fields = [field.name for field in dataclasses.fields(value) if field.compare]
-        return {"type": name, "fields": {field: _describe(getattr(value, field), around) for field in fields}}
-    if isinstance(value, np.ndarray):
-        return {"type": name, "shape": list(value.shape), "items": _describe(value.tolist(), around)}
-    try:
-        build, arguments, *state = pickled_parts(value)
-    except (TypeError, ValueError):  # cannot be pickled, or is a name
-        return {"type": name, "repr": stable_repr(value)}
-    parts = (build, arguments, *(without_caches(value, part) for part in state))
-    return {"type": name, "build": [_describe(part, around) for part in parts]}
-
-
-def stable_repr(value: Any) -> str:
-    """Returns the repr of a value.
-
-    Raises:
-        TypeError: the repr holds an address, which differs from process to process.
-    """
-    text = repr(value)
-    if _ADDRESS.search(text):
-        raise TypeError(
-            f"{text} has neither a pickle nor a repr that is the same in every process, so results for it "
-            f"cannot be remembered. Pass a value with a repr of its own (a frozen dataclass, say)."
-        )
-    return text
-
-
-def name_of(thing: Any) -> str:
-    """Returns `module:qualname` of a class or function, or of an object's class."""
-    qualname = getattr(thing, "__qualname__", None) or type(thing).__qualname__
-    return f"{module_of(thing)}:{qualname}"
 
 
 # --- arrays, meshes and shardings ---

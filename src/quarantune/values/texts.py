@@ -9,15 +9,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _MOST_SHOWN = 80
-_SHORT = {
-    **{f"float{bits}": f"f{bits}" for bits in (16, 32, 64)},
-    **{f"int{bits}": f"s{bits}" for bits in (4, 8, 16, 32, 64)},
-    **{f"uint{bits}": f"u{bits}" for bits in (4, 8, 16, 32, 64)},
-    "bfloat16": "bf16",
-    "bool": "pred",
-    "complex64": "c64",
-    "complex128": "c128",
-}
+_LETTERS = {"bfloat": "bf", "float": "f", "complex": "c", "int": "s", "uint": "u"}
+_SHORT = {f"{kind}{bits}": f"{letter}{bits}" for kind, letter in _LETTERS.items() for bits in (4, 8, 16, 32, 64, 128)}
+_SHORT["bool"] = "pred"
 _DEEPEST = 20
 _LARGEST_SIZE = 1e300
 
