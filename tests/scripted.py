@@ -189,6 +189,9 @@ class FakeSandbox:
         self._compiling: set[int] = set()
         self._measuring: set[int] = set()
 
+    def open(self, *, load_timeout_s: float | None) -> None:
+        pass
+
     def start(
         self, task: codec.JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
     ) -> int:
