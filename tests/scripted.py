@@ -20,11 +20,25 @@ from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.sandbox import messages
 from quarantune.sandbox.messages import Task
-from quarantune.sandbox.pool import Event, Said
 from quarantune.sandbox.template_messages import Ended
+from quarantune.sandbox.workforce import Event, Said
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, Plan
+from quarantune.scheduler.plan import (
+    NOTHING_MORE,
+    ConfigSource,
+    Leftovers,
+    MemoryLimits,
+    Numbers,
+    Plan,
+    SharedMemoryLimits,
+)
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.routes.apart import Apart, ApartInTurns
+from quarantune.scheduler.routes.base import TrialRoute
+from quarantune.scheduler.routes.compiled_only import CompileCheck, CompiledOnly, CompiledOnlyApart
+from quarantune.scheduler.routes.handed_over import HandedOver
+from quarantune.scheduler.routes.here import CompiledApart
+from quarantune.scheduler.routes.together import Together
 from quarantune.values import codec
 from quarantune.values.configs import Config
 from quarantune.values.trial import CompileTarget, Route, Trial
@@ -175,6 +189,9 @@ class FakeSandbox:
         self._compiling: set[int] = set()
         self._measuring: set[int] = set()
 
+    def open(self, *, load_timeout_s: float | None) -> None:
+        pass
+
     def start(
         self, task: codec.JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
     ) -> int:
@@ -315,26 +332,99 @@ def fake_devices(count: int) -> tuple[Device, ...]:
     return tuple(Device("cuda", "fake", f"test-{uuid.uuid4()}") for _ in range(count))
 
 
-def plan_for(route: Route, **changes: Any) -> Plan:
-    together = route is Route.TOGETHER
-    plan = Plan(
-        route=route,
-        target=None,
-        slots=SLOTS,
-        devices=fake_devices(1),
-        configs_per_worker=1 if together else 4,
-        exclusive=route is not Route.APART,
-        parked=4,
-        compile_timeout_s=5.0,
-        timeout_s=2.0,
-        memory_limit_bytes=GB,
-        errors_are_final=True,
+@dataclasses.dataclass
+class Scenario:
+    """A plan, and a route that is made anew for each run.
+
+    Attributes:
+        plan: the plan.
+        make_route: makes the route.
+        alternates: whether compiling and measuring must alternate.
+    """
+
+    plan: Plan
+    make_route: Callable[[], TrialRoute]
+    alternates: bool
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return self.plan.devices
+
+    @property
+    def numbers(self) -> Numbers:
+        return self.make_route().numbers
+
+    def scheduler(self, sandbox: Any, **more: Any) -> Scheduler:
+        return Scheduler(sandbox, self.plan, self.make_route(), **more)
+
+
+_NUMBERS = [field.name for field in dataclasses.fields(Numbers)]
+
+
+def plan_for(
+    route: Route,
+    *,
+    target: CompileTarget | None = None,
+    exclusive: bool | None = None,
+    confirms: bool = False,
+    memory_bytes: int = GB,
+    is_share: bool = False,
+    device_bytes: int | None = None,
+    **changes: Any,
+) -> Scenario:
+    """Returns a scenario on the route that trials show by this name; `changes` are numbers, or parts of the plan."""
+    numbers = Numbers(
+        **{
+            "slots": SLOTS,
+            "parked": 4,
+            "workers": SLOTS,
+            "configs_per_worker": 1 if route in (Route.TOGETHER, Route.COMPILED_APART) else 4,
+            **{name: changes.pop(name) for name in _NUMBERS if name in changes},
+        }
     )
-    return dataclasses.replace(plan, **changes)
+    alternates = route is not Route.APART if exclusive is None else exclusive
+    plan = Plan(
+        **{
+            "devices": fake_devices(1),
+            "compile_timeout_s": 5.0,
+            "timeout_s": 2.0,
+            "memory": (SharedMemoryLimits if is_share else MemoryLimits)(
+                worker_bytes=memory_bytes, device_bytes=device_bytes
+            ),
+            **changes,
+        }
+    )
+
+    def make_route() -> TrialRoute:
+        if route is Route.COMPILED_APART:
+            return CompiledApart(numbers, target=target, confirms=confirms)
+        if route is Route.APART:
+            kind = ApartInTurns if alternates else Apart
+            return kind(numbers, target=target, confirms=confirms and target is not None)
+        return {Route.TOGETHER: Together, Route.HANDED_OVER: HandedOver}[route](numbers)
+
+    return Scenario(plan, make_route, alternates)
+
+
+def compiled_only(
+    *, is_check: bool = False, with_device: bool = False, target: CompileTarget | None = None, **changes: Any
+) -> Scenario:
+    """Returns a scenario in which configs are only compiled."""
+    confirms = changes.pop("confirms", False)
+    scenario = plan_for(Route.APART, **changes)
+
+    def make_route() -> TrialRoute:
+        if is_check:
+            return CompileCheck(scenario.numbers, target=target)
+        if with_device:
+            return CompiledOnly(scenario.numbers)
+        return CompiledOnlyApart(scenario.numbers, target=target, confirms=confirms)
+
+    return dataclasses.replace(scenario, make_route=make_route)
 
 
 def run(
-    plan: Plan,
+    plan: Scenario,
     count: int,
     act: Act = lambda worker: None,
     *,
@@ -359,9 +449,8 @@ def run(
 
     fds = len(os.listdir("/proc/self/fd"))
     started = clock()
-    scheduler = Scheduler(
+    scheduler = plan.scheduler(
         sandbox,
-        plan,
         on_trial=on_trial,
         on_tick=on_tick,
         reference=reference,
@@ -377,10 +466,10 @@ def run(
 
     settled = [*trials, *leftovers.unfit, *leftovers.unconfirmed]
     assert sorted(settled) == list(range(count)), "every config ends exactly once"
-    assert sandbox.most_compiling <= plan.slots
+    assert sandbox.most_compiling <= plan.numbers.slots
     assert len(sandbox.killed) == len(set(sandbox.killed)), "every worker is killed once"
     assert all(measuring <= 1 for measuring in sandbox.most_measuring.values())
-    assert not (plan.exclusive and sandbox.compiled_while_measuring)
+    assert not (plan.alternates and sandbox.compiled_while_measuring)
     kept = len(reference.fds) if reference else 0
     assert len(os.listdir("/proc/self/fd")) - kept <= fds, "no descriptor stays open"
     for device in plan.devices:

@@ -23,6 +23,7 @@ from quarantune.transport import payload
 from quarantune.values.trial import ArrayKind, Trial
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
+from quarantune.worker.compiling import compile_here
 
 ONCE: dict[str, Any] = {"warmup": 0, "rep": 1}
 
@@ -163,14 +164,14 @@ def judged_as(
         bench = Bench(packed.call, arrays_fd=arrays, options=options)
         if on_device:
             bench.judge._shortcut = compare.Comparer()
-        defaults = bench.compile({}, target=None)
+        defaults = compile_here(bench, {})
         outputs = [ArrayKind(info.shape, info.dtype.name) for info in jax.tree.leaves(defaults.call.out_info)]
         told()
         bench.judge.expect(outputs, programs)
         told()
         assert bench.check(defaults, output_fd=standard).wrong is None
         for value in values:
-            program = bench.compile({"do": value}, target=None)
+            program = compile_here(bench, {"do": value})
             found.append(bench.check(program, references=[standard], standard=0).wrong is None)
     return found
 
@@ -182,7 +183,7 @@ def test_a_config_whose_reference_cannot_be_read_is_wrong() -> None:
     try:
         payload.write_arrays(packed, arrays)
         bench = Bench(packed.call, arrays_fd=arrays, options=options)
-        judgement = bench.check(bench.compile({}, target=None), references=[torn], standard=0)
+        judgement = bench.check(compile_here(bench, {}), references=[torn], standard=0)
         assert judgement.wrong is not None
         assert "the output to compare with cannot be read" in judgement.wrong
     finally:

@@ -23,6 +23,7 @@ from misdeeds import MISDEEDS, kernel
 
 import quarantune
 from quarantune.host.process import in_sandbox
+from quarantune.scheduler.routes import base, choosing
 from quarantune.sweep import routes
 from quarantune.values.trial import Trial
 
@@ -220,8 +221,8 @@ class TestReusedWorkers:
     def route(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "4")
         if request.param == "together":
-            monkeypatch.setattr(routes.Routes, "_can_part", lambda self: False)
-            monkeypatch.setattr(routes, "_CPU_PARKED", 1)  # so that configs follow one another in one worker
+            monkeypatch.setattr(choosing, "without_device", lambda *_, **__: None)
+            monkeypatch.setattr(base, "_CPU_PARKED", 1)  # so that configs follow one another in one worker
             monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
         return str(request.param)
 

@@ -40,7 +40,7 @@ from helpers import SOURCE
 import quarantune
 from quarantune.cache.journal import Journal
 from quarantune.engine import contact, distributed, remote, shards
-from quarantune.sandbox.pool import Said
+from quarantune.sandbox.workforce import Said
 from quarantune.scheduler.plan import NOTHING_MORE, Proof
 from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits

@@ -232,8 +232,10 @@ def test_sampling_goes_on_while_every_run_is_disturbed() -> None:
 def test_one_run_rules_out_a_config_that_is_far_behind(
     first_ms: float, fastest_ms: float, fastest_first_ms: float, is_hopeless: bool
 ) -> None:
-    noise = sampling.Noise([(1.0, 1.0)] * 9)
-    told = sampling.is_hopeless(first_ms, fastest_ms=fastest_ms, fastest_first_ms=fastest_first_ms, noise=noise)
+    disturbance = sampling.Disturbance([(1.0, 1.0)] * 9)
+    told = sampling.is_hopeless(
+        first_ms, fastest_ms=fastest_ms, fastest_first_ms=fastest_first_ms, disturbance=disturbance
+    )
     assert told == is_hopeless
 
 

@@ -34,14 +34,14 @@ from quarantune.devices.discovery import Device
 from quarantune.measure import finals
 from quarantune.sweep import sweep
 from quarantune.sweep.ledger import Ledger
-from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
+from quarantune.sweep.limits import SweepLimits, isolation_of
 from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.sweep.this_process import Watched
 from quarantune.transport import executable
 from quarantune.tuning import claim_and_journal
 from quarantune.tuning.claim_and_journal import ended_processes
 from quarantune.values.configs import Config
-from quarantune.values.settings import Options, current
+from quarantune.values.settings import Isolation, Options, current
 from quarantune.values.trial import Outcome, Route, Trial
 
 X = np.ones(8, np.float32)

@@ -56,7 +56,7 @@ class Machine:
 def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial], int]:
     """Runs a sweep as workers and the scheduler do, and returns its trials and the winner's index."""
     trials: dict[int, Trial] = {}
-    best_median_ms, noise = None, sampling.Noise()
+    best_median_ms, disturbance = None, sampling.Disturbance()
     for index, time_ms in enumerate(times_ms):
         take = machine.runs(time_ms)
         (last,) = take(1)
@@ -66,10 +66,10 @@ def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial]
             best_median_ms=best_median_ms,
             margin=1.5,
             last_ms=last.least,
-            noise=noise,
+            disturbance=disturbance,
             clock=machine,
         )
-        noise.add(samples.cpu_ms, min(samples.cpu_ms))
+        disturbance.add(samples.cpu_ms, min(samples.cpu_ms))
         ranking_ms = samples.ranking_ms(is_exact=False)
         trials[index] = Trial(
             config={"index": index},
@@ -216,58 +216,64 @@ def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> No
 
 
 def test_a_first_run_is_judged_by_how_far_off_first_runs_were_here() -> None:
-    def is_hopeless(first_ms: float, noise: sampling.Noise) -> bool:
-        return sampling.is_hopeless(first_ms, fastest_ms=50.0, fastest_first_ms=60.0, noise=noise)
+    def is_hopeless(first_ms: float, disturbance: sampling.Disturbance) -> bool:
+        return sampling.is_hopeless(first_ms, fastest_ms=50.0, fastest_first_ms=60.0, disturbance=disturbance)
 
-    noise = sampling.Noise([(50.0, 50.0)] * 9)
-    noise.add_first_run(60.0, 50.0)
-    noise.add_first_run(7.0, 0.5)  # of a short first run the cold may be the greater part
-    assert is_hopeless(101.0, noise)
-    noise.add_first_run(100.0, 50.0)
-    assert not is_hopeless(101.0, noise)
-    assert is_hopeless(126.0, noise)
-    noise.add([50.0] * 4 + [1000.0] * 5, 50.0)
-    assert not is_hopeless(3000.0, noise), "where half of all samples are disturbed as much, one run says nothing"
-    assert is_hopeless(5000.0, noise), "where none was disturbed nearly as much, it does"
-    assert not is_hopeless(1e6, sampling.Noise()), "nor where nobody knows"
+    disturbance = sampling.Disturbance([(50.0, 50.0)] * 9)
+    disturbance.add_first_run(60.0, 50.0)
+    disturbance.add_first_run(7.0, 0.5)  # of a short first run the cold may be the greater part
+    assert is_hopeless(101.0, disturbance)
+    disturbance.add_first_run(100.0, 50.0)
+    assert not is_hopeless(101.0, disturbance)
+    assert is_hopeless(126.0, disturbance)
+    disturbance.add([50.0] * 4 + [1000.0] * 5, 50.0)
+    assert not is_hopeless(3000.0, disturbance), "where half of all samples are disturbed as much, one run says nothing"
+    assert is_hopeless(5000.0, disturbance), "where none was disturbed nearly as much, it does"
+    assert not is_hopeless(1e6, sampling.Disturbance()), "nor where nobody knows"
 
 
 @pytest.mark.parametrize(
     ("samples", "disturbed", "needed"), [(12, 0, 2), (100, 0, 2), (100, 5, 2), (100, 50, 8), (100, 65, 13)]
 )
 def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int, disturbed: int, needed: int) -> None:
-    noise = sampling.Noise()
-    noise.add([1.0] * (samples - disturbed) + [3.0] * disturbed, 1.0)
-    assert noise.runs_needed(9.0, 1.0) == needed
-    assert noise.runs_needed(9.1, 1.0) == 2, "none was disturbed nearly as much"
+    disturbance = sampling.Disturbance()
+    disturbance.add([1.0] * (samples - disturbed) + [3.0] * disturbed, 1.0)
+    assert disturbance.runs_needed(9.0, 1.0) == needed
+    assert disturbance.runs_needed(9.1, 1.0) == 2, "none was disturbed nearly as much"
     take = [RunTime.exactly(9.0)] * 30
     ruled_out = sampling.measure(
-        lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, noise=noise, clock=lambda: 0.0
+        lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, disturbance=disturbance, clock=lambda: 0.0
     )
     assert ruled_out.is_ruled_out
     assert 3 <= len(ruled_out.samples_ms) <= needed + 1
 
 
 def test_a_first_run_is_stopped_once_it_has_taken_as_long_as_enough_hopeless_ones() -> None:
-    quiet = sampling.Noise(runs=[(80.0, 80.0)] * 20)
-    assert sampling.longest_first_run(80.0, noise=quiet) == 2 * 2 * 80.0
-    assert sampling.longest_first_run(80.0, noise=sampling.Noise()) == 4 * 2 * 80.0, "nothing is known of the noise yet"
-    assert sampling.longest_first_run(1.0, noise=quiet) == 2 * 2 * 50.0, "a cold start may take tens of milliseconds"
+    quiet = sampling.Disturbance(runs=[(80.0, 80.0)] * 20)
+    assert sampling.longest_first_run(80.0, disturbance=quiet) == 2 * 2 * 80.0
+    assert sampling.longest_first_run(80.0, disturbance=sampling.Disturbance()) == 4 * 2 * 80.0, (
+        "nothing is known of the noise yet"
+    )
+    assert sampling.longest_first_run(1.0, disturbance=quiet) == 2 * 2 * 50.0, (
+        "a cold start may take tens of milliseconds"
+    )
     cold = dataclasses.replace(quiet, first_run=4.0)
-    assert sampling.longest_first_run(80.0, noise=cold) == 2 * 5 * 80.0, "first runs take up to four times as long here"
-    busy = sampling.Noise(runs=[(400.0, 80.0)] * 10 + [(80.0, 80.0)] * 10)
-    assert sampling.longest_first_run(80.0, noise=busy) > 7 * 2 * 80.0
+    assert sampling.longest_first_run(80.0, disturbance=cold) == 2 * 5 * 80.0, (
+        "first runs take up to four times as long here"
+    )
+    busy = sampling.Disturbance(runs=[(400.0, 80.0)] * 10 + [(80.0, 80.0)] * 10)
+    assert sampling.longest_first_run(80.0, disturbance=busy) > 7 * 2 * 80.0
 
 
 def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
     scattered = [9.0, 2.6, 4.7, 2.8, 17.0, 30.0, 3.9, 0.14, 0.14]
-    noise = sampling.Noise([(1.0, 1.0)] * 12)
+    disturbance = sampling.Disturbance([(1.0, 1.0)] * 12)
     samples = sampling.measure(
         lambda count: [RunTime.exactly(scattered.pop(0)) for _ in range(count)],
         rep=8,
         best_median_ms=1.0,
         margin=1.5,
-        noise=noise,
+        disturbance=disturbance,
         clock=lambda: 0.0,
     )
     assert not samples.is_ruled_out

@@ -18,8 +18,10 @@ from helpers import isolated
 
 import quarantune
 from quarantune import AutoTuner, Outcome, Trial, TuningFailedError, TuningResult
+from quarantune.answers import saved_program
 from quarantune.calls.call import TunedFunction
-from quarantune.measure import clocks, finals
+from quarantune.measure import finals
+from quarantune.measure.observers import energy
 from quarantune.search.strategy import log_time
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
@@ -114,12 +116,35 @@ def test_a_final_is_decided_by_the_medians_of_the_rounds_scores() -> None:
     trials = {n: scored(mj[0], n, energy_mj=mj[0]) for n, mj in energies.items()}
     final = finals.Final(
         {0: [1.0] * 3, 1: [2.0] * 3},
-        energy_mj=energies,
+        observed={n: [{"energy_mj": mj} for mj in each] for n, each in energies.items()},
         objective=lambda trial: (trial.energy_mj or 0.0) * (trial.time_ms or 0.0),
     )
     settled, verdict = finals.conclude(trials, final, default=None)
     assert verdict[0] == 0
     assert [(settled[n].score, settled[n].energy_mj) for n in (0, 1)] == [(51.0, 51.0), (80.0, 40.0)]
+
+
+def test_a_score_of_zero_is_a_score() -> None:
+    result = AutoTuner(turned, GRID, rep=2, objective=lambda trial: 0.0 if trial.config["turns"] == 4000 else 1.0).run(
+        X
+    )
+    assert (result.best_config, result.score) == ({"turns": 4000}, 0.0)
+    assert [trial.score for trial in result.trials] == [1.0, 0.0]
+
+
+def test_a_round_of_a_final_that_scores_zero_counts() -> None:
+    trials = {n: scored(1.0, n) for n in (0, 1)}
+    final = finals.Final(
+        {0: [1.0] * 3, 1: [1.0] * 3},
+        observed={0: [{"waits": 0.0}] * 3, 1: [{"waits": 2.0}] * 3},
+        objective=lambda trial: trial.observed["waits"],
+    )
+    settled, verdict = finals.conclude(trials, final, default=None)
+    assert verdict[0] == 0
+    assert [(settled[n].score, dict(settled[n].observed)) for n in (0, 1)] == [
+        (0.0, {"waits": 0.0}),
+        (2.0, {"waits": 2.0}),
+    ]
 
 
 # --- what is saved and shown ---
@@ -261,9 +286,9 @@ class FakeGpu:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeGpu:
     gpu = FakeGpu(**getattr(request, "param", {}))
     monkeypatch.setitem(sys.modules, "pynvml", gpu)  # type: ignore[misc]
-    monkeypatch.setattr(clocks.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(clocks, "time", gpu)
-    monkeypatch.setattr(clocks.ctypes, "CDLL", gpu.CDLL)
+    monkeypatch.setattr(energy.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(energy, "time", gpu)
+    monkeypatch.setattr(energy.ctypes, "CDLL", gpu.CDLL)
     return gpu
 
 
@@ -278,7 +303,7 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
         fake_gpu.now += run_s
 
     began_s = fake_gpu.now
-    found, watts = clocks.energy_per_call(dispatch, clocks.energy_counter(0), run_s)
+    found, watts = energy.per_call(dispatch, energy.counter(0), run_s)
     assert watts == pytest.approx(fake_gpu._watts, rel=0.02)
     # In the stand-in, the GPU waits while its counter is read, which counts as a part of the runs.
     assert found >= 0.98 * fake_gpu._watts * run_s * 1e3
@@ -289,27 +314,27 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
 @pytest.mark.parametrize("fake_gpu", [{"step_s": 60.0}, {"watts": 0.0}], indirect=True)
 def test_a_counter_that_stands_still_is_an_error_after_five_seconds(fake_gpu: FakeGpu) -> None:
     with pytest.raises(RuntimeError, match="the energy counter of the GPU advanced 0 times in 5 s"):
-        clocks.energy_per_call(lambda: fake_gpu.sleep(1e-3), clocks.energy_counter(0), 1e-3)
+        energy.per_call(lambda: fake_gpu.sleep(1e-3), energy.counter(0), 1e-3)
     assert fake_gpu.now < 5.5
 
 
 @pytest.mark.parametrize("fake_gpu", [{"fault": "no driver"}, {"fault": "no counter"}, {"fault": ""}], indirect=True)
 def test_a_gpu_without_a_counter_is_refused_by_what_nvml_says(fake_gpu: FakeGpu, monkeypatch: Any) -> None:
     said = {"no driver": "Shared Library Not Found", "no counter": "Not Supported", "": ""}[fake_gpu._fault]
-    reason = clocks.why_no_energy("cuda", "NVIDIA H200")
+    reason = energy.why_not("cuda", "NVIDIA H200")
     assert said in reason
     assert bool(reason) is bool(said), "that another GPU of the machine has none does not matter"
     assert fake_gpu.opened == bool(said == "Not Supported")
-    assert "only whole NVIDIA GPUs" in clocks.why_no_energy("cuda", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
-    assert "this call runs on rocm" in clocks.why_no_energy("rocm", "MI300")
-    monkeypatch.setattr(clocks.importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'quarantune[energy]'" in clocks.why_no_energy("cuda", "NVIDIA H200")
+    assert "only whole NVIDIA GPUs" in energy.why_not("cuda", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+    assert "this call runs on rocm" in energy.why_not("rocm", "MI300")
+    monkeypatch.setattr(energy.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'quarantune[energy]'" in energy.why_not("cuda", "NVIDIA H200")
 
 
 @pytest.mark.parametrize("fake_gpu", [{"fault": "another GPU"}], indirect=True)
 def test_a_gpu_that_nvml_does_not_know_is_an_error_of_the_worker(fake_gpu: FakeGpu) -> None:
     with pytest.raises(NVMLError, match="Not Found"):
-        clocks.energy_counter(0)
+        energy.counter(0)
 
 
 @pytest.mark.usefixtures("fake_gpu")
@@ -322,11 +347,41 @@ def test_a_whole_sweep_for_energy_measures_it_in_trials_and_in_the_final(monkeyp
         return {2: 40.0, 4000: 11.0}[turns], 300.0
 
     measured: list[int] = []
-    monkeypatch.setattr(clocks, "why_no_energy", lambda platform, kind: "")
-    monkeypatch.setattr(clocks, "energy_per_call", per_call)
+    monkeypatch.setattr(energy, "why_not", lambda platform, kind: "")
+    monkeypatch.setattr(energy, "per_call", per_call)
     with isolated("none"):
         result = AutoTuner(turned, GRID, objective="energy", rep=2).run(X)
     assert (result.best_config, result.score, result.energy_mj) == ({"turns": 4000}, 11.0, 11.0)
     assert "3.64x less energy than the defaults (11 mJ against 40 mJ; " in repr(result)
     assert [(trial.energy_mj, trial.watts) for trial in result.finalists] == [(11.0, 300.0), (40.0, 300.0)]
     assert min(map(measured.count, (2, 4000))) >= 4, "in the trial, and in three rounds of the final"
+
+
+# --- a score of exactly 0 ---
+
+
+def test_a_config_with_score_0_is_the_best_of_an_interrupted_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced_apart(keyed: Any, config: Any) -> Any:
+        proved.append(dict(config))
+        return trace(keyed, config)
+
+    def objective_of(trial: Trial) -> float:
+        if is_cut_short and trial.config["turns"] == 6:
+            raise KeyboardInterrupt
+        return {2: 3.0, 4000: 0.0, 6: 5.0}[trial.config["turns"]]
+
+    proved: list[Any] = []
+    trace, is_cut_short = saved_program.traced_apart, True
+    monkeypatch.setattr(saved_program, "traced_apart", traced_apart)
+    tuned = quarantune.autotune({"turns": [2, 4000, 6]}, objective=objective_of, rep=1)(turned)
+    with isolated("none"):
+        with pytest.raises(KeyboardInterrupt):
+            tuned.tune(X)
+        is_cut_short = False
+        result = tuned.tune(X, resume=True)
+    assert proved[0] == {"turns": 4000}
+    assert (result.best_config, result.score, result.default_score) == ({"turns": 4000}, 0.0, 3.0)
+
+
+def test_rounds_with_score_0_tie_with_rounds_below_and_above() -> None:
+    assert finals.decide({0: [0.0, 0.0, 0.0], 1: [-1.0, 0.0, 5.0]}, default=None) == [0, 1]

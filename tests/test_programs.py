@@ -28,13 +28,13 @@ from jax.experimental.xla_metadata import set_xla_metadata
 import quarantune
 from quarantune.sandbox import messages, spool
 from quarantune.sandbox.wire import Connection
+from quarantune.scheduler.routes import apart
 from quarantune.scheduler.workers import Worker, Workers, WorkerState
-from quarantune.sweep import routes
 from quarantune.transport import payload, programs
 from quarantune.transport.program_text import ProgramText
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
-from quarantune.worker.main import TaskRunner
+from quarantune.worker.main import WorkerRunner
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -187,7 +187,7 @@ def test_a_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a CPU, each config has a compile worker of its own.
-    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self, route: 100)
+    monkeypatch.setattr(apart, "compiles_apart", lambda given: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     monkeypatch.setenv("QUARANTUNE_CPU_UTILIZATION", "0.01")  # one at a time
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
@@ -251,7 +251,7 @@ def test_no_config_meets_the_settings_that_another_has_left_in_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self, route: 100)
+    monkeypatch.setattr(apart, "compiles_apart", lambda given: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     configs = [f"good {i}" for i in range(8)]
     configs += [text for i in range(4) for text in (f"{i} refuse", f"switch {i} refuse", f"switch and work {i}")]
@@ -375,7 +375,7 @@ def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: 
     payload.write_arrays(packed, fd)
     here, there = map(Connection, socket.socketpair())
     about: Any = types.SimpleNamespace(arrays_fd=fd)
-    runner = TaskRunner(there, about, functools.partial(Bench, packed.call, options=options))
+    runner = WorkerRunner(there, about, functools.partial(Bench, packed.call, options=options))
     replies: list[messages.Reply] = []
 
     def work() -> None:
@@ -414,7 +414,7 @@ def test_a_worker_reports_the_memory_of_its_device_context_before_a_config_begin
     options = BenchOptions(platform=platform, warmup=0, rep=1, supply="auto", tolerance=None)
     here, there = map(Connection, socket.socketpair())
     about: Any = types.SimpleNamespace(arrays_fd=-1)
-    runner = TaskRunner(there, about, functools.partial(Bench, packed.call, options=options))
+    runner = WorkerRunner(there, about, functools.partial(Bench, packed.call, options=options))
     context: list[bytes] = []
     devices = jax.local_devices
 

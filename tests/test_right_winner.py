@@ -48,6 +48,7 @@ from quarantune.values.configs import format_config
 from quarantune.values.settings import SUPPLIES, Tolerance
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
+from quarantune.worker.compiling import compile_here
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -878,7 +879,7 @@ def test_a_plain_function_never_sees_its_earlier_writes_to_an_argument() -> None
 
     bench, fd = bench_of(scribble, X.copy(), check_fn=check)
     try:
-        programs = [bench.compile({"do": do}, target=None) for do in (5, 6)]
+        programs = [compile_here(bench, {"do": do}) for do in (5, 6)]
         assert bench.check(programs[0]).wrong is None
         assert len(bench.measure(programs[0], best_median_ms=None).samples_ms) >= 3
         assert all(1 <= len(rounds_ms) <= 5 for rounds_ms in bench.compare(programs)[:2])

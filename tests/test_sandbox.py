@@ -33,8 +33,9 @@ from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK, in_sandbox
 from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import Compile, Measure
-from quarantune.sandbox.pool import Event, LoadError, Sandbox
+from quarantune.sandbox.pool import LoadError, Sandbox
 from quarantune.sandbox.template_messages import Ended, describe_status
+from quarantune.sandbox.workforce import Event
 from quarantune.sweep import routes
 from quarantune.transport import payload
 from quarantune.values import codec

@@ -30,7 +30,7 @@ from scripted import (
 )
 
 from quarantune import scheduler as scheduler_package
-from quarantune.sandbox.pool import Event, Said
+from quarantune.sandbox.workforce import Event, Said
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Phase, Route
@@ -106,7 +106,7 @@ def test_standby_workers_for_one_config_each_are_made_ready_ahead() -> None:
 
 
 def test_configs_for_the_callers_process_are_compiled_as_one_batch_however_long_that_takes() -> None:
-    plan = plan_for(Route.APART, exclusive=True, measures_here=True, configs_per_worker=1, parked=8, slots=1)
+    plan = plan_for(Route.COMPILED_APART, configs_per_worker=1, parked=8, slots=1)
     result = run(plan, 8, when("Compile", lambda worker: compiles(worker, compile_s=2.0)))
     assert result.sandbox.turns == ["compile"] * 8 + ["measure"] * 8
     assert {trial.route for trial in result.trials.values()} == {Route.COMPILED_APART}
@@ -167,7 +167,8 @@ def anything(generator: random.Random) -> Act:
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, worker_memory: dict[int, int]) -> None:
     generator = random.Random(seed)
-    route, exclusive = generator.choice([(Route.TOGETHER, True), (Route.APART, True), (Route.APART, False)])
+    routes = [Route.TOGETHER, Route.APART, Route.HANDED_OVER, Route.COMPILED_APART]
+    route, exclusive = generator.choice([*((route, True) for route in routes), (Route.APART, False)])
     plan = plan_for(
         route,
         exclusive=exclusive,
@@ -176,7 +177,7 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, wo
         devices=fake_devices(generator.randrange(1, 4)),
         configs_per_worker=generator.choice([1, 2, 32]),
         target=generator.choice([None, TARGET]) if route is Route.APART else None,
-        errors_are_final=generator.random() < 0.5,
+        confirms=generator.random() < 0.5,
         compiles_per_worker=generator.choice([1, 2, 100]),
     )
     clock = Clock()

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from scripted import TARGET, Act, FakeWorker, Step, behaves, compiles, for_config, plan_for, run, when
+from scripted import TARGET, Act, FakeWorker, Scenario, Step, behaves, compiles, for_config, plan_for, run, when
 
 from quarantune.scheduler import side_tasks
-from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
+from quarantune.scheduler.plan import ConfigSource, Leftovers, Unconfirmed
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no
 
 def test_an_error_raised_where_there_was_no_device_waits_for_confirmation() -> None:
     act = for_config(1, when("Compile", lambda worker: [(0.1, worker.raises("compile"))]))
-    result = run(plan_for(Route.APART, target=TARGET, errors_are_final=False), 3, act)
+    result = run(plan_for(Route.APART, target=TARGET, confirms=True), 3, act)
     assert set(result.trials) == {0, 2}
     error = result.leftovers.unconfirmed[1]
     assert error.trial.outcome is Outcome.ERROR
@@ -51,9 +51,9 @@ def confirming(
     return act
 
 
-def confirming_plan(**changes: Any) -> Plan:
+def confirming_plan(**changes: Any) -> Scenario:
     return plan_for(
-        Route.APART, **{"target": TARGET, "errors_are_final": False, "slots": 2, "configs_per_worker": 32, **changes}
+        Route.APART, **{"target": TARGET, "confirms": True, "slots": 2, "configs_per_worker": 32, **changes}
     )
 
 
@@ -151,7 +151,7 @@ def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_ru
     assert result.seconds < 100
 
 
-@pytest.mark.parametrize("changes", [{"errors_are_final": True}, {"target": None}], ids=str)
+@pytest.mark.parametrize("changes", [{"confirms": False}, {"target": None}], ids=str)
 def test_nothing_is_confirmed_where_that_is_not_planned_or_errors_need_it_not(changes: dict[str, Any]) -> None:
     result = run(confirming_plan(**changes), 3, confirming(raises_on_the_device, 1))
     assert all(worker.trial is not None for worker in result.given("Compile"))

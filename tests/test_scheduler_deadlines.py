@@ -19,7 +19,7 @@ from scripted import (
 )
 
 from quarantune.devices.leases import Lease
-from quarantune.sandbox.pool import Event
+from quarantune.sandbox.workforce import Event
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S
 from quarantune.values.trial import Phase, Route
 

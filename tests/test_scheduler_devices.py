@@ -30,8 +30,7 @@ from scripted import (
 
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
-from quarantune.sandbox.pool import Said
-from quarantune.scheduler.loop import Scheduler
+from quarantune.sandbox.workforce import Said
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S
 from quarantune.values import codec
 from quarantune.values.codec import DamageError
@@ -90,7 +89,7 @@ def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Rou
     sandbox = OneOwner(clock, lambda worker: None, is_together=is_together)
     devices = (Device("tpu", f"fake {uuid.uuid4()}"),)
     plan = plan_for(route, slots=1, parked=1, devices=devices)
-    scheduler = Scheduler(sandbox, plan, on_trial=lambda index, trial, log: None, clock=clock)
+    scheduler = plan.scheduler(sandbox, on_trial=lambda index, trial, log: None, clock=clock)
     configs = {index: {"id": index} for index in range(3)}
     scheduler.run(configs)
     assert scheduler.compare(configs).rounds_ms
@@ -296,10 +295,10 @@ def workers_of_two_routes(route: Route, standby: Act = lambda worker: None) -> d
     clock = Clock()
     sandbox = FakeSandbox(clock, act)
     first = plan_for(Route.APART)
-    earlier = Scheduler(sandbox, first, on_trial=on_trial, clock=clock)
+    earlier = first.scheduler(sandbox, on_trial=on_trial, clock=clock)
     left = earlier.run({index: {"id": index} for index in range(3)})
     assert list(left.unfit) == [0, 1, 2]
-    later = Scheduler(sandbox, plan_for(route, devices=first.devices), on_trial=on_trial, clock=clock)
+    later = plan_for(route, devices=first.devices).scheduler(sandbox, on_trial=on_trial, clock=clock)
     later.take_standby_workers(earlier)
     later.run(left.unfit)
     assert [trials[index].outcome for index in range(3)] == ["ok"] * 3
@@ -336,7 +335,7 @@ def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> No
         raise SandboxError("the caller has had enough")
 
     fds = len(os.listdir("/proc/self/fd"))
-    scheduler = Scheduler(FakeSandbox(clock, lambda worker: None), plan, on_trial=on_trial, clock=clock)
+    scheduler = plan.scheduler(FakeSandbox(clock, lambda worker: None), on_trial=on_trial, clock=clock)
     with pytest.raises(SandboxError, match="had enough"):
         scheduler.run({index: {"id": index} for index in range(6)})
     assert len(os.listdir("/proc/self/fd")) == fds

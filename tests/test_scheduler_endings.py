@@ -24,7 +24,7 @@ from scripted import (
 )
 
 from quarantune.host import machine
-from quarantune.sandbox.pool import Event, Said
+from quarantune.sandbox.workforce import Event, Said
 from quarantune.values.trial import Route
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes

@@ -29,8 +29,8 @@ from scripted import (
 from quarantune.devices.leases import Lease
 from quarantune.measure.finals import Final
 from quarantune.sandbox import spool
+from quarantune.scheduler.fastest import Fastest
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.race import Race
 from quarantune.values import codec
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Route, Trial
@@ -56,7 +56,7 @@ def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbo
     tasks, noting = noting_comparisons(act)
     sandbox = FakeSandbox(clock, noting)
     plan = plan_for(Route.APART, **changes)
-    scheduler = Scheduler(sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
+    scheduler = plan.scheduler(sandbox, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
     fds = len(os.listdir("/proc/self/fd"))
     configs: dict[int, Config] = {index: {"id": index} for index in range(count)}
     try:
@@ -150,27 +150,27 @@ class Writing(FakeSandbox):
             spool.write_parts(fds[0], [b"executable", b""])
 
 
-def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Race], Scheduler], act: Act) -> list[bool]:
+def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Fastest], Scheduler], act: Act) -> list[bool]:
     """Returns which of four configs' executables are loaded for the final by the last of some schedulers."""
     clock = Clock()
     tasks, noting = noting_comparisons(act)
-    sandbox, race = Writing(clock, noting), Race()
+    sandbox, fastest = Writing(clock, noting), Fastest()
     configs: dict[int, Config] = {index: {"id": index} for index in range(4)}
-    with contextlib.closing(race):
+    with contextlib.closing(fastest):
         for number, make in enumerate(schedulers):
-            scheduler = make(clock, sandbox, race)
+            scheduler = make(clock, sandbox, fastest)
             scheduler.run(configs if number == 0 else {4: {"id": 4}})
         scheduler.compare(configs)
     return [entry.saved for entry in tasks[0].entries]
 
 
-def one_of(route: Route) -> Callable[[Clock, FakeSandbox, Race], Scheduler]:
-    def make(clock: Clock, sandbox: FakeSandbox, race: Race) -> Scheduler:
+def one_of(route: Route) -> Callable[[Clock, FakeSandbox, Fastest], Scheduler]:
+    def make(clock: Clock, sandbox: FakeSandbox, fastest: Fastest) -> Scheduler:
         def on_trial(index: int, trial: Trial, log: str) -> None:
             assert trial.outcome in (Outcome.OK, Outcome.SLOW)
 
         plan = plan_for(route, target=TARGET if route is Route.APART else None)
-        return Scheduler(sandbox, plan, on_trial=on_trial, clock=clock, race=race)
+        return plan.scheduler(sandbox, on_trial=on_trial, clock=clock, fastest=fastest)
 
     return make
 
@@ -187,12 +187,12 @@ def test_executables_are_loaded_for_the_final_after_an_error_was_confirmed() -> 
 def test_the_final_needs_no_new_worker_after_an_error_was_confirmed() -> None:
     clock = Clock()
     tasks, noting = noting_comparisons(lambda worker: None)
-    sandbox, race = Writing(clock, noting), Race()
+    sandbox, fastest = Writing(clock, noting), Fastest()
     configs: dict[int, Config] = {index: {"id": index} for index in range(3)}
-    with contextlib.closing(race):
-        first = one_of(Route.APART)(clock, sandbox, race)
+    with contextlib.closing(fastest):
+        first = one_of(Route.APART)(clock, sandbox, fastest)
         first.run(configs)
-        last = one_of(Route.TOGETHER)(clock, sandbox, race)
+        last = one_of(Route.TOGETHER)(clock, sandbox, fastest)
         last.run({4: {"id": 4}})
         assert first.has_idle_worker
         before = set(sandbox.workers)
@@ -203,9 +203,9 @@ def test_the_final_needs_no_new_worker_after_an_error_was_confirmed() -> None:
 
 def test_a_worker_that_died_while_another_scheduler_ran_is_not_idle() -> None:
     clock = Clock()
-    sandbox, race = Writing(clock, lambda worker: None), Race()
-    with contextlib.closing(race):
-        first = one_of(Route.APART)(clock, sandbox, race)
+    sandbox, fastest = Writing(clock, lambda worker: None), Fastest()
+    with contextlib.closing(fastest):
+        first = one_of(Route.APART)(clock, sandbox, fastest)
         first.run({index: {"id": index} for index in range(3)})
         assert first.has_idle_worker
         for number in list(sandbox.workers):

@@ -46,7 +46,7 @@ def test_defaults_that_lack_memory_beside_those_that_wait_for_them_run_alone(
             return [(0.1, worker.says("PhaseEntered", "compile")), (10.0, worker.ends())]
         return agrees(worker) if worker.do == "Measure" else None
 
-    plan = plan_for(route, exclusive=exclusive, may_exceed_alone=True, compile_timeout_s=20.0)
+    plan = plan_for(route, exclusive=exclusive, is_share=True, compile_timeout_s=20.0)
     result = run(plan, 12, act, reference=reference, available_memory=lambda: 3 * GB)
     assert result.outcomes == ["ok"] * 12
 
@@ -107,7 +107,7 @@ def test_no_worker_is_refused_its_least_where_the_limit_is_a_share(worker_memory
     def loads(worker: FakeWorker) -> list[Step]:
         return [(0.1, worker.says("PhaseEntered", "compile", held_bytes=3 * GB)), (0.1, worker.ends())]
 
-    assert run(plan_for(Route.TOGETHER, may_exceed_alone=True), 1, loads).outcomes == ["crashed"]
+    assert run(plan_for(Route.TOGETHER, is_share=True), 1, loads).outcomes == ["crashed"]
 
 
 def test_memory_of_the_template_does_not_count_against_a_worker(worker_memory: dict[int, int]) -> None:
@@ -172,7 +172,7 @@ def test_a_config_over_a_default_limit_is_tried_once_more_alone(
                 beside.extend((sandbox._compiling | sandbox._measuring) - {worker.number})
 
     sandbox = FakeSandbox(clock, takes)
-    plan = plan_for(route, exclusive=exclusive, may_exceed_alone=True)
+    plan = plan_for(route, exclusive=exclusive, is_share=True)
     result = run(plan, 6, clock=clock, sandbox=sandbox, available_memory=lambda: free)
     assert result.outcomes == ["ok", end, "ok", "ok", "ok", "ok"]
     assert len(result.given("Compile", 1)) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scripted import ROUTES, FakeWorker, Step, for_config, measured, plan_for, run, when
 
-from quarantune.sandbox.pool import Said
+from quarantune.sandbox.workforce import Said
 from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.scheduler.reference import Reference
 from quarantune.values.trial import Route
@@ -26,7 +26,7 @@ def test_configs_in_the_callers_process_all_run_once_and_the_fastest_goes_on_fir
         told = first_run(worker, run_ms, run_ms, is_disturbed=is_disturbed)
         return [(0.1, worker.says("PhaseEntered", "check")), (0.2, told)]
 
-    plan = plan_for(Route.APART, exclusive=True, measures_here=True, configs_per_worker=1, parked=8)
+    plan = plan_for(Route.COMPILED_APART, configs_per_worker=1, parked=8)
     result = run(plan, 8, when("Measure", act))
     again = [worker.trial for worker in result.given("Measure") if worker.task.checked]
     assert [worker.trial for worker in result.given("Measure") if not worker.task.checked] == list(range(8))
@@ -91,7 +91,7 @@ def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(dist
     assert result.outcomes == ["ok", *["slow" if not disturbed else "ok"] * 7]
     measured_again = [worker.trial for worker in result.given("Measure") if worker.task.checked]
     assert measured_again == ([0] if not disturbed else list(range(8)))
-    noise = next(worker.task.noise for worker in result.given("Measure") if worker.task.checked)
+    noise = next(worker.task.disturbed for worker in result.given("Measure") if worker.task.checked)
     assert sorted(noise) == sorted([(40.0, 40.0), *[(100.0, 50.0)] * disturbed, *[(100.0, 100.0)] * (7 - disturbed)])
 
 

@@ -28,7 +28,7 @@ from scripted import (
 
 from quarantune.devices.leases import Lease
 from quarantune.sandbox import spool
-from quarantune.sandbox.pool import Said
+from quarantune.sandbox.workforce import Said
 from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
 from quarantune.values.codec import DamageError

@@ -24,8 +24,8 @@ from scripted import (
 )
 
 from quarantune.sandbox.messages import Raised
-from quarantune.sandbox.pool import Said
 from quarantune.sandbox.template_messages import Ended
+from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Route
 

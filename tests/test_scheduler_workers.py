@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import signal
 import uuid
@@ -18,8 +17,10 @@ from scripted import (
     FakeSandbox,
     FakeWorker,
     Result,
+    Scenario,
     Step,
     behaves,
+    compiled_only,
     compiles,
     fake_devices,
     for_config,
@@ -30,8 +31,7 @@ from scripted import (
 )
 
 from quarantune.devices.discovery import Device
-from quarantune.sandbox.pool import Said
-from quarantune.scheduler.plan import Plan
+from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import CompileTarget, Outcome, Route
 
@@ -151,8 +151,7 @@ def test_a_measuring_worker_goes_on_after_an_exception_that_a_fresh_one_has_rais
 
 @pytest.mark.parametrize("is_check", [True, False])
 def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
-    plan = plan_for(Route.APART, slots=1, compiles_per_worker=4, compile_only=True, is_check=is_check, target=TARGET)
-    plan = dataclasses.replace(plan, errors_are_final=is_check)
+    plan = compiled_only(is_check=is_check, slots=1, compiles_per_worker=4, target=TARGET, confirms=not is_check)
     result = run(plan, 12, raising(dict.fromkeys((2, 5, 7), "here")))
     left = result.leftovers.unconfirmed
     assert sorted(left) == ([] if is_check else [2, 5, 7])
@@ -160,6 +159,7 @@ def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
     ended |= {index: error.trial.outcome.value for index, error in left.items()}
     assert sorted(index for index, outcome in ended.items() if outcome == "error") == [2, 5, 7]
     assert len(ended) == 12
+    assert all(worker.task.is_check is is_check for worker in result.given("Compile"))
     taken = collections.Counter(worker.number for worker in result.given("Compile"))
     assert sum(taken.values()) == 13, "only the first exception was raised in a used worker, and repeated"
     assert len(taken) == 4
@@ -198,7 +198,7 @@ def test_a_worker_that_goes_on_after_other_failures_is_ended() -> None:
     assert set(numbers) <= set(result.sandbox.killed)
 
 
-def reusing(**changes: Any) -> Plan:
+def reusing(**changes: Any) -> Scenario:
     return plan_for(Route.TOGETHER, **{"compiles_per_worker": 100, "slots": 2, **changes})
 
 
@@ -212,7 +212,7 @@ def workers_of(result: Result, trial: int) -> list[int]:
 
 
 def test_configs_that_are_only_compiled_with_their_device_end_once_each() -> None:
-    result = run(plan_for(Route.TOGETHER, compile_only=True, exclusive=False), 8)
+    result = run(compiled_only(with_device=True), 8)
     assert result.outcomes == ["ok"] * 8
     assert len(result.given("Compile")) == 8
 
@@ -222,7 +222,7 @@ def test_a_worker_with_its_device_compiles_and_measures_many_configs(one_owner: 
     plan = reusing(devices=one_device(one_owner), slots=1 if one_owner else 2)
     result = run(plan, 40)
     assert result.outcomes == ["ok"] * 40
-    assert len({worker.number for worker in result.given("Compile")}) <= (1 if one_owner else plan.parked)
+    assert len({worker.number for worker in result.given("Compile")}) <= (1 if one_owner else plan.numbers.parked)
 
 
 def test_a_worker_with_its_device_takes_no_more_configs_than_it_may() -> None:
@@ -270,7 +270,7 @@ def test_a_config_that_lacked_memory_beside_others_runs_when_no_idle_worker_is_l
         return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.ends(-9))]
 
     sandbox_kills = iter([0, 1, *[1] * 1000])
-    plan = reusing(may_exceed_alone=True, devices=one_device(one_owner), slots=1 if one_owner else 2)
+    plan = reusing(is_share=True, devices=one_device(one_owner), slots=1 if one_owner else 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quarantune.host.machine.oom_kills", lambda: next(sandbox_kills))
         result = run(plan, 8, takes_memory)
@@ -298,7 +298,7 @@ def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> No
         return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.ends(-9))]
 
     sandbox_kills = iter([0, 1, *[1] * 1000])
-    plan = plan_for(Route.APART, slots=2, compiles_per_worker=100, may_exceed_alone=True)
+    plan = plan_for(Route.APART, slots=2, compiles_per_worker=100, is_share=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quarantune.host.machine.oom_kills", lambda: next(sandbox_kills))
         result = run(plan, 6, when("Compile", for_config(1, takes_memory)))

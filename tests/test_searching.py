@@ -18,7 +18,6 @@ from scripted import GB, SLOTS, TARGET, Clock, FakeSandbox, compiles, for_config
 
 from quarantune import settings
 from quarantune.calls.call import space_of
-from quarantune.scheduler.loop import Scheduler
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.tuning.outcome import more_thorough
@@ -77,9 +76,8 @@ def run(source: Growing, route: Route, act: Any = lambda worker: None, **changes
     clock = Clock()
     sandbox = FakeSandbox(clock, act)
     trials: dict[int, Trial] = {}
-    scheduler = Scheduler(
+    scheduler = plan_for(route, **changes).scheduler(
         sandbox,
-        plan_for(route, **changes),
         on_trial=lambda index, trial, log: trials.update({index: trial}),
         source=source,
         clock=clock,
@@ -132,9 +130,8 @@ def test_growing_takes_as_long_as_knowing_all_configs_from_the_start() -> None:
     _, (_, growing_s) = run(Growing(30), Route.APART)
     clock = Clock()
     plan = plan_for(Route.APART)
-    Scheduler(
+    plan.scheduler(
         FakeSandbox(clock, lambda worker: None),
-        plan,
         on_trial=lambda *_: None,
         clock=clock,
         available_memory=lambda: GB,
@@ -628,9 +625,8 @@ def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -
     source = Growing(30)
     clock = Clock()
     act = for_config(4, lambda worker: [(0.1, worker.raises("compile", "unfit", message="it calls back"))])
-    scheduler = Scheduler(
+    scheduler = plan_for(Route.APART, target=TARGET).scheduler(
         FakeSandbox(clock, act),
-        plan_for(Route.APART, target=TARGET),
         on_trial=lambda *_: None,
         source=source,
         clock=clock,
@@ -642,9 +638,8 @@ def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -
     assert leftovers.unfit.keys() == source.pending, "the other route runs them"
     assert source.left, "and asks for the rest"
 
-    together = Scheduler(
+    together = plan_for(Route.TOGETHER).scheduler(
         FakeSandbox(clock, lambda worker: None),
-        plan_for(Route.TOGETHER),
         on_trial=lambda *_: None,
         source=source,
         clock=clock,
@@ -659,9 +654,8 @@ def test_a_search_learns_of_an_error_before_the_device_has_confirmed_it() -> Non
     source = Growing(10)
     clock = Clock()
     act = for_config(2, lambda worker: [(0.1, worker.raises("compile"))])
-    scheduler = Scheduler(
+    scheduler = plan_for(Route.APART, target=TARGET, confirms=True).scheduler(
         FakeSandbox(clock, act),
-        plan_for(Route.APART, target=TARGET, errors_are_final=False),
         on_trial=lambda *_: None,
         source=source,
         clock=clock,

@@ -18,10 +18,10 @@ from quarantune.calls.key import keyed_to_tune
 from quarantune.engine.place import place_of
 from quarantune.sweep import sweep
 from quarantune.sweep.ledger import Ledger
-from quarantune.sweep.limits import Isolation
 from quarantune.sweep.request import SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject
+from quarantune.values.settings import Isolation
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Trial
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -35,7 +34,7 @@ from quarantune.values.codec import text_of
 from quarantune.values.configs import MOST_CONFIGS, Config, MadeConfigs, checked_config, configs_made_by, format_config
 from quarantune.values.settings import Options
 from quarantune.values.space import expand
-from quarantune.values.trial import ESTIMATED, Searched, Trial, pruned_trial
+from quarantune.values.trial import ESTIMATED, Findings, Searched, Trial, pruned_trial
 
 
 def compile_check(
@@ -175,7 +174,7 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
         return None
     described = keyed_to_tune(call, report.target)
     searched = Searched(ESTIMATED, len(report.compiled), call.configs.size)
-    findings = findings_now(call, math.nan, report.trials, searched)
+    findings = findings_now(call, Findings(), report.trials, searched)
     entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
     entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
     open_store(environment.current()).put(*described.id, entry, prefer=more_thorough)

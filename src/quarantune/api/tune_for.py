@@ -25,7 +25,7 @@ from quarantune.values import settings as environment
 from quarantune.values.codec import JsonObject, equal, text_of
 from quarantune.values.settings import EXHAUSTIVE
 from quarantune.values.texts import call_text, shown
-from quarantune.values.trial import Outcome, Trial, TuningFailedError
+from quarantune.values.trial import Findings, Outcome, Trial, TuningFailedError
 
 TOTAL, WORST = "total", "worst"
 
@@ -78,8 +78,8 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
 
     best, default = min(usable, key=score), results[0].default_config
     default_ms = next((trial.time_ms for trial in usable if equal(trial.config, default)), None)
-    findings = findings_now(first.call, best.time_ms or math.nan, trials, results[0].findings.search)
-    findings = dataclasses.replace(findings, default_time_ms=default_ms)
+    compared = Findings(best.time_ms or math.nan, default_ms)
+    findings = findings_now(first.call, compared, trials, results[0].findings.search)
     shares = tuple(map(CallShare, labels, many, times_ms(best), best_ms))
     result = dataclasses.replace(call_result(first, best.config, findings, trials), calls=shares, by=by)
     if not now.settings.disable_cache:

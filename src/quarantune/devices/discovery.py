@@ -293,6 +293,7 @@ def _probe(_: tuple[str | None, ...]) -> tuple[CompileTarget, ...]:
     """
     # Not needed where JAX's backends are initialised, as they usually are.
     from quarantune.sandbox import messages, pool
+    from quarantune.sandbox.workforce import Said
 
     with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
         sandbox.open(load_timeout_s=None)
@@ -301,7 +302,7 @@ def _probe(_: tuple[str | None, ...]) -> tuple[CompileTarget, ...]:
         reply: messages.Reply | None = None
         while (left_s := deadline - time.monotonic()) > 0:
             for event in sandbox.poll(left_s):
-                if isinstance(event, pool.Said):
+                if isinstance(event, Said):
                     with contextlib.suppress(codec.DamageError):
                         reply = codec.decode(event.message, *messages.REPLIES)
                 elif event.number == number:

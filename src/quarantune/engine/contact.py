@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 from quarantune.host import machine
-from quarantune.sandbox.pool import Said
+from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError, JsonObject, Record, decode_json
 
 _LOOPBACK = "127.0.0.1"

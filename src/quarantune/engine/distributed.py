@@ -18,12 +18,11 @@ from quarantune.engine.shards import Shard, Shards, Silence
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
 from quarantune.scheduler.plan import NOTHING_MORE, Proof
-from quarantune.sweep.limits import Isolation
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
-from quarantune.values.settings import AUTO
+from quarantune.values.settings import AUTO, Isolation
 from quarantune.values.trial import UNTUNED, EngineError, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -47,7 +46,7 @@ def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
     problem, source, is_check = request.problem, request.source, request.target is not None
     executor, isolation = request.settings.executor, request.settings.isolation
     assert executor is not None
-    if not request.options.is_by_time and not (request.compile_only or is_check):
+    if request.runs and not request.options.is_by_time:
         raise ValueError(f"{problem.name}: with executor=, time is the only objective: leave out one of them")
     if isolation not in (AUTO, Isolation.PROCESS.value):
         raise ValueError(
@@ -62,7 +61,7 @@ def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
         packed,
         dict(configs) | {index: trial.config for index, trial in measured.items()},
         request,
-        Proof(comparison(problem, call, request.options, is_check=is_check)),
+        Proof(comparison(request, call)),
         check=(lambda: None) if whole is None else whole.check,
     )
     is_small = whole is not None or len(configs) <= shards.LEAST

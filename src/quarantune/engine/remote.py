@@ -36,8 +36,8 @@ from quarantune.values import settings as environment
 from quarantune.values.codec import DamageError, JsonObject, Record, as_json, one_of
 from quarantune.values.configs import Config
 from quarantune.values.describe import versions
-from quarantune.values.settings import TIME, Options
-from quarantune.values.trial import END, READY, EngineError, Outcome, Phase, ReferenceFailedError, Samples, Trial
+from quarantune.values.settings import Options
+from quarantune.values.trial import END, READY, TIME, EngineError, Outcome, Phase, ReferenceFailedError, Samples, Trial
 
 DONE, STOPPED, LATE, REFUSED, FAILED = "done", "stopped", "late", "refused", "failed"
 """How a shard ends on its machine."""

@@ -7,17 +7,16 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from quarantune.host.waits import RunTime, fastest
 from quarantune.measure.model import ALL_DISTURBED, ENOUGH, FEW, LONG_RUN_MS, MARGINS, cautious_share, standard_error
+from quarantune.measure.objective import Objective, scored_rounds
 from quarantune.values.codec import is_plausible_ms
-from quarantune.values.configs import Config, as_given
-from quarantune.values.settings import TIME
-from quarantune.values.trial import UNTUNED, Outcome, Trial
+from quarantune.values.trial import TIME, UNTUNED, Outcome, Trial
 
-Objective: TypeAlias = str | Callable[[Trial], float]
-"""The author's objective: `time`, `energy`, or the number that a function makes of a trial; the smaller the better."""
+_T = TypeVar("_T")
+_Rows: TypeAlias = Sequence[Sequence[Any]]
 
 FINALISTS = 4
 MOST_FINALISTS = 8
@@ -103,14 +102,14 @@ def _noise(trials: Mapping[int, Trial]) -> float:
     return statistics.median(shares) if shares else 1.0
 
 
-def with_same_program(rounds: Mapping[int, Sequence[float]], trials: Mapping[int, Trial]) -> dict[int, Sequence[float]]:
+def with_same_program(rounds: Mapping[int, _T], trials: Mapping[int, Trial]) -> dict[int, _T]:
     """Returns the rounds of a final, also for the configs whose program another config ran in it.
 
     Args:
-        rounds: each finalist's samples, by index.
+        rounds: each finalist's samples, or what was observed of it, by index.
         trials: the trials that may win, by index, as before the final.
     """
-    timed = {_program(index, trials): samples_ms for index, samples_ms in rounds.items()}
+    timed = {_program(index, trials): each for index, each in rounds.items() if index in trials}
     return {index: timed[program] for index in trials if (program := _program(index, trials)) in timed}
 
 
@@ -132,28 +131,39 @@ class Final:
             was clearly behind may have fewer rounds.
         warm_ms: the same with warm device caches, of the configs that the other rounds cannot tell apart; empty where
             that was not needed, or without a device clock.
-        energy_mj: the energy of one run of each, round by round, in millijoules; empty where it was not measured.
+        observed: what observers have measured of one run of each, round by round; empty without any.
         objective: the author's objective, by which the rounds are decided.
     """
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     warm_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
-    energy_mj: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+    observed: Mapping[int, Sequence[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
     objective: Objective = TIME
 
     @classmethod
     def of(
-        cls, finalists: Iterable[int], rounds_ms: Sequence[Sequence[float]], warm_ms: Sequence[Sequence[float]]
+        cls, finalists: Iterable[int], rounds_ms: _Rows, warm_ms: _Rows, observed: _Rows = (), **fields: Any
     ) -> Final:
-        """Returns the final of some finalists, from their samples in the same order; those of `warm_ms` may be empty.
+        """Returns the final of some finalists.
+
+        Args:
+            finalists: their indices.
+            rounds_ms: the samples of each, in the same order.
+            warm_ms: the samples of each with warm caches, which may be empty.
+            observed: for each of a few rounds, the figures of observers for each; empty without any.
+            **fields: further fields.
 
         Raises:
             ValueError: these are not the rounds of one final.
         """
         indices = list(finalists)
+        if len({frozenset(figures) for each in observed for figures in each}) > 1:
+            raise ValueError("not all have the same figures")
         return cls(
             dict(zip(indices, rounds_ms, strict=True)),
             {index: samples_ms for index, samples_ms in zip(indices, warm_ms, strict=True) if samples_ms},
+            dict(zip(indices, zip(*observed, strict=True), strict=True)) if observed else {},
+            **fields,
         )
 
     def __post_init__(self) -> None:
@@ -245,13 +255,10 @@ def conclude(
     }
     may_win = usable.keys() if untuned_wins else usable.keys() - {UNTUNED}
     fastest = min(may_win, key=lambda index: usable[index].merit or 0.0)
-    timed, warm, energy_mj = (
-        {index: rounds[index] for index in rounds.keys() & usable.keys()}
-        for rounds in (final.rounds_ms, final.warm_ms, final.energy_mj)
-    )
-    rounds = with_same_program(timed or {fastest: usable[fastest].samples_ms}, usable)
+    timed, warm = with_same_program(final.rounds_ms, usable), with_same_program(final.warm_ms, usable)
+    rounds = timed or with_same_program({fastest: usable[fastest].samples_ms}, usable)
     settled, figures = dict(trials), dict(rounds)
-    spent = with_same_program(energy_mj, usable)
+    seen = with_same_program(final.observed, usable)
     for index, samples_ms in rounds.items():
         settled[index] = dataclasses.replace(
             trials[index],
@@ -261,22 +268,11 @@ def conclude(
             message=_message(trials[index]),
         )
         if usable[index].score is not None:
-            settled[index], figures[index] = _with_rounds(settled[index], spent.get(index, ()), final.objective)
+            settled[index], figures[index] = scored_rounds(settled[index], seen.get(index, ()), final.objective)
             warm = {}
     racing = {index: each for index, each in figures.items() if index in may_win}
     racing = racing or {fastest: [usable[fastest].merit or 0.0]}
-    return settled, decide(racing, default=default, warm=with_same_program(warm, usable))
-
-
-def _with_rounds(trial: Trial, rounds_mj: Sequence[float], by: Objective) -> tuple[Trial, Sequence[float]]:
-    """Returns a finalist with its energy and its score, and the score of each round that has one."""
-    energy_mj = statistics.median(rounds_mj) if rounds_mj else trial.energy_mj
-    each_mj: Sequence[float | None] = rounds_mj or [energy_mj] * len(trial.samples_ms)
-    times_ms = [trial.time_ms] * len(rounds_mj) or trial.samples_ms
-    pairs = zip(times_ms, each_mj, strict=True)
-    each = [scored(dataclasses.replace(trial, time_ms=ms, own_ms=ms, energy_mj=mj), by).score for ms, mj in pairs]
-    scores = [one for one in each if one is not None] or [trial.merit or 0.0]
-    return dataclasses.replace(trial, energy_mj=energy_mj, score=statistics.median(scores)), scores
+    return settled, decide(racing, default=default, warm=warm)
 
 
 def _message(trial: Trial) -> str:
@@ -322,40 +318,7 @@ def _ratio(ours: float, theirs: float) -> float:
     """Returns how many times as large as ours theirs is; a score that is not positive has 1 and their distance."""
     if ours > 0:
         return theirs / ours
-    return 1.0 if ours == theirs else 1.0 + (theirs - ours) / abs(ours) if ours else math.inf
-
-
-# --- scores ---
-
-
-def scored(trial: Trial, objective: Objective) -> Trial:
-    """Returns a trial with its score; it is an error if the objective makes no finite number of it."""
-    is_by_time = not callable(objective) and objective == TIME
-    if is_by_time or not trial.is_usable:  # it was only compiled
-        return trial
-    try:
-        given = dataclasses.replace(trial, config=as_given(trial.config))
-        found: Any = objective(given) if callable(objective) else trial.energy_mj
-        if abs(score := float(found)) < 1e308:
-            return dataclasses.replace(trial, score=score)
-        message = f"objective returned {score}, which is not finite"
-    except Exception as error:
-        message = f"objective made no number of this trial: {type(error).__name__}: {error}"
-    return dataclasses.replace(trial, outcome=Outcome.ERROR, message=message, time_ms=None, own_ms=None, samples_ms=())
-
-
-def needs_energy(objective: Objective, config: Config) -> bool:
-    """Returns whether an objective makes a number of a made-up trial with an energy only.
-
-    Args:
-        objective: the objective.
-        config: the config of that trial.
-    """
-    times = {"time_ms": 1.0, "own_ms": 1.0, "samples_ms": [1.0], "compile_s": 1.0, "energy_mj": 1.0, "watts": 1.0}
-    figures = {"peak_memory_bytes": 1024, "figures": {"argument_bytes": 8, "output_bytes": 8, "temporary_bytes": 8}}
-    trial = dataclasses.replace(Trial.from_json({"config": {}, "outcome": "ok", **times, **figures}), config=config)
-    both = [scored(each, objective) for each in (trial, dataclasses.replace(trial, energy_mj=None, watts=None))]
-    return [each.outcome is Outcome.OK for each in both] == [True, False]
+    return 1.0 if ours == theirs else 1.0 + (theirs - ours) / abs(ours) if ours else math.copysign(math.inf, theirs)
 
 
 # --- the rounds of the final ---

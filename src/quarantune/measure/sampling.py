@@ -43,7 +43,7 @@ _WAITED = 0.05
 _FEWEST_RUNS = 2
 """Runs that must agree in any case."""
 _MOST_RUNS = 200
-"""How many of the latest samples describe the noise."""
+"""How many of the latest samples describe the disturbance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Sampled:
 
 
 @dataclasses.dataclass
-class Noise:
+class Disturbance:
     """How much other processes disturb runs here, by the latest samples.
 
     Every config is its own reference: its samples should be equal, and where they are not, the machine was busy.
@@ -134,7 +134,7 @@ def measure(
     before_ms: float | None = None,
     last_ms: float | None = None,
     is_exact: bool = False,
-    noise: Noise | None = None,
+    disturbance: Disturbance | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Sampled:
     """Takes samples until they are steady, or rule the config out.
@@ -155,8 +155,8 @@ def measure(
             have been cold.
         last_ms: the same, cold or not; None where it is not known.
         is_exact: whether samples are free of the effects of other processes.
-        noise: how much other processes disturb runs here, which decides how many slow runs rule a config out where the
-            clock is not exact; None for no disturbance.
+        disturbance: how much other processes disturb runs here, which decides how many slow runs rule a config out if
+            the clock is not exact; None for none.
         clock: seconds.
 
     Returns:
@@ -165,7 +165,7 @@ def measure(
     Raises:
         ValueError: no plausible sample was taken.
     """
-    started_s, best_ms, noise = clock(), best_median_ms or math.inf, None if is_exact else noise
+    started_s, best_ms, disturbance = clock(), best_median_ms or math.inf, None if is_exact else disturbance
     limit_ms = math.inf if best_median_ms is None else margin * best_median_ms
     # A long warm run before the samples counts, too.
     before = [RunTime.exactly(before_ms)] if before_ms is not None and before_ms > LONG_RUN_MS else []
@@ -174,7 +174,9 @@ def measure(
         return [sample for sample in take(count) if is_plausible_ms(sample.whole)] if count else []
 
     def runs_needed(least_ms: float) -> int:
-        return 1 if noise is None else noise.runs_needed(least_ms, best_ms, [sample.cpu for sample in samples])
+        return (
+            1 if disturbance is None else disturbance.runs_needed(least_ms, best_ms, [sample.cpu for sample in samples])
+        )
 
     samples = more(1)
     if not before:
@@ -225,30 +227,30 @@ def is_unreliable(samples_ms: Sequence[float], cpu_ms: Sequence[float]) -> bool:
     return waited.count(False) < min(2, len(waited))
 
 
-def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, noise: Noise) -> bool:
+def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, disturbance: Disturbance) -> bool:
     """Returns whether a config's first run rules it out.
 
     Args:
         first_ms: the time of that run without its waits.
         fastest_ms: the time of the fastest config.
         fastest_first_ms: the time of the fastest first run; where it is short, most of it may be the cold start.
-        noise: how much other processes disturb runs here.
+        disturbance: how much other processes disturb runs here.
     """
-    if noise.runs_needed(first_ms, fastest_ms) > _FEWEST_RUNS:
+    if disturbance.runs_needed(first_ms, fastest_ms) > _FEWEST_RUNS:
         return False
-    cold = max(_COLD, (1 + STRAY) * noise.first_run)
+    cold = max(_COLD, (1 + STRAY) * disturbance.first_run)
     is_long = first_ms > _ALONE_MS and first_ms > MARGINS["wall"] * fastest_first_ms
     return first_ms > (cold * fastest_ms if is_long else 2 * cold * fastest_first_ms)
 
 
-def longest_first_run(fastest_ms: float, *, noise: Noise) -> float:
+def longest_first_run(fastest_ms: float, *, disturbance: Disturbance) -> float:
     """Returns how long a first run may take, without waits, before it rules its config out.
 
     As many consecutive runs as must agree would all have been hopeless in that time.
 
     Args:
         fastest_ms: the time of the fastest config, or of its first run.
-        noise: how much other processes disturb runs here.
+        disturbance: how much other processes disturb runs here.
     """
-    hopeless_ms = max(_COLD, (1 + STRAY) * noise.first_run) * max(fastest_ms, _ALONE_MS)
-    return hopeless_ms * noise.runs_needed(hopeless_ms, fastest_ms)
+    hopeless_ms = max(_COLD, (1 + STRAY) * disturbance.first_run) * max(fastest_ms, _ALONE_MS)
+    return hopeless_ms * disturbance.runs_needed(hopeless_ms, fastest_ms)

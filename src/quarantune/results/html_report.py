@@ -22,7 +22,7 @@ from quarantune.results.report_data import ResultData
 from quarantune.values.codec import JsonObject, as_json, canonical_json, is_number, text_of
 from quarantune.values.configs import Config, format_config, format_value
 from quarantune.values.texts import call_size, call_text, printable
-from quarantune.values.trial import NO_FIGURES, Outcome, Trial, interval_text
+from quarantune.values.trial import NO_FIGURES, TIME, Outcome, Trial, interval_text, ranked_by
 
 _SCRIPTS = [
     *("base", "model", "summary", "finals", "pareto", "progress"),
@@ -150,6 +150,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
     final = {text_of(trial.config): trial for trial in result.finalists if trial.samples_ms}
     finalists = {places[text] for text in final.keys() & places.keys()}
     own = None if result.default_config is None else text_of(result.default_config)
+    is_by_time = ranked_by(result.findings) == TIME
     label = call_text(data.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     return {
@@ -165,8 +166,8 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "default": None if own is None else places.get(own),
         "defaultMs": _rounded(result.default_time_ms),
         "defaultsWin": own == text_of(result.best_config),
-        "compared": result.findings.compared if result.score is None else result.findings.text(),
-        "interval": interval_text(result.speedup_interval if result.score is None else None),
+        "compared": result.findings.compared if is_by_time else result.findings.text(),
+        "interval": interval_text(result.speedup_interval if is_by_time else None),
         "tie": _places(result.tie, places),
         "finalists": [
             [places.get(text), _label(format_config(trial.config)), text == own, _samples(trial)]
@@ -181,6 +182,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "note": printable(" ".join(notes)),
         "peaks": _peaks(data),
         "pareto": _places([trial.config for trial in result.pareto()], places),
+        "figures": [[name, *about] for name, (*about, _) in report.beside_time(trials).items()],
         "tunables": (columns := _columns(trials))[0],
         "trials": _encoded(trials, columns[1], texts, samples_left, finalists),
     }
@@ -262,7 +264,7 @@ def _encoded(
         "samples": _kept_samples(trials, samples_left, finalists),
         "ended": ended_s,
         "paused": paused_s,
-    } | {name: [_rounded(getattr(trial, name)) for trial in trials] for name in report.scored_by(trials)}
+    } | {name: list(map(_rounded, values)) for name, (_, _, values) in report.beside_time(trials).items()}
 
 
 def _kept_samples(trials: Sequence[Trial], samples_left: int, finalists: set[int]) -> list[list[float | None]]:

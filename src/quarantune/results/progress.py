@@ -260,9 +260,8 @@ class Progress:
             return ""
         best = min(timed, key=lambda trial: trial.figure or 0.0)
         default = next((it for it in timed if equal(it.config, self.default)), None)
-        found = Findings(best.time_ms or 0.0, default.time_ms if default else self._default_ms)
-        told = found.with_score(best, default).text()
-        return f"best {format_config(best.config)}, {told}"
+        found = Findings.of(best, default, **({} if default else {"default_time_ms": self._default_ms}))
+        return f"best {format_config(best.config)}, {found.text()}"
 
     def _tried(self) -> str:
         of = f" of {self.total:,}" if self.total > len(self._trials) and not self._is_bound else ""

@@ -177,7 +177,7 @@ def replay(
 
 
 def _figure(trial: Trial) -> float:
-    """Returns the figure of a trial that is ok, less being better, which a score may make 0 or less; else infinity."""
+    """Returns the figure of a trial that is ok, less being better, which may be 0 or less; else infinity."""
     return math.inf if trial.outcome is not Outcome.OK or trial.merit is None else trial.merit
 
 

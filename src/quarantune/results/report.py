@@ -13,18 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.measure import finals
+from quarantune.measure import finals, observers
 from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
 from quarantune.values.configs import Config, ConfigValue, format_config, format_value
 from quarantune.values.texts import cut, printable, shown
 from quarantune.values.trial import (
+    ENERGY,
     NO_FIGURES,
+    TIME,
     Outcome,
     Trial,
     TuningFailedError,
     count_outcomes,
     interval_text,
+    ranked_by,
     ratio_text,
 )
 
@@ -49,8 +52,6 @@ _WHY = {
     "total": "has the least total time over the calls below",
     "worst": "is the one that is never far behind the best for each of the calls below",
 }
-_SCORED = {"energy_mj": "mJ", "watts": "W", "score": "objective"}
-"""The headings of columns that there are only where the objective is not time."""
 
 
 def table(
@@ -104,7 +105,7 @@ def by_time(result: PlainResult) -> list[Trial]:
     outcomes = list(Outcome)
 
     def rank(trial: Trial) -> tuple[bool, bool, bool, float, int]:
-        figure = shown_ms(trial) if trial.score is None else trial.score
+        figure = shown_ms(trial) if ranked_by(trial) == TIME else trial.figure
         is_other, place = not result.is_finalist(trial), outcomes.index(trial.outcome) if figure is None else 0
         return (not result.is_best(trial), figure is None, is_other, figure or 0.0, place)
 
@@ -119,7 +120,7 @@ def shown_ms(trial: Trial) -> float | None:
 def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, moved_bytes: float | None) -> Figures:
     """Returns the table's columns of numbers, by their headings; device memory has one where it differs."""
     figures = {"ms": [_time_text(trial) for trial in trials]}
-    figures |= {_SCORED[name]: [_number(getattr(trial, name)) for trial in trials] for name in scored_by(trials)}
+    figures |= {heading: list(map(_number, values)) for heading, _, values in beside_time(trials).values()}
     if result.default_time_ms is not None or result.default_config is not None:
         figures["speed-up"] = [_speedup_text(trial, result) for trial in trials]
     if any(trial.compile_s is not None for trial in trials):
@@ -153,10 +154,13 @@ def _numbers(values: Sequence[float | None], unit: float = 1, form: str = ".4g")
     return [_number(value, unit, form) for value in values] if any(values) else []
 
 
-def scored_by(trials: Sequence[Trial]) -> list[str]:
-    """Returns the names of the figures beside time that some trial has; a score that is an energy counts once."""
-    found = {name: {getattr(trial, name) for trial in trials} - {None} for name in _SCORED}
-    return [name for name in found if found[name] and (name != "score" or found[name] != found["energy_mj"])]
+def beside_time(trials: Sequence[Trial]) -> dict[str, tuple[str, str, list[float | None]]]:
+    """Returns figures beside time that some trial has: by name a heading, a sentence, and a value for each trial."""
+    about = dict(figure for name in observers.OBSERVERS for figure in observers.named(name).FIELDS.items())
+    if any(ranked_by(trial) not in (TIME, ENERGY) for trial in trials):  # a score that is an energy counts once
+        about["score"] = "objective", "the value of the author's objective"
+    columns = {name: [getattr(trial, name, trial.observed.get(name)) for trial in trials] for name in about}
+    return {name: (*about[name], values) for name, values in columns.items() if values.count(None) < len(values)}
 
 
 def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
@@ -328,10 +332,9 @@ def why_best(trials: Sequence[Trial], result: PlainResult) -> str:
         return "is the only config that was measured to the end"
     following, index = timed[0]
     other = format_config(trials[index].config)
-    if best.score is not None:
-        what = "energy" if best.score == best.energy_mj else "objective"
+    if (what := ranked_by(best)) != TIME:
         alike = f"ties with {_named(result.tie)} (=) in its {what}" if result.tie else f"has the lowest {what}"
-        return f"{alike}: {best.score:.4g}, where {other} has {following:.4g}"
+        return f"{alike}: {best.figure:.4g}, where {other} has {following:.4g}"
     is_fastest = best.time_ms <= following
     if result.tie:
         level = f"is as fast as {_named(result.tie)} (=) as far as the noise tells"
@@ -356,15 +359,14 @@ Row: TypeAlias = dict[str, Any]
 
 
 def to_dicts(result: PlainResult) -> list[Row]:
-    """Returns a flat dict for each trial; all have the same keys, those of energy and scores only where some has them.
+    """Returns a flat dict for each trial; all have the same keys, also figures beside time that only some have.
 
     Args:
         result: the result with the trials.
     """
     trials = result.trials
-    parts = [_fields(trial, result) for trial in trials]
-    for name in scored_by(trials):
-        parts = [part | {name: getattr(trial, name)} for part, trial in zip(parts, trials, strict=True)]
+    beside = {name: values for name, (_, _, values) in beside_time(trials).items()}
+    parts = [_fields(trial, result) | {name: beside[name][at] for name in beside} for at, trial in enumerate(trials)]
     own = parts[0].keys() if parts else frozenset()
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
     columns = {name: f"config.{name}" if name in own else name for name in names}

@@ -18,11 +18,10 @@ from quarantune.values.trial import (
     ClockName,
     CompilerFigures,
     CompileTarget,
-    Millijoules,
     Milliseconds,
+    Observed,
     Phase,
     Samples,
-    Watts,
 )
 
 EncodedConfig: TypeAlias = Mapping[str, Any]
@@ -93,7 +92,6 @@ class Compile(Task):
     Attributes:
         config: the config.
         target: the device to compile for; None for the worker's own.
-        must_save: whether a program that cannot be saved is a failure.
         as_data: whether the executable is for the caller, who runs no code of a worker to load it.
         is_check: whether the only purpose is to find out if the config compiles, perhaps for a device that is not here.
         shows_program: whether the traced program is told, in `Traced`.
@@ -102,7 +100,6 @@ class Compile(Task):
 
     config: EncodedConfig
     target: CompileTarget | None = None
-    must_save: bool = False
     as_data: bool = False
     is_check: bool = False
     shows_program: bool = False
@@ -133,7 +130,7 @@ class Measure(Task):
         pause: whether the worker stops after an informative first run, with `FirstRun`.
         stop_ms: such a run is ended after so many milliseconds without waits; None for no limit.
         best_median_ms: the time of the fastest config so far; None where there is none.
-        noise: the latest samples of the sweep, each with the fastest of its config, in milliseconds.
+        disturbed: the latest samples of the sweep, each with the fastest of its config, in milliseconds.
         references: the number of outputs to compare with.
         standard: the position of the output that is right; None where that is not known.
         keeps: whether an output that differs from all of them is kept.
@@ -145,7 +142,7 @@ class Measure(Task):
     pause: bool = False
     stop_ms: float | None = None
     best_median_ms: float | None = None
-    noise: tuple[tuple[float, ...], ...] = ()
+    disturbed: tuple[tuple[float, ...], ...] = ()
     references: int = 0
     standard: int | None = None
     keeps: bool = False
@@ -327,8 +324,7 @@ class Measurement:
         ranking_ms: the time that finalists are chosen by.
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
-        energy_mj: millijoules of one run; None where they were not measured.
-        watts: the power meanwhile.
+        observed: the figures of observers.
     """
 
     samples_ms: Samples
@@ -336,8 +332,7 @@ class Measurement:
     ranking_ms: Milliseconds
     is_slow: bool
     clock: ClockName
-    energy_mj: Millijoules | None = None
-    watts: Watts | None = None
+    observed: Observed = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -365,12 +360,12 @@ class Compared(Reply):
     Attributes:
         rounds_ms: the samples of each, in milliseconds.
         warm_ms: the same with warm caches; empty for those that are far behind.
-        energy_mj: for each round, the energy of one run of each, in millijoules; empty where it was not measured.
+        observed: for each round, the figures of observers for each; empty without any.
     """
 
     rounds_ms: tuple[Samples, ...]
     warm_ms: tuple[tuple[Milliseconds, ...], ...]
-    energy_mj: tuple[tuple[Millijoules, ...], ...] = ()
+    observed: tuple[tuple[Observed, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK, Stops
@@ -33,6 +32,7 @@ from quarantune.sandbox.template_messages import (
     was_killed,
 )
 from quarantune.sandbox.wire import Connection, WireClosedError
+from quarantune.sandbox.workforce import Event, Said
 from quarantune.values import codec
 from quarantune.values.codec import DamageError, JsonObject
 from quarantune.values.trial import Outcome, SandboxError
@@ -50,22 +50,6 @@ _LOAD_POLL_S = 0.05
 _SEND_WAIT_S = 5.0
 """The longest wait for a template to read an order: it forks one worker after another."""
 _CLOSE_WAIT_S = 0.7
-
-
-@dataclasses.dataclass(frozen=True)
-class Said:
-    """A worker sent a message, or something that is none.
-
-    Attributes:
-        number: the worker.
-        message: the message's frame, not yet decoded; or the damage, after which nothing more is read from the worker.
-    """
-
-    number: int
-    message: JsonObject | DamageError
-
-
-Event: TypeAlias = Said | Ended
 
 
 class LoadError(Exception):

@@ -1,12 +1,12 @@
-"""Decides when a further config may be compiled, and when compiling and measuring alternate in bursts."""
+"""Decides when a further config may be compiled, and when a device may measure."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
-from quarantune.scheduler.run import Run
-from quarantune.scheduler.steps import RouteSteps
-from quarantune.scheduler.workers import DeviceState, WorkerState
+from quarantune.scheduler.run_state import RunState
+from quarantune.scheduler.workers import DeviceState, Job, WorkerState
 
 _PARKED_S = 5.0
 """Seconds that a compiled config may wait for those before it: a config with a result is not lost with the sweep."""
@@ -19,64 +19,54 @@ _MAX_READY = 64
 """Executables that wait to be measured; each holds a descriptor."""
 
 
-class Bursts:
-    """Admits configs to be compiled and to be measured."""
+class Admission:
+    """Admits configs to be compiled and to be measured; what all routes share."""
 
-    def __init__(self, run: Run, route: RouteSteps) -> None:
+    def __init__(self, run: RunState, waiting: Callable[[], int], may_begin: Callable[[Job], bool]) -> None:
+        """Sets up the admission.
+
+        Args:
+            run: the run.
+            waiting: returns how many configs wait, compiled, for a device.
+            may_begin: returns whether there is a worker for a job, or one may be started.
+        """
         self._run = run
-        self._route = route
-        self._waiting_since: float | None = None
-        self._is_measuring = False
+        self._waiting = waiting
+        self._may_begin = may_begin
 
     def update(self) -> None:
-        """Where compiling and measuring alternate, decides which of the two may go on."""
-        run = self._run
-        if not run.plan.exclusive:
-            return
-        if run.jobs.default_is_pending():
-            self._is_measuring = False
-            self._make_way()
-            return
-        waiting = self._route.waiting()
-        if not waiting:
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = run.clock()
-        if self._is_measuring:
-            self._is_measuring = bool(waiting) or run.workers.measuring() > 0
-        elif waiting and not run.workers.compiling():
-            self._is_measuring = not (self.has_room() and self._is_any_pending())
+        """Decides what may go on; called before anything starts."""
 
-    def _make_way(self) -> None:
-        """Ends workers that wait for the defaults where these must run alone; their configs are compiled again."""
-        jobs = self._run.jobs
-        for worker in self._run.workers.in_state(WorkerState.PARKED) if jobs.pending[0].is_alone else ():
-            if worker.job is not None:
-                jobs.release_same_program(worker.job)
-                jobs.pending.append(worker.job)
-            self._run.workers.retire(worker)
+    def order(self) -> None:
+        """Orders the configs that wait to be compiled."""
 
     def may_compile(self) -> bool:
         """Whether one more config may begin to compile now."""
         run, pending, workers = self._run, self._run.jobs.pending, self._run.workers
-        if self._is_measuring or not run.devices or workers.compiling() >= run.plan.slots:
+        if not run.devices or workers.compiling() >= run.numbers.slots or not self._is_open():
             return False
-        if (run.plan.exclusive and run.reference.is_coming) or not self._is_any_pending():
-            return False
-        if not self._route.may_begin(pending[0]):
+        if not self._is_any_pending() or not self._may_begin(pending[0]):
             return False
         is_awaited = run.jobs.default_is_pending() and run.jobs.may_be_compared(pending[0])
-        if not is_awaited and (run.scarcity.is_full or (run.scarcity.most == 1 and run.jobs.ready)):
+        if not is_awaited and (run.worker_count.is_full or (run.worker_count.most == 1 and run.jobs.ready)):
             return False
         if self._suspect_runs() or (pending[0].was_lost and (workers.compiling() or workers.measuring())):
             return False
-        if not run.plan.exclusive and self._suspect_waits():
-            return False
         if self._runs_alone() or (pending[0].is_alone and not self._is_quiet()):
             return False
-        if run.plan.exclusive:
-            return not workers.measuring() and self.has_room()
-        return len(run.jobs.ready) < _MAX_READY or run.jobs.default_is_pending()
+        return self._has_place()
+
+    def _is_open(self) -> bool:
+        """Returns whether configs may be compiled at all now."""
+        raise NotImplementedError
+
+    def _has_place(self) -> bool:
+        """Returns whether the next config, once it is compiled, has a place to wait."""
+        raise NotImplementedError
+
+    def _wanted(self) -> int:
+        """Returns how many configs the source is asked for now."""
+        raise NotImplementedError
 
     def _is_any_pending(self) -> bool:
         """Returns whether a config is pending; the source is asked once one could begin now.
@@ -84,48 +74,22 @@ class Bursts:
         The later a search is asked, the more trials it has learnt from. Within a burst of compiling there are no new
         trials, so that a whole burst is asked at once.
         """
-        run = self._run
-        if run.jobs.pending or not run.jobs.may_grow:
-            return bool(run.jobs.pending)
-        compiling = run.workers.compiling()
-        parked = run.plan.parked
-        if not run.plan.exclusive:
-            # Many configs compile in the time that a worker takes to initialise its device, or `ref_fn` to run; no slot
-            # idles until then, nor while those configs are measured.
-            is_early = run.reference.is_coming or not run.workers.in_state(WorkerState.IDLE, WorkerState.MEASURING)
-            parked = max(parked, (2 if is_early else 1) * run.plan.slots)
-        room = parked - self._route.waiting() - (compiling if run.plan.exclusive else 0)
-        if room <= 0 or (run.plan.exclusive and (run.workers.measuring() or not self.has_room())):
-            return False
-        return run.jobs.refill(room if run.plan.exclusive else max(_ASKED_AT_ONCE, run.plan.slots - compiling))
+        jobs = self._run.jobs
+        if jobs.pending or not jobs.may_grow:
+            return bool(jobs.pending)
+        wanted = self._wanted()
+        return wanted > 0 and jobs.refill(wanted)
 
     def may_measure(self, device: DeviceState) -> bool:
         """Whether a device may be assigned now; if not, and configs compile, its lease is released."""
         run = self._run
-        if device.measuring is not None or run.plan.compile_only or run.reference.is_coming:
+        if device.measuring is not None or run.reference.is_coming:
             return False
         if run.reference.is_open and run.workers.measuring():
             return False  # while none is known to be right, outputs are compared one after another
-        if self._suspect_runs() or (self._suspect_waits() and (run.workers.measuring() or run.workers.compiling())):
-            return False
-        if run.plan.exclusive and (run.workers.compiling() or not self._is_measuring):
-            if not self._is_measuring:
-                device.lease.release()
-            return False
-        return True
-
-    def has_room(self) -> bool:
-        """Whether one more config may wait, compiled, to be measured."""
-        run, pending = self._run, self._run.jobs.pending
-        if run.jobs.default_is_pending():
-            return True
-        waiting = self._route.waiting() + run.workers.compiling()
-        is_long = self._waiting_since is not None and run.clock() - self._waiting_since > _PARKED_S
-        if waiting and (self._runs_alone() or (pending and pending[0].is_alone)):
-            return False
-        is_heavy = waiting > 1 and run.memory.held_share > _PARKED_SHARE
-        is_late = not self._route.waits_in_files and (is_long or is_heavy)
-        return waiting < min(run.plan.parked, run.scarcity.most) and not is_late
+        return not (
+            self._suspect_runs() or (self._suspect_waits() and (run.workers.measuring() or run.workers.compiling()))
+        )
 
     def _suspect_runs(self) -> bool:
         """Whether a config runs that was killed, and may kill others: it runs alone, so that none is lost with it."""
@@ -152,3 +116,109 @@ class Bursts:
         run = self._run
         is_none_ready = not run.jobs.ready or run.jobs.default_is_pending()
         return is_none_ready and all(worker.is_standby for worker in run.workers)
+
+
+class Stream(Admission):
+    """Configs are compiled while others are measured."""
+
+    def order(self) -> None:
+        """Puts the configs first that will take the longest to compile."""
+        self._run.jobs.put_longest_first(self._run.workers.compiling_s())
+
+    def _is_open(self) -> bool:
+        return True
+
+    def _has_place(self) -> bool:
+        jobs = self._run.jobs
+        return not self._suspect_waits() and (len(jobs.ready) < _MAX_READY or jobs.default_is_pending())
+
+    def _wanted(self) -> int:
+        """Returns how many configs the source is asked for now.
+
+        Many configs compile in the time that a worker takes to initialise its device, or `ref_fn` to run. No slot idles
+        until then, nor while those configs are measured.
+        """
+        run, slots = self._run, self._run.numbers.slots
+        is_early = run.reference.is_coming or not run.workers.in_state(WorkerState.IDLE, WorkerState.MEASURING)
+        if max(run.numbers.parked, (2 if is_early else 1) * slots) <= self._waiting():
+            return 0
+        return max(_ASKED_AT_ONCE, slots - run.workers.compiling())
+
+
+class Bursts(Admission):
+    """Bursts of compiling and of measuring alternate, because compiling would disturb measuring."""
+
+    def __init__(self, run: RunState, waiting: Callable[[], int], may_begin: Callable[[Job], bool]) -> None:
+        super().__init__(run, waiting, may_begin)
+        self._waiting_since: float | None = None
+        self._is_measuring = False
+
+    def update(self) -> None:
+        """Decides whether configs are compiled or measured now."""
+        run = self._run
+        if run.jobs.default_is_pending():
+            self._is_measuring = False
+            self._make_way()
+            return
+        waiting = self._waiting()
+        if not waiting:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = run.clock()
+        if self._is_measuring:
+            self._is_measuring = bool(waiting) or run.workers.measuring() > 0
+        elif waiting and not run.workers.compiling():
+            self._is_measuring = not (self._has_room() and self._is_any_pending())
+
+    def _make_way(self) -> None:
+        """Ends workers that wait for the defaults where these must run alone; their configs are compiled again."""
+        jobs = self._run.jobs
+        for worker in self._run.workers.in_state(WorkerState.PARKED) if jobs.pending[0].is_alone else ():
+            if worker.job is not None:
+                jobs.release_same_program(worker.job)
+                jobs.pending.append(worker.job)
+            self._run.workers.retire(worker)
+
+    def _is_open(self) -> bool:
+        return not (self._is_measuring or self._run.reference.is_coming)
+
+    def _has_place(self) -> bool:
+        return not self._run.workers.measuring() and self._has_room()
+
+    def _wanted(self) -> int:
+        return self._run.numbers.parked - self._waiting() - self._run.workers.compiling() if self._has_place() else 0
+
+    def may_measure(self, device: DeviceState) -> bool:
+        """Whether a device may be assigned now; if not, and configs compile, its lease is released."""
+        if not super().may_measure(device):
+            return False
+        if not self._is_measuring:
+            device.lease.release()
+        return self._is_measuring and not self._run.workers.compiling()
+
+    def _has_room(self) -> bool:
+        """Whether one more config may wait, compiled, to be measured."""
+        run, pending = self._run, self._run.jobs.pending
+        if run.jobs.default_is_pending():
+            return True
+        waiting = self._waiting() + run.workers.compiling()
+        if waiting and (self._runs_alone() or (pending and pending[0].is_alone)):
+            return False
+        return waiting < min(run.numbers.parked, run.worker_count.most) and not self._is_late(waiting)
+
+    def _is_late(self, waiting: int) -> bool:
+        """Returns whether those that wait should be measured before others are compiled."""
+        run = self._run
+        is_long = self._waiting_since is not None and run.clock() - self._waiting_since > _PARKED_S
+        return is_long or (waiting > 1 and run.memory.held_share > _PARKED_SHARE)
+
+
+class Batches(Bursts):
+    """Bursts in which compiled programs wait in files, and no worker holds them: a batch is compiled as a whole."""
+
+    def order(self) -> None:
+        """Puts the configs first that will take the longest to compile."""
+        self._run.jobs.put_longest_first(self._run.workers.compiling_s())
+
+    def _is_late(self, waiting: int) -> bool:
+        return False

@@ -8,15 +8,15 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from quarantune.measure.finals import scored
+from quarantune.measure.objective import scored
 from quarantune.scheduler.compile_times import CompileTimes
+from quarantune.scheduler.fastest import Fastest
 from quarantune.scheduler.plan import ConfigSource, Finish, Leftovers, Plan, Unconfirmed
-from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerVerdict
 from quarantune.values.configs import Config, format_config
-from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
+from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
 
 _LOG_TAIL_CHARS = 2000
 
@@ -46,7 +46,10 @@ class Jobs:
         on_trial: Finish,
         log_of: Callable[[Worker], str],
         source: ConfigSource,
-        race: Race,
+        fastest: Fastest,
+        label: Route,
+        *,
+        confirms: bool,
     ) -> None:
         self.pending: collections.deque[Job] = collections.deque()
         self.ready: collections.deque[Job] = collections.deque()
@@ -71,7 +74,9 @@ class Jobs:
         self._devices = devices
         self._on_trial = on_trial
         self._log_of = log_of
-        self._race = race
+        self._fastest = fastest
+        self._label = label
+        self._confirms = confirms
 
     def begin(self, configs: Mapping[int, Config]) -> None:
         """Makes a job of each config; the function's defaults come first where others wait for them."""
@@ -214,7 +219,7 @@ class Jobs:
             return
         trial = dataclasses.replace(trial, config=job.config)
         if trial.is_usable and trial.own_ms is not None:
-            self._race.note_time(job.index, trial.own_ms)
+            self._fastest.note_time(job.index, trial.own_ms)
         job.end = trial, ""
         self._settle_as(job, trial, "")
         for other in job.same_program:
@@ -227,6 +232,7 @@ class Jobs:
         verdict: WorkerVerdict,
         phase: Phase | None,
         keeps: bool = False,
+        observed: Mapping[str, float] | None = None,
         **times: Any,
     ) -> None:
         """Ends a job, and with it all that wait for its outcome.
@@ -237,6 +243,7 @@ class Jobs:
             verdict: its outcome.
             phase: the phase that it ended in.
             keeps: whether its executable is kept for the final, where it may be among the best.
+            observed: the figures of observers.
             **times: fields of its trial.
         """
         log = ""
@@ -253,15 +260,15 @@ class Jobs:
             program=job.program,
             peak_memory_bytes=job.peak_bytes or None,
             log_tail=_informative_part(log),
-            route=job.route or self._plan.route,
+            route=job.route or self._label,
             device="" if worker is None or worker.device is None else worker.device.device.name,
             **times,
         )
-        trial = scored(trial, self._plan.objective)
+        trial = scored(trial.with_observed(observed or {}), self._plan.objective)
         outcome = trial.outcome
         if keeps and trial.merit is not None:
             is_default = self._reference.is_default(job.index)
-            self._race.keep_executable(job, -math.inf if is_default else trial.merit)
+            self._fastest.keep_executable(job, -math.inf if is_default else trial.merit)
         job.close_executable()
         if outcome is Outcome.ERROR:
             self._places.add(job.raised_at)
@@ -325,7 +332,7 @@ class Jobs:
     def _finish_as(self, job: Job, first: Job) -> None:
         assert first.end is not None
         trial, log = first.end
-        self._race.ran_as[job.index] = first.index
+        self._fastest.ran_as[job.index] = first.index
         same = f"the same program as {'the defaults' if first.index == UNTUNED else format_config(first.config)}"
         message = f"{same}: {trial.message}" if trial.message else same
         trial = scored(
@@ -342,7 +349,7 @@ class Jobs:
         self._source_waits = False
         self._source.ended(job.index, trial)
         is_error = trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE
-        if is_error and self._plan.target is not None and not self._plan.errors_are_final:
+        if is_error and self._confirms:
             self.leftovers.add_unconfirmed(job.index, Unconfirmed(trial, log, job.raised_at))
         else:
             if is_error:

@@ -1,12 +1,10 @@
 """The event loop of one sweep. It knows nothing of JAX, of search or of files.
 
-A job is compiled and then measured; `scheduler.steps` decides by which workers.
+A job is compiled and then measured; its route (`scheduler.routes`) decides by which workers.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +15,19 @@ from quarantune.host import machine
 from quarantune.host.process import Stops
 from quarantune.measure import finals
 from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
-from quarantune.sandbox.pool import Event, Said, Sandbox
 from quarantune.sandbox.template_messages import Ended
-from quarantune.scheduler.bursts import Bursts
-from quarantune.scheduler.conclusions import Conclusions
+from quarantune.sandbox.workforce import Event, Said, Workforce
+from quarantune.scheduler.fastest import Fastest
+from quarantune.scheduler.gemm_cache import GemmCache
 from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Finish, Leftovers, Plan
-from quarantune.scheduler.products import SharedProducts
-from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.run import Run
-from quarantune.scheduler.scarcity import Scarcity
+from quarantune.scheduler.replies import Replies
+from quarantune.scheduler.routes.base import TrialRoute
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.side_tasks import SideTasks, idle_on, may_be_repeated, start_on
-from quarantune.scheduler.steps import steps_of
 from quarantune.scheduler.verdicts import MemoryWatch, overdue
+from quarantune.scheduler.worker_count import WorkerCount
 from quarantune.scheduler.workers import DeviceState, Workers, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
@@ -44,15 +41,16 @@ class Scheduler:
 
     def __init__(
         self,
-        sandbox: Sandbox,
+        workforce: Workforce,
         plan: Plan,
+        route: TrialRoute,
         *,
         on_trial: Finish,
         on_tick: Callable[[], None] = lambda: None,
         on_phase: Callable[[int, str], None] = lambda index, phase: None,
         reference: Reference | None = None,
         source: ConfigSource = NOTHING_MORE,
-        race: Race | None = None,
+        fastest: Fastest | None = None,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = machine.available_memory_bytes,
         lease_on: Callable[[Device], Lease] = Lease,
@@ -61,45 +59,50 @@ class Scheduler:
         """Sets up a scheduler.
 
         Args:
-            sandbox: starts and kills workers.
-            plan: how to run.
+            workforce: starts and kills workers.
+            plan: what to run, and within which limits.
+            route: where trials run; for this scheduler alone.
             on_trial: called once for each config that ended, with its index, its trial and its output.
             on_tick: called many times a second while the sweep lives.
             on_phase: called with the index of a config and the phase that it enters.
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
             source: gives further configs, in addition to those that `run` is given.
-            race: the times in this run and others of the sweep, and the executables that are kept; None for those of
+            fastest: the times in this run and others of the sweep, and the executables that are kept; None for those of
                 this run. Closed with this one.
             clock: seconds.
             available_memory: bytes of memory that are free now.
             lease_on: makes the lease on a device, or returns the one that the sweep has.
             stops: notices when this process is stopped; None for one that takes its work for a stop, too.
         """
-        self._sandbox = sandbox
+        self._workforce = workforce
         self._on_tick, self._source, self._clock = on_tick, source, clock
         self._next_tick = 0.0
         self._stops = stops or Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
-        workers = Workers(sandbox, clock, plan.compiler_environ)
-        reference, race = reference or Reference(), race or Race()
-        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, race)
-        self._run = run = Run(
+        workers = Workers(workforce, clock, route.environ())
+        reference, fastest = reference or Reference(), fastest or Fastest()
+        jobs = Jobs(
+            plan, reference, devices, on_trial, workers.log, source, fastest, route.label, confirms=route.confirms
+        )
+        self._run = run = RunState(
             plan=plan,
+            numbers=route.numbers,
             devices=devices,
             workers=workers,
             jobs=jobs,
-            race=race,
+            fastest=fastest,
             reference=reference,
-            memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),
-            products=SharedProducts(workers, clock),
-            scarcity=Scarcity(workers, jobs, clock),
+            memory=MemoryWatch(workforce, plan, workers, reference, available_memory),
+            gemm_cache=GemmCache(workers, clock),
+            worker_count=WorkerCount(workers, jobs, clock),
             clock=clock,
             on_phase=on_phase,
         )
-        self._route = steps_of(run)
-        self._bursts = Bursts(run, self._route)
-        self._conclusions = Conclusions(run, self._route)
-        self._side_tasks = SideTasks(run)
+        self._route = route
+        route.join(run)
+        self._admission = route.admission()
+        self._replies = Replies(run, route)
+        self._side_tasks = SideTasks(run, route)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
         """Runs every config, and those of the source, to its outcome.
@@ -140,14 +143,8 @@ class Scheduler:
         return self._side_tasks.leftovers()
 
     def take_standby_workers(self, earlier: Scheduler) -> None:
-        """Takes over the workers that an earlier run of the sweep has made ready, if this one needs such workers.
-
-        The driver makes contexts on a device one after another: on an H100, seven took 0.8 s.
-        """
-        run, before = self._run, earlier._run
-        for device, mine in itertools.product(before.devices, run.devices if self._route.prepares_ahead else ()):
-            if device.device == mine.device:
-                before.workers.give_standby(device, run.workers, mine)
+        """Takes over the workers that an earlier run of the sweep has made ready, if this one needs such workers."""
+        self._route.take_standby(earlier._run)
 
     @property
     def has_idle_worker(self) -> bool:
@@ -159,7 +156,7 @@ class Scheduler:
     def compare(self, configs: Mapping[int, Config]) -> finals.Final:
         """Times configs in turn in one worker, so that only their programs differ.
 
-        The executables that the race has kept are loaded; other configs are compiled again.
+        The executables that the fastest has kept are loaded; other configs are compiled again.
 
         Args:
             configs: the configs by index.
@@ -167,7 +164,7 @@ class Scheduler:
         Returns:
             The result; empty where they could not be compared.
         """
-        kept = [self._run.race.kept_fd(index) for index in configs]
+        kept = [self._run.fastest.kept_fd(index) for index in configs]
         entries = tuple(
             Finalist(config=as_json(config), saved=fd is not None, index=index)
             for (index, config), fd in zip(configs.items(), kept, strict=True)
@@ -175,9 +172,8 @@ class Scheduler:
         task = Compare(entries=entries, last=True)
         try:
             reply = self._compared(task, [fd for fd in kept if fd is not None])
-            energy_mj = dict(zip(configs, zip(*reply.energy_mj, strict=True), strict=False))
-            of = finals.Final.of(configs, reply.rounds_ms, reply.warm_ms)
-            return dataclasses.replace(of, energy_mj=energy_mj, objective=self._run.plan.objective)
+            rounds = reply.rounds_ms, reply.warm_ms, reply.observed
+            return finals.Final.of(configs, *rounds, objective=self._run.plan.objective)
         except ValueError as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()
@@ -194,7 +190,7 @@ class Scheduler:
         """Lets idle workers end, and closes the executables kept for a comparison."""
         self._side_tasks.close()
         self._run.workers.finish_all()
-        self._run.race.close()
+        self._run.fastest.close()
 
     def _compared(self, task: Compare, fds: Sequence[int]) -> Compared:
         """Has a worker compare the finalists, and returns its reply; one that dies is replaced once.
@@ -226,19 +222,18 @@ class Scheduler:
 
     def _start_workers(self) -> None:
         """Starts all that may start now."""
-        run, bursts, route = self._run, self._bursts, self._route
+        run, admission, route = self._run, self._admission, self._route
         self._side_tasks.update_reference()
-        bursts.update()
+        admission.update()
         for device in run.devices:
             route.prepare_on(device)
-        if not run.plan.exclusive or route.waits_in_files:
-            run.jobs.put_longest_first(run.workers.compiling_s())
-        while bursts.may_compile():
+        admission.order()
+        while admission.may_compile():
             route.start_compiling(run.jobs.pending.popleft())
         route.retire_unneeded()
         self._side_tasks.confirm_next()
         for device in run.devices:
-            if bursts.may_measure(device):
+            if admission.may_measure(device):
                 route.measure_on(device)
 
     def _step(self, timeout_s: float | None = None) -> bool:
@@ -250,11 +245,11 @@ class Scheduler:
         Returns:
             Whether something may start now.
         """
-        events = self._sandbox.poll(self._until_next_deadline() if timeout_s is None else timeout_s)
+        events = self._workforce.poll(self._until_next_deadline() if timeout_s is None else timeout_s)
         for event in events:
             self._handle(event)
         self._run.jobs.settle_held()
-        self._run.products.update()
+        self._run.gemm_cache.update()
         self._watch()
         return not events or not all(map(_is_progress, events))
 
@@ -262,16 +257,16 @@ class Scheduler:
         worker = self._run.workers.get(event.number)
         if worker is None:
             if isinstance(event, Ended):
-                self._sandbox.forget(event.number)
+                self._workforce.forget(event.number)
             return
         match event:
             case Said(message=dict() as message):
-                self._conclusions.on_message(worker, message)
+                self._replies.on_message(worker, message)
             case Said(message=damage):
                 verdict = WorkerVerdict(Outcome.CRASHED, f"it damaged its own connection: {damage}")
                 self._run.workers.kill_with_verdict(worker, verdict)
             case Ended():
-                self._conclusions.on_exit(worker, event.status)
+                self._replies.on_exit(worker, event.status)
 
     def _until_next_deadline(self) -> float:
         now = self._clock()
@@ -285,20 +280,20 @@ class Scheduler:
         now, workers = self._clock(), self._run.workers
         if any(now >= worker.deadline for worker in workers):
             # A message that came in time counts, however late it is read.
-            for event in self._sandbox.poll(0.0):
+            for event in self._workforce.poll(0.0):
                 self._handle(event)
         for worker in workers:
             if now >= worker.deadline:
                 if worker.verdict is None:
                     workers.kill_with_verdict(worker, overdue(worker, self._run.plan))
                 else:
-                    self._conclusions.give_up(worker)
+                    self._replies.give_up(worker)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._on_tick()
-            self._sandbox.trim_logs()
+            self._workforce.trim_logs()
             if reason := self._source.reason_to_stop():
-                self._conclusions.stop(reason)
+                self._replies.stop(reason)
             for worker, verdict in self._run.memory.over(now):
                 workers.kill_with_verdict(worker, verdict)
 

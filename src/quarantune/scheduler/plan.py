@@ -1,19 +1,17 @@
-"""The plan of a run: its route, its limits, where further configs come from, and the proof of its programs."""
+"""The plan of a run: its limits, where further configs come from, and the proof of its programs."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import enum
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 from quarantune.devices.discovery import Device
-from quarantune.host import machine
-from quarantune.measure.finals import Objective
+from quarantune.measure.objective import Objective
 from quarantune.scheduler.recall import Recall
 from quarantune.values.configs import Config
-from quarantune.values.settings import TIME
-from quarantune.values.trial import CompileTarget, Route, Trial
+from quarantune.values.trial import TIME, Trial
 
 Finish: TypeAlias = Callable[[int, Trial, str], None]
 """Receives the index of a config, its trial and its output, once the trial is over."""
@@ -81,79 +79,123 @@ KILL_DEADLINE_S = 10.0
 """Seconds that a worker may take to die after SIGKILL; then its device is withdrawn."""
 TICK_S = 0.05
 """Seconds between two looks at everything that sends no events."""
+_MOST_BARE_BYTES = 4 << 30
+"""A worker in which no config has begun may exceed a limit up to this, so that it can report how much it needs."""
 MEMORY_SHARE = 0.9
 """The share of the free memory that workers may take together where nobody set a limit."""
-_THREADS = "NPROC"
-"""Read by XLA: it starts threads for so many cores."""
+
+
+class Mode(enum.Enum):
+    """Which steps of a sweep's trials there are, and which of them run in workers."""
+
+    IN_WORKERS = enum.auto()
+    """Workers do all steps."""
+    MEASURING_HERE = enum.auto()
+    """Workers compile, and this process measures."""
+    HERE = enum.auto()
+    """This process does all steps."""
+    COMPILING = enum.auto()
+    """Workers compile, and nothing runs."""
+    CHECKING = enum.auto()
+    """Workers compile for a device that need not exist here, and no program is kept."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryLimits:
+    """How much memory the configs of a run may take, as the user has set it.
+
+    Attributes:
+        worker_bytes: host memory of one worker and its children.
+        device_bytes: the most device memory of a config's program; None for no bound.
+    """
+
+    worker_bytes: int
+    device_bytes: int | None = None
+
+    def alone_bytes(self, available_bytes: int) -> int | None:
+        """Returns the limit of a config that runs alone, with so much memory free; None for the same as for others."""
+        return None
+
+    def bare_bytes(self, limit_bytes: int) -> int:
+        """Returns the limit of a worker in which no config has begun, so that it can report how much it needs."""
+        return max(limit_bytes, _MOST_BARE_BYTES)
+
+    def check(self, bare_bytes: int) -> None:
+        """Checks that a worker may hold what it holds before a config begins in it.
+
+        Raises:
+            ValueError: the limit is too low.
+        """
+        if bare_bytes > self.worker_bytes:
+            raise ValueError(
+                f"memory_limit={self.worker_bytes:,} bytes is too little: a worker holds {bare_bytes:,} bytes before a "
+                "config begins. Set twice that or more, or no limit for a share of the free memory"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedMemoryLimits(MemoryLimits):
+    """A share of the free memory for each worker, as nobody has set a limit.
+
+    A config over it is tried once more, alone, with nearly all of the memory.
+    """
+
+    def alone_bytes(self, available_bytes: int) -> int:
+        """Returns nearly all of the free memory."""
+        return max(self.worker_bytes, int(MEMORY_SHARE * available_bytes))
+
+    def bare_bytes(self, limit_bytes: int) -> int:
+        """Returns the same limit as for others."""
+        return limit_bytes
+
+    def check(self, bare_bytes: int) -> None:
+        """Checks nothing: nobody has set the limit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """How many configs and workers a route has at a time.
+
+    Attributes:
+        slots: how many configs compile.
+        parked: how many compiled configs wait, memory allowing, before they are measured.
+        workers: how many workers share the memory.
+        configs_per_worker: how many configs a worker that only measures may take.
+        compiles_per_worker: how many configs a worker that compiles may take.
+    """
+
+    slots: int
+    parked: int
+    workers: int
+    configs_per_worker: int = 1
+    compiles_per_worker: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a scheduler runs its configs.
+    """What a scheduler runs its configs for, and within which limits, on whichever route.
 
     Attributes:
-        route: whether one worker does both halves of a trial or two do.
-        target: the device that compile workers compile for when they have none; None for the machine's own.
-        slots: how many configs compile at a time.
         devices: where to measure; one lease each.
-        configs_per_worker: how many configs a worker that only measures may take.
-        compiles_per_worker: how many configs a worker that compiles may take.
-        exclusive: whether compiling disturbs measuring, so that the two must alternate.
-        parked: with `exclusive`, how many compiled configs wait, memory allowing, before a measuring burst begins.
         compile_timeout_s: seconds for loading, tracing, lowering and compiling one config.
         timeout_s: seconds for checking and measuring one config, from the moment it holds its device.
-        memory_limit_bytes: host memory of one worker and its children.
-        device_memory_bytes: the most device memory of a config's program; None for no bound.
-        may_exceed_alone: whether the limit is a share of the free memory, so that a config over it is tried once more,
-            alone, with nearly all of it.
-        compile_only: whether configs are compiled and not run.
-        is_check: whether they are compiled only to find out if they compile; their executables are not kept.
-        measures_here: whether the caller's own process measures what workers compile.
+        memory: the limits of memory.
         has_final: whether the fastest configs are compared at the end.
         troubled: the indices of configs that hung or crashed before, and come last.
-        errors_are_final: whether errors raised without the device count as they are, and are not confirmed on it.
         proof: compares the program of one config with the caller's.
         objective: the author's objective, by which trials are ranked.
         recall: the trials of earlier sweeps, by program.
     """
 
-    route: Route
-    target: CompileTarget | None
-    slots: int
     devices: tuple[Device, ...]
-    configs_per_worker: int
-    compiles_per_worker: int = 1
-    exclusive: bool
-    parked: int
     compile_timeout_s: float
     timeout_s: float
-    memory_limit_bytes: int
-    device_memory_bytes: int | None = None
-    may_exceed_alone: bool = False
-    compile_only: bool = False
-    is_check: bool = False
-    measures_here: bool = False
+    memory: MemoryLimits
     has_final: bool = False
     troubled: Collection[int] = ()
-    errors_are_final: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
     objective: Objective = TIME
     recall: Recall = dataclasses.field(default_factory=Recall)
-
-    @property
-    def compiler_environ(self) -> dict[str, str]:
-        """The environment of workers that compile for a device they do not have: threads for their share of the cores.
-
-        Where the cores are the device, fewer threads would make another program.
-        """
-        if self.target is None or _THREADS in os.environ:
-            return {}
-        return {_THREADS: str(max(1, machine.available_cpus() // self.slots))}
-
-    @property
-    def confirms(self) -> bool:
-        """Whether errors raised without the device are repeated on it while other configs go on."""
-        return not (self.errors_are_final or self.compile_only or self.measures_here)
 
 
 @dataclasses.dataclass

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Compile, ComputeReference, ReferenceComputed, Task
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish, Leftovers
-from quarantune.scheduler.run import Run
+from quarantune.scheduler.routes.base import TrialRoute
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.workers import DeviceState, Worker, WorkerState, WorkerVerdict
 from quarantune.values.codec import as_json
 from quarantune.values.configs import Config
@@ -18,7 +19,7 @@ from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Route
 _TRIES = 2
 
 
-def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int], seconds: float) -> Worker | None:
+def start_on(run: RunState, device: DeviceState, task: Task, fds: Sequence[int], seconds: float) -> Worker | None:
     """Has a standby worker that is ready, or else a new one, do a side task; returns None while neither can begin.
 
     Args:
@@ -43,7 +44,7 @@ def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int], seco
     return worker
 
 
-def may_be_repeated(run: Run, verdict: WorkerVerdict, tries: int) -> bool:
+def may_be_repeated(run: RunState, verdict: WorkerVerdict, tries: int) -> bool:
     """Returns whether a side task is done again after its worker has ended without a reply.
 
     Args:
@@ -51,12 +52,12 @@ def may_be_repeated(run: Run, verdict: WorkerVerdict, tries: int) -> bool:
         verdict: the verdict on that worker.
         tries: how many workers have had the task.
     """
-    if verdict.lacked and run.scarcity.waits:
+    if verdict.lacked and run.worker_count.waits:
         return True
     return verdict.outcome in (Outcome.LOST, Outcome.CRASHED) and tries < _TRIES
 
 
-def idle_on(run: Run, device: DeviceState) -> Worker | None:
+def idle_on(run: RunState, device: DeviceState) -> Worker | None:
     """Returns a standby worker that is ready, if there is one."""
     return next((worker for worker in run.workers.standby(device) if worker.state is WorkerState.IDLE), None)
 
@@ -68,8 +69,9 @@ class SideTasks:
     Others compile, one after another, one config of each place where an error was raised without the device.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunState, route: TrialRoute) -> None:
         self._run = run
+        self._route = route
         self._computing: Worker | None = None
         self._tries = 0
         self._fd = -1
@@ -129,11 +131,11 @@ class SideTasks:
     def confirm_next(self) -> None:
         """Has the device compile a config of the next place, if there is one, and room for the worker."""
         run, left = self._run, self._run.jobs.leftovers
-        if not run.plan.confirms or not run.devices or self.is_confirming:
-            return
         place = next((place for place in left.first_at if place not in self._confirming), None)
+        if place is None or self.is_confirming or not run.devices:
+            return
         device = run.least_used_device()
-        if place is None or device.is_cramped or not run.may_start_on(device):
+        if not self._route.may_confirm_on(device):
             return
         config = left.unconfirmed[left.first_at[place]].trial.config
         task = Compile(config=as_json(config), is_check=True, last=True)

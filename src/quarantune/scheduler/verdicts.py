@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from quarantune.host import machine
 from quarantune.sandbox.messages import Failed, Reply
-from quarantune.sandbox.pool import Sandbox
+from quarantune.sandbox.workforce import Workforce
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.workers import Job, Worker, Workers, WorkerState, WorkerVerdict
@@ -19,8 +19,6 @@ _WAITING_LOOK_S = 1.0
 _FREE_LOOK_S = 1.0
 _FAST_BYTES = 64 << 20
 _FLOOR_BYTES = 256 << 20
-_MOST_BARE_BYTES = 4 << 30
-"""A worker in which no config has begun may exceed a limit up to this, so that it can report how much it needs."""
 _WAITING = (WorkerState.PARKED, WorkerState.IDLE)
 
 
@@ -33,13 +31,13 @@ class MemoryWatch:
 
     def __init__(
         self,
-        sandbox: Sandbox,
+        workforce: Workforce,
         plan: Plan,
         workers: Workers,
         reference: Reference,
         available_memory: Callable[[], int],
     ) -> None:
-        self._sandbox = sandbox
+        self._workforce = workforce
         self._plan = plan
         self._workers = workers
         self._reference = reference
@@ -61,7 +59,7 @@ class MemoryWatch:
     def note(self, worker: Worker, reply: Reply) -> None:
         """Takes note of the memory that a worker reports before a config begins in it."""
         if worker.is_bare:
-            self._bare_bytes = max(self._bare_bytes, reply.held_bytes - self._sandbox.baseline_bytes)
+            self._bare_bytes = max(self._bare_bytes, reply.held_bytes - self._workforce.baseline_bytes)
             worker.is_bare = reply.phase is Phase.LOAD
 
     def over(self, now: float) -> list[tuple[Worker, WorkerVerdict]]:
@@ -96,17 +94,12 @@ class MemoryWatch:
         Raises:
             ValueError: it is, and the user has set it.
         """
-        limit_bytes = self._plan.memory_limit_bytes
-        if self._bare_bytes > limit_bytes and not self._plan.may_exceed_alone:
-            raise ValueError(
-                f"memory_limit={limit_bytes:,} bytes is too little: a worker holds {self._bare_bytes:,} bytes before a "
-                "config begins. Set twice that or more, or no limit for a share of the free memory"
-            )
+        self._plan.memory.check(self._bare_bytes)
 
     def largest(self) -> Worker | None:
         """Returns the worker that holds the most memory now."""
         watched = self._alive()
-        self._measure(watched, self._sandbox.baseline_bytes, exactly=True)
+        self._measure(watched, self._workforce.baseline_bytes, exactly=True)
         return max(watched, key=lambda worker: worker.used_bytes, default=None)
 
     def larger_than(self, dead: Worker) -> Worker | None:
@@ -122,14 +115,14 @@ class MemoryWatch:
 
     def _look(self, watched: Sequence[Worker], now: float) -> bool:
         """Measures workers; returns whether they take memory fast."""
-        baseline = self._sandbox.baseline_bytes
+        baseline = self._workforce.baseline_bytes
         busy = [worker for worker in watched if worker.state not in _WAITING]
         self._measure(busy, baseline)
         is_fast = sum(worker.used_bytes for worker in watched) > self._total_bytes + _FAST_BYTES
         if is_fast or now >= self._next_close_look:
             self._next_close_look = now + _CLOSE_LOOK_S
             for worker in busy:
-                pid = self._sandbox.pid(worker.number)
+                pid = self._workforce.pid(worker.number)
                 worker.descendants = [] if pid is None else machine.descendants(pid)
             self._measure([*busy, *self._due(watched, now)], baseline, exactly=True)
             self._total_bytes = sum(worker.used_bytes for worker in watched)
@@ -146,7 +139,7 @@ class MemoryWatch:
     def _measure(self, workers: Sequence[Worker], baseline: int, *, exactly: bool = False) -> None:
         """Records the memory that the process tree of each worker holds now."""
         for worker in workers:
-            pid = self._sandbox.pid(worker.number)
+            pid = self._workforce.pid(worker.number)
             worker.used_bytes = worker.memory_meter.held_bytes(
                 [] if pid is None else [pid, *worker.descendants],
                 baseline_bytes=baseline,
@@ -159,12 +152,13 @@ class MemoryWatch:
 
     def _foreign_files(self) -> set[machine.FileId]:
         """Returns the files in memory that no worker answers for."""
-        return {*map(machine.file_id, self._reference.fds)} | self._sandbox.common_files()
+        return {*map(machine.file_id, self._reference.fds)} | self._workforce.common_files()
 
     def _limit_bytes(self, worker: Worker) -> int:
         own = None if worker.job is None else worker.job.limit_bytes
-        limit = self._plan.memory_limit_bytes if own is None else own
-        return max(limit, _MOST_BARE_BYTES) if worker.is_bare and not self._plan.may_exceed_alone else limit
+        memory = self._plan.memory
+        limit = memory.worker_bytes if own is None else own
+        return memory.bare_bytes(limit) if worker.is_bare else limit
 
     def _verdict(self, worker: Worker) -> WorkerVerdict:
         used, limit = _gigabytes(worker.used_bytes), _gigabytes(self._limit_bytes(worker))
@@ -199,7 +193,7 @@ def overdue(worker: Worker, plan: Plan) -> WorkerVerdict:
 
 def too_large(job: Job, plan: Plan) -> WorkerVerdict | None:
     """Returns the verdict on a config whose program needs more device memory than it may; None where it does not."""
-    needed, most = (job.figures or NO_FIGURES).device_bytes, plan.device_memory_bytes
+    needed, most = (job.figures or NO_FIGURES).device_bytes, plan.memory.device_bytes
     if needed is None or most is None or needed <= most:
         return None
     text = f"its program needs {needed:,} bytes of device memory, over max_device_memory of {most:,}"

@@ -12,7 +12,7 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Measured, Reply, Task
-from quarantune.sandbox.pool import Sandbox
+from quarantune.sandbox.workforce import Workforce
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
 from quarantune.values import codec
 from quarantune.values.configs import Config
@@ -174,7 +174,7 @@ class Worker:
     """One worker.
 
     Attributes:
-        number: its number in the sandbox.
+        number: its number.
         job: its config; None for one that has none.
         device: the device that it may use; None for one that has none.
         deadline: when it is killed, and once it dies, when it counts as unkillable.
@@ -307,8 +307,8 @@ class DeviceState:
 class Workers:
     """The workers that live, or have not yet been seen to end."""
 
-    def __init__(self, sandbox: Sandbox, clock: Callable[[], float], compiler_environ: Mapping[str, str]) -> None:
-        self._sandbox = sandbox
+    def __init__(self, workforce: Workforce, clock: Callable[[], float], compiler_environ: Mapping[str, str]) -> None:
+        self._workforce = workforce
         self._clock = clock
         self._compiler_environ = compiler_environ
         self._by_number: dict[int, Worker] = {}
@@ -317,7 +317,7 @@ class Workers:
         return iter(list(self._by_number.values()))
 
     def get(self, number: int) -> Worker | None:
-        """Returns a worker by its number in the sandbox; None for one that is forgotten."""
+        """Returns a worker by its number; None for one that is forgotten."""
         return self._by_number.get(number)
 
     def jobs(self) -> list[Job]:
@@ -364,7 +364,7 @@ class Workers:
     ) -> Worker:
         """Starts a worker with its first task."""
         environ = self._compiler_environ if device is None else device.device.environ
-        number = self._sandbox.start(codec.encode(task), fds=fds, environ=environ)
+        number = self._workforce.start(codec.encode(task), fds=fds, environ=environ)
         worker = Worker(number, job, device, self.startup_deadline(), state)
         self._by_number[number] = worker
         return worker
@@ -372,33 +372,33 @@ class Workers:
     def send(self, worker: Worker, task: Task, fds: Sequence[int] = ()) -> None:
         """Sends a worker a further task."""
         worker.was_heard = False
-        self._sandbox.send(worker.number, codec.encode(task), fds)
+        self._workforce.send(worker.number, codec.encode(task), fds)
 
     def send_next(self, worker: Worker, task: Task, fds: Sequence[int] = ()) -> None:
         """Sends a worker that may have had other configs a further one, and forgets the output of those."""
         if worker.used:
-            self._sandbox.clear_log(worker.number)
+            self._workforce.clear_log(worker.number)
         self.send(worker, task, fds)
 
     def share_modules(self, names: Sequence[str]) -> None:
         """Imports in the template the modules that a worker had to import, for later workers."""
-        self._sandbox.share_modules(names)
+        self._workforce.share_modules(names)
 
     def kill_with_verdict(self, worker: Worker, verdict: WorkerVerdict) -> None:
         """Decides the meaning of a worker's end, unless that is known, and brings it about."""
         if worker.verdict is None:
             worker.killed_in = worker.state
             self._end(worker, verdict)
-            self._sandbox.kill(worker.number, shows_stack=verdict.outcome is Outcome.TIMEOUT)
+            self._workforce.kill(worker.number, shows_stack=verdict.outcome is Outcome.TIMEOUT)
 
     def retire(self, worker: Worker) -> None:
         """Ends a worker that has nothing to do any more, unless it is dying."""
         if worker.verdict is None:
             worker.job = None
             self._end(worker, WorkerVerdict(Outcome.OK, ""))
-            self._sandbox.finish(worker.number)
+            self._workforce.finish(worker.number)
             # A worker holds nothing that matters here; one with a device would take seconds to close it politely.
-            self._sandbox.kill(worker.number)
+            self._workforce.kill(worker.number)
 
     def _end(self, worker: Worker, verdict: WorkerVerdict) -> None:
         worker.verdict = verdict
@@ -416,18 +416,18 @@ class Workers:
         worker.return_device()
         worker.close_output()
         del self._by_number[worker.number]
-        self._sandbox.forget(worker.number)
+        self._workforce.forget(worker.number)
 
     def finish_all(self) -> None:
         """Lets those that do nothing end."""
         for worker in self._by_number.values():
             if worker.verdict is None:
-                self._sandbox.finish(worker.number)
+                self._workforce.finish(worker.number)
 
     def pid(self, worker: Worker) -> int | None:
         """Returns a worker's process id, once it is known."""
-        return self._sandbox.pid(worker.number)
+        return self._workforce.pid(worker.number)
 
     def log(self, worker: Worker) -> str:
         """Returns the output of a worker since it got its config, with the traceback of that."""
-        return self._sandbox.log(worker.number) + worker.traceback
+        return self._workforce.log(worker.number) + worker.traceback

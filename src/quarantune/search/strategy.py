@@ -11,13 +11,13 @@ from quarantune.values.configs import Config
 from quarantune.values.settings import Search
 from quarantune.values.space import Space
 from quarantune.values.texts import shown
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import TIME, Outcome, Trial, ranked_by
 
 
 def log_time(trial: Trial) -> float | None:
     """Returns the logarithm of a trial's figure, NaN for a failure; None for one that says nothing, as a lost one."""
-    if trial.outcome is Outcome.OK and trial.score is not None:
-        return math.asinh(trial.score)  # near a logarithm, and defined for all numbers
+    if trial.outcome is Outcome.OK and ranked_by(trial) != TIME and trial.merit is not None:
+        return math.asinh(trial.merit)  # near a logarithm, and defined for all numbers
     if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.merit:
         return math.log(trial.merit)
     return math.nan if trial.outcome.is_failure and trial.outcome is not Outcome.LOST else None

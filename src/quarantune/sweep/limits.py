@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from quarantune.values.settings import (
     EXHAUSTIVE,
     LEAST_GAIN,
     SURROGATE,
+    Isolation,
     Options,
     Search,
     Settings,
@@ -195,17 +195,6 @@ class SearchLimits:
             "time_budget": self.time_budget_s,
             "patience": self.patience,
         }
-
-
-class Isolation(enum.Enum):
-    """The steps of a trial that run in workers."""
-
-    PROCESS = "process"
-    """All of them."""
-    COMPILE = "compile"
-    """All until there is an executable; this process, which has the device, loads, checks and measures."""
-    NONE = "none"
-    """None: this process does everything."""
 
 
 def isolation_of(settings: Settings, platform: str, fn: Callable[..., Any]) -> Isolation:

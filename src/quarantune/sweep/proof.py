@@ -23,13 +23,12 @@ from quarantune.functions.binding import jitted_with
 from quarantune.host.process import is_interruption
 from quarantune.jax_internals.other_processes import questions
 from quarantune.scheduler.plan import CompareProgram
-from quarantune.sweep.request import Problem
+from quarantune.sweep.request import SweepRequest
 from quarantune.transport import assignment, differentiation
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.transport.programs import ProgramLines
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
-from quarantune.values.settings import Options
 from quarantune.values.texts import shown
 from quarantune.values.trial import DifferentProgramError
 
@@ -39,19 +38,17 @@ _SHARED = 0
 _numbers = itertools.count(_SHARED + 1)
 
 
-def comparison(problem: Problem, call: Call, options: Options, *, is_check: bool) -> CompareProgram | None:
+def comparison(request: SweepRequest, call: Call) -> CompareProgram | None:
     """Returns the comparison for a sweep; None for callables, on several devices, or for one that need not be here.
 
     Args:
-        problem: the call.
-        call: the same in the form that travels, as it is in this process.
-        options: the author's options.
-        is_check: whether configs are compiled for a device that need not be here.
+        request: the sweep.
+        call: its call in the form that travels, as it is in this process.
     """
     is_spread = call.devices_needed > 1 or bool(jax_internals.bound_axes())
-    if is_check or is_spread or not jax_internals.is_jitted(call.fn):
+    if request.target is not None or is_spread or not jax_internals.is_jitted(call.fn):
         return None
-    return functools.partial(_compare, problem.name, call, options.time_grad)
+    return functools.partial(_compare, request.problem.name, call, request.options.time_grad)
 
 
 def _compare(name: str, call: Call, time_grad: bool, config: Config, theirs: Mapping[str, int]) -> None:

@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh
 from quarantune.calls.key import KeyedCall
 from quarantune.devices.targets import Target
 from quarantune.measure import finals
-from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource
+from quarantune.scheduler.plan import NOTHING_MORE, CompareProgram, ConfigSource, Mode
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger
-from quarantune.sweep.limits import Isolation, SweepLimits, isolation_of
+from quarantune.sweep.limits import SweepLimits, isolation_of
 from quarantune.values.configs import Config
-from quarantune.values.settings import Options, Settings
+from quarantune.values.settings import Isolation, Options, Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Trial
 
@@ -75,7 +75,7 @@ class SweepRequest:
         limits: the limits that the two set together.
         ledger: owns the trials of the sweep.
         troubled: the indices of configs that hung or crashed before, and come last.
-        compile_only: whether configs are only compiled, and their executables returned; always with a `target`.
+        compile_only: whether configs are only compiled, and their executables returned.
         target: the device that configs are only checked to compile for, and that need not exist here; None if configs
             are for running here.
         space: all configs that may be tried, if `source` gives more than those that are known from the start.
@@ -86,7 +86,7 @@ class SweepRequest:
         outputs: `Reference.right_fds` for all sweeps of one call with the same arguments, empty before the first; None
             for a sweep that stands alone. The caller closes them.
         recall: the trials of earlier sweeps, by program.
-        isolation: the steps of a trial that run in workers; see `isolation_of`.
+        mode: the steps of a trial, and which of them run in workers; see `isolation_of`.
     """
 
     problem: Problem
@@ -103,7 +103,7 @@ class SweepRequest:
     on_program: CompareProgram | None = None
     outputs: list[int] | None = None
     recall: Recall = dataclasses.field(default_factory=Recall)
-    isolation: Isolation = dataclasses.field(init=False)
+    mode: Mode = dataclasses.field(init=False)
 
     @classmethod
     def of(cls, call: KeyedCall, settings: Settings, ledger: Ledger) -> SweepRequest:
@@ -113,10 +113,19 @@ class SweepRequest:
         return cls(problem=Problem.of(call), options=options, settings=settings, limits=limits, ledger=ledger)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compile_only", self.compile_only or self.target is not None)
-        found = isolation_of(self.settings, self.problem.platform, self.problem.fn)
-        in_workers = self.target is not None or (self.compile_only and found is Isolation.COMPILE)
-        object.__setattr__(self, "isolation", Isolation.PROCESS if in_workers else found)
+        isolation = isolation_of(self.settings, self.problem.platform, self.problem.fn)
+        mode = {Isolation.PROCESS: Mode.IN_WORKERS, Isolation.COMPILE: Mode.MEASURING_HERE, Isolation.NONE: Mode.HERE}
+        found = mode[isolation]
+        if self.target is not None:
+            found = Mode.CHECKING
+        elif self.compile_only and found is not Mode.HERE:
+            found = Mode.COMPILING
+        object.__setattr__(self, "mode", found)
+
+    @property
+    def runs(self) -> bool:
+        """Whether configs run, and are not only compiled."""
+        return self.mode not in (Mode.COMPILING, Mode.CHECKING)
 
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""

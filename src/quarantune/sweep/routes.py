@@ -1,4 +1,4 @@
-"""The routes of configs through one sweep: a compile worker and a measuring worker each, or one worker for both."""
+"""Has the configs of one sweep take their routes, one after another, and compares the fastest of all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from quarantune import jax_internals
 from quarantune.devices.discovery import Device
@@ -18,40 +18,31 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host.process import Stops
 from quarantune.measure import finals
-from quarantune.sandbox import pool
 from quarantune.sandbox.pool import LoadError
+from quarantune.sandbox.workforce import Workforce
+from quarantune.scheduler.fastest import Fastest
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Finish, Leftovers, Plan, Proof
-from quarantune.scheduler.race import Race
+from quarantune.scheduler.plan import (
+    MEMORY_SHARE,
+    NOTHING_MORE,
+    ConfigSource,
+    Finish,
+    Leftovers,
+    MemoryLimits,
+    Mode,
+    Plan,
+    Proof,
+    SharedMemoryLimits,
+)
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.routes import choosing
+from quarantune.scheduler.routes.base import Conditions, TrialRoute
 from quarantune.scheduler.side_tasks import settle
-from quarantune.sweep.limits import Isolation
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
-from quarantune.values.trial import READY, UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
-
-_CPU_PARKED = 16
-"""How many compiled configs wait on a CPU, memory permitting, before compiling stops and they are measured: among many,
-slow configs are recognised sooner."""
-_SEARCH_PARKED = 8
-"""The same where a search decides what is tried: in replays of five recorded GPU spaces, it needed 11 to 65% more
-trials in batches of 16 than in batches of 8."""
-_CPU_SHARES = 4
-"""The least number of configs among which the memory is divided."""
-_DEVICE_PARKED = 6
-"""How many workers compile on each accelerator, and how many compiled configs wait in workers that hold a context."""
-_CONFIGS_PER_ACCELERATOR_WORKER = 32
-_CONFIGS_PER_TPU_WORKER = 1000
-"""No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
-_BATCH = 64
-"""How many configs are compiled before this process measures them: a sweep that is interrupted loses the work on no
-more."""
-_COMPILES_PER_WORKER = 32
-"""How many configs one compile worker takes for an accelerator. The first takes 0.3 s more than others: on an H200, 648
-configs, 59% of them bad, take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
-
 
 _unfit = weakref.WeakValueDictionary[tuple[Route, int], Callable[..., object]]()
 """The functions whose configs could all not take a route in an earlier sweep of this process, by route and identity."""
@@ -62,57 +53,64 @@ class Routes:
 
     def __init__(
         self,
-        sandbox: pool.Sandbox,
+        workforce: Workforce,
         request: SweepRequest,
         finish: Finish,
         proof: Proof,
         *,
         devices: Sequence[Device],
         target: CompileTarget | None,
-        on_many_devices: bool,
+        is_spread: bool,
         stops: Stops,
     ) -> None:
         """Sets up the routes; no worker is started.
 
         Args:
-            sandbox: the sandbox that workers run in.
+            workforce: starts workers; it is opened here.
             request: the sweep.
             finish: receives the trials.
             proof: compares the program of one config with the caller's.
             devices: where to measure.
             target: the device that workers without one compile for; None if they cannot.
-            on_many_devices: whether one trial needs several devices.
+            is_spread: whether one trial needs several devices.
             stops: notices when this process is stopped.
         """
-        self._sandbox = sandbox
+        self._workforce = workforce
         self._stops = stops
         self._request = request
         self._problem = request.problem
-        self._limits = request.limits
-        self._is_alone = request.isolation is Isolation.NONE
-        self._measures_here = request.isolation is Isolation.COMPILE
-        self._compile_only = request.compile_only and not self._is_alone
         self._finish = finish
         self._proof = proof
-        self._race = Race(by_time=request.options.is_by_time)
+        self._fastest = Fastest(by_time=request.options.is_by_time)
         self._opened: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
         self._lease_on: Callable[[Device], Lease] = functools.cache(
             functools.partial(Lease, thread=threading.get_ident())
         )
-        self._on_many_devices = on_many_devices
-        self._on_cpu = request.problem.platform == "cpu"
-        self._on_tpu = request.problem.platform == "tpu"
-        # A TPU belongs to the process that uses it.
-        self._device_is_taken = self._on_tpu and (self._measures_here or jax_internals.backends_initialized())
-        self._devices, self._target = devices, target
+        self._devices = devices
+        platform = request.problem.platform
+        self._given = Conditions(
+            platform=platform,
+            mode=request.mode,
+            is_jitted=jax_internals.is_jitted(request.problem.fn),
+            is_spread=is_spread,
+            # A TPU belongs to the process that uses it.
+            is_taken=platform == "tpu"
+            and (request.mode is Mode.MEASURING_HERE or jax_internals.backends_initialized()),
+            target=target,
+            devices=len(devices),
+            slots=request.limits.compile_slots,
+            each=request.limits.configs_per_worker,
+        )
 
     def run(self, configs: dict[int, Config]) -> Swept:
         """Runs configs to their outcomes, and compares the fastest of all in the ledger."""
         if not self._load(configs):
             return Swept()
         with self._schedulers:
+            if not self._request.runs:
+                return self._compile(configs)
             self._reference, configs = self._reference_for(configs, self._request.ledger.trials)
             self._schedulers.callback(self._reference.close)
             needs_ref_fn = callable(self._request.options.ref_fn) and not self._request.outputs
@@ -128,7 +126,7 @@ class Routes:
             trials, default = self._request.ledger.trials, self._problem.default
             contenders = self._reference.contenders(trials, default) if self._request.has_final else {}
             final = self._final(contenders) if len(contenders) > 1 else finals.Final()
-            executables, for_cache = self._race.executables()
+            executables, for_cache = self._fastest.executables()
             if len(contenders) > 1 and not final.rounds_ms and jax_internals.is_jitted(self._problem.fn):
                 executables, for_cache = {}, {}  # no worker could load them, and XLA may end a process that tries
             reference = self._reference
@@ -140,29 +138,24 @@ class Routes:
         known = {**self._request.ledger.trials, **({} if untuned is None else {UNTUNED: untuned})}
         if (final := self._request.recall.final({index: known[index] for index in contenders})).rounds_ms:
             return final
-        last = self._opened[-1] if self._opened else self._new_scheduler(self._route_with_device)
+        last = self._opened[-1] if self._opened else self._new_scheduler([*self._with_device(1, NOTHING_MORE)][-1])
         # The last route may have run nothing but the config that confirms an error.
         comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
         return comparing.compare(contenders)
 
-    def compile(self, configs: dict[int, Config]) -> Swept:
+    def _compile(self, configs: dict[int, Config]) -> Swept:
         """Compiles configs without running them, and returns their executables, but none in a check.
 
-        Where no worker can compile a program, its trial is that of a config that was compiled, without an executable.
+        If no worker can compile a program, its trial is that of a config that was compiled, without an executable.
         """
-        if self._load(configs):
-            with self._schedulers:
-                if self._request.target is None:
-                    self._run_routes(configs)
-                else:
-                    self._run_route(Route.APART, self._ordered(configs))
+        self._run_routes(configs)
         # The caller runs a program without the gradient that it was compiled with.
-        return Swept(executables={} if self._request.options.time_grad else self._race.executables()[0])
+        return Swept(executables={} if self._request.options.time_grad else self._fastest.executables()[0])
 
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
         try:
-            self._sandbox.open(load_timeout_s=self._limits.compile_timeout_s)
+            self._workforce.open(load_timeout_s=self._request.limits.compile_timeout_s)
         except LoadError as error:
             log = "\n".join(part for part in (error.description.traceback, error.log) if part)
             message = error.description.message
@@ -176,83 +169,59 @@ class Routes:
         source = self._request.source
         if not configs:
             return
-        ordered = self._ordered(configs)
-        if not self._can_part():
-            self._run_with_device(ordered, source)
-            return
-        left = self._run_route(Route.APART, ordered, source)
+        left = Leftovers(unfit=self._ordered(configs))
+        apart = choosing.without_device(self._given, self._unfit(), is_closed=source.is_closed)
+        if apart is not None:
+            left = self._run_route(apart, left.unfit, source)
         if left.unfit:
             self._run_with_device(left.unfit, source)
         settle(left, self._finish, self._run_with_device, source)
 
-    def _can_part(self) -> bool:
-        """Returns whether one worker compiles a config and another process measures it."""
-        if self._on_many_devices or self._is_alone:
-            return False  # a worker without a device compiles for a single device
-        if self._on_cpu and (self._compile_only or self._measures_here):
-            return True
-        if self._is_unfit(Route.APART):
-            return False
-        if self._on_cpu:
-            # A CPU worker is cheap: handing an executable to another one saves no time.
-            return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
-        return self._target is not None and jax_internals.is_jitted(self._problem.fn)
-
-    def _is_unfit(self, route: Route) -> bool:
-        return _unfit.get((route, id(self._problem.fn))) is self._problem.fn
-
-    def _can_hand_over(self, configs: Mapping[int, Config], source: ConfigSource) -> bool:
-        """Returns whether workers with the device compile several configs each, and another one measures them."""
-        at_once = len(configs) > 1 or not source.is_closed
-        is_whole = self._measures_here or self._is_alone or self._compile_only or self._on_many_devices
-        if is_whole or self._on_cpu or self._on_tpu or not at_once or self._is_unfit(Route.HANDED_OVER):
-            return False
-        return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
-
-    @property
-    def _route_with_device(self) -> Route:
-        """The route of configs that must be compiled with their device."""
-        is_here = self._is_alone or (self._measures_here and self._device_is_taken)
-        return Route.IN_PROCESS if is_here else Route.TOGETHER
-
     def _run_with_device(self, configs: dict[int, Config], source: ConfigSource) -> Leftovers:
-        if not (self._compile_only and self._device_is_taken):
-            raised_at = {}
-            if self._can_hand_over(configs, source):
-                left = self._run_route(Route.HANDED_OVER, configs, source)
-                if not left.unfit:
-                    return left
-                configs, raised_at = left.unfit, left.raised_at
-            left = self._run_route(self._route_with_device, configs, source)
-            left.raised_at = raised_at | left.raised_at
-            return left
-        for index, config in configs.items():
-            self._finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
-        return Leftovers()
+        raised_at: dict[int, str] = {}
+        left = Leftovers(unfit=configs)
+        for route in self._with_device(len(configs), source):
+            left = self._run_route(route, left.unfit, source)
+            raised_at |= left.raised_at
+            if not left.unfit:
+                break
+        else:
+            for index, config in {} if self._request.runs else left.unfit.items():
+                self._finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
+        left.raised_at = raised_at
+        return left
 
-    def _run_route(self, route: Route, configs: dict[int, Config], source: ConfigSource = NOTHING_MORE) -> Leftovers:
+    def _with_device(self, count: int, source: ConfigSource) -> Iterator[TrialRoute]:
+        return choosing.with_device(self._given, self._unfit(), count=count, is_closed=source.is_closed)
+
+    def _unfit(self) -> list[Route]:
+        return [label for label in Route if _unfit.get((label, id(self._problem.fn))) is self._problem.fn]
+
+    def _run_route(
+        self, route: TrialRoute, configs: dict[int, Config], source: ConfigSource = NOTHING_MORE
+    ) -> Leftovers:
         left = self._new_scheduler(route, source).run(configs)
         if left.unfit:
             name = self._problem.name
-            _logger.info("%s: the programs take another route than %s, because %s", name, route, left.why_unfit)
+            _logger.info("%s: the programs take another route than %s, because %s", name, route.label, left.why_unfit)
             if left.none_fits:
                 with contextlib.suppress(TypeError):  # not every callable can be referred to
-                    _unfit[route, id(self._problem.fn)] = self._problem.fn
+                    _unfit[route.label, id(self._problem.fn)] = self._problem.fn
         return left
 
-    def _new_scheduler(self, route: Route, source: ConfigSource = NOTHING_MORE) -> Scheduler:
+    def _new_scheduler(self, route: TrialRoute, source: ConfigSource = NOTHING_MORE) -> Scheduler:
         if self._opened:
             self._opened[-1].free_devices()
-        here, ledger = route is Route.IN_PROCESS, self._request.ledger
+        ledger = self._request.ledger
         scheduler = Scheduler(
-            self._sandbox,
-            self._plan(route, is_closed=source.is_closed),
+            self._workforce,
+            self._plan(route),
+            route,
             on_trial=self._finish,
             on_tick=ledger.tick,
-            # Nothing waits where configs are compiled one by one.
-            on_phase=lambda index, phase: None if here and phase == READY else ledger.enter(index, phase),
+            on_phase=ledger.enter,
             reference=self._reference,
-            race=self._race,
+            fastest=self._fastest,
             source=source,
             lease_on=self._lease_on,
             stops=self._stops,
@@ -264,72 +233,25 @@ class Routes:
         self._schedulers.callback(scheduler.free_devices)
         return scheduler
 
-    def _plan(self, route: Route, *, is_closed: bool) -> Plan:
-        """Returns the plan of a scheduler; `is_closed` says that no search decides what is tried."""
-        limits, with_device = self._limits, route is not Route.APART
-        measures_here = self._measures_here and route is not Route.IN_PROCESS
-        exclusive = (self._on_cpu or with_device or self._measures_here) and not self._compile_only
-        # Where workers with the device compile, and only one at a time may have it, they do all one after another.
-        slots = 1 if route is Route.IN_PROCESS or (self._on_tpu and with_device) else limits.compile_slots
-        in_files = measures_here or route is Route.HANDED_OVER
-        if route is Route.HANDED_OVER:
-            slots = min(slots, len(self._devices) * _DEVICE_PARKED)
-        if route is Route.IN_PROCESS:
-            parked = 1
-        elif in_files:
-            parked = _BATCH if is_closed else max(_SEARCH_PARKED, slots)
-        elif self._on_cpu:
-            parked = max(_CPU_PARKED if is_closed else _SEARCH_PARKED, 2 * slots)
-        else:
-            parked = len(self._devices) * min(_DEVICE_PARKED, slots)
-        if not exclusive or in_files:
-            workers = slots + len(self._devices)
-        else:
-            workers = max(_CPU_SHARES, 2 * slots) if self._on_cpu else parked
-        memory_bytes = limits.memory_limit_bytes
+    def _plan(self, route: TrialRoute) -> Plan:
+        """Returns the plan of a scheduler."""
+        limits, request = self._request.limits, self._request
+        is_endless = request.mode is Mode.HERE  # there is no worker that could be ended
+        share_bytes = int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, route.numbers.workers))
+        device_bytes = request.options.device_memory_bytes
         return Plan(
-            route=route,
-            target=None if with_device else self._target,
-            slots=slots,
             devices=tuple(self._devices),
-            configs_per_worker=1 if measures_here else self._configs_per_worker(),
-            compiles_per_worker=self._compiles_per_worker(route),
-            exclusive=exclusive,
-            parked=parked,
-            # There is no deadline where no worker could be ended.
-            compile_timeout_s=math.inf if self._is_alone else limits.compile_timeout_s,
-            timeout_s=math.inf if self._is_alone else limits.timeout_s,
-            memory_limit_bytes=memory_bytes or int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, workers)),
-            device_memory_bytes=self._request.options.device_memory_bytes,
-            may_exceed_alone=memory_bytes is None,
-            compile_only=self._compile_only,
-            is_check=self._request.target is not None,
-            measures_here=measures_here,
-            has_final=self._request.has_final,
-            troubled=self._request.troubled,
-            # libtpu compiles alike with its device and without it.
-            errors_are_final=self._on_tpu or self._request.target is not None,
+            compile_timeout_s=math.inf if is_endless else limits.compile_timeout_s,
+            timeout_s=math.inf if is_endless else limits.timeout_s,
+            memory=SharedMemoryLimits(worker_bytes=share_bytes, device_bytes=device_bytes)
+            if limits.memory_limit_bytes is None
+            else MemoryLimits(worker_bytes=limits.memory_limit_bytes, device_bytes=device_bytes),
+            has_final=request.has_final,
+            troubled=request.troubled,
             proof=self._proof,
-            objective=self._request.options.objective,
-            recall=self._request.recall,
+            objective=request.options.objective,
+            recall=request.recall,
         )
-
-    def _compiles_per_worker(self, route: Route) -> int:
-        if route is not Route.APART:
-            # What a plain callable does to its process, no other config may meet.
-            is_reused = route in (Route.TOGETHER, Route.HANDED_OVER) and not (self._compile_only or self._measures_here)
-            return self._configs_per_worker() if is_reused and jax_internals.is_jitted(self._problem.fn) else 1
-        # libtpu may take tens of seconds for what does not fit into a TPU. A deadline missed in a used worker must be
-        # waited for twice, and in a check, which measures nothing, that is more than used workers save.
-        is_fresh = self._on_cpu or (self._on_tpu and self._request.target is not None)
-        return 1 if is_fresh else min(_COMPILES_PER_WORKER, self._configs_per_worker())
-
-    def _configs_per_worker(self) -> int:
-        if self._limits.configs_per_worker is not None:
-            return self._limits.configs_per_worker
-        if self._on_tpu:
-            return _CONFIGS_PER_TPU_WORKER
-        return 1 if self._on_cpu else _CONFIGS_PER_ACCELERATOR_WORKER
 
     def _reference_for(
         self, configs: dict[int, Config], known: Mapping[int, Trial]
@@ -363,7 +285,7 @@ class Routes:
     def _ordered(self, configs: dict[int, Config]) -> dict[int, Config]:
         """Orders configs, those that were in trouble before last; in this process, the others keep their order."""
         troubled = self._request.troubled
-        if self._is_alone or self._measures_here:
+        if self._request.mode in (Mode.MEASURING_HERE, Mode.HERE):
             return {index: configs[index] for index in sorted(configs, key=lambda index: index in troubled)}
         return _from_both_ends(configs, troubled)
 

@@ -12,9 +12,9 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -26,8 +26,7 @@ from quarantune.devices.discovery import LOGS_PTXAS, Device, cheap_context
 from quarantune.host.process import Stops, warn
 from quarantune.host.shared_files import Directory
 from quarantune.sandbox import shortages, spawning, spool, template, wire
-from quarantune.scheduler.plan import Finish, Proof
-from quarantune.sweep.limits import Isolation
+from quarantune.scheduler.plan import Finish, Mode, Proof
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.transport import payload, program_values
@@ -35,12 +34,12 @@ from quarantune.transport.payload import PackedCall
 from quarantune.values import codec
 from quarantune.values.codec import originals, text_of
 from quarantune.values.configs import Config, format_config
-from quarantune.values.settings import Options, Settings
+from quarantune.values.settings import Isolation, Options, Settings
 from quarantune.values.trial import UNTUNED, CompileTarget, Trial
 from quarantune.worker.arguments import BenchOptions
 
 if TYPE_CHECKING:
-    from quarantune.sandbox import pool
+    from quarantune.sandbox.workforce import Workforce
     from quarantune.sweep.routes import Routes
 
 _logger = logging.getLogger("quarantune")
@@ -82,73 +81,84 @@ def run(
         ValueError: the settings name a device that does not exist.
         SandboxError: the sandbox itself failed.
     """
-    problem, possible, isolation = request.problem, request.possible(configs), request.isolation
+    problem, possible, is_alone = request.problem, request.possible(configs), request.mode is Mode.HERE
     if packed is None:
-        packed = pack(problem, possible, request.options, is_sent=isolation is not Isolation.NONE)
-    measures_energy = _needs_energy(request, packed, possible)
-    if isolation is Isolation.NONE:
-        _check_here(problem, packed, request.settings)
-        setting = request.settings.isolation
-        reason = f"{setting}, and {problem.name} has no jax.jit that workers could compile for"
-        if setting == Isolation.NONE.value:
-            reason = f"{setting} (unset it to tune in worker processes)"
-        _warn(f"QUARANTUNE_ISOLATION={reason}")
-        with _routes(request, packed, Proof(), measures_energy=measures_energy) as routes:
-            return routes.run(dict(configs))
+        packed = pack(problem, possible, request.options, is_sent=not is_alone)
+    observers = _observers(request, packed, possible)
     _check(request, packed, possible)
+    if is_alone:
+        _warn_here(request)
+        with _routes(request, packed, Proof(), [Device("", "")], observers=observers) as routes:
+            return routes.run(dict(configs))
     # Tracing may have side effects. Only the defaults are traced in this process, unless the caller is about to run
     # every config anyway.
-    only = () if request.compile_only or problem.untuned is None else (problem.default, UNTUNED)
-    compare = comparison(problem, packed.call, request.options, is_check=request.target is not None)
-    proof = Proof(request.on_program or compare, only)
+    only = (problem.default, UNTUNED) if request.runs and problem.untuned is not None else ()
+    proof = Proof(request.on_program or comparison(request, packed.call), only)
     with shortages.with_advice(problem.name):
         # Started before the imports, because it takes longer to start than the modules of the routes take to import.
         shortages.patiently(template.shared)
-        with _routes(request, packed, proof, measures_energy=measures_energy) as routes:
-            swept = (routes.compile if request.compile_only else routes.run)(dict(configs))
+        devices, target = _devices_and_target(request)
+        with _routes(request, packed, proof, devices, target, observers=observers) as routes:
+            swept = routes.run(dict(configs))
     return dataclasses.replace(swept, is_traced=not proof.is_due)
 
 
-def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> bool:
-    """Returns whether the objective takes the energy of calls.
+def _warn_here(request: SweepRequest) -> None:
+    """Warns, once for each reason, that configs run in this process."""
+    setting = request.settings.isolation
+    reason = f"{setting}, and {request.problem.name} has no jax.jit that workers could compile for"
+    if setting == Isolation.NONE.value:
+        reason = f"{setting} (unset it to tune in worker processes)"
+    _warn(f"QUARANTUNE_ISOLATION={reason}")
+
+
+def _observers(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> list[str]:
+    """Returns the observers whose figures the objective takes.
 
     Raises:
-        ValueError: it does, and that cannot be measured.
+        ValueError: one of them cannot measure.
     """
-    if request.compile_only or request.options.is_by_time:
-        return False
-    from quarantune.measure import clocks, finals  # few sweeps need them
+    if not request.runs or request.options.is_by_time:
+        return []
+    from quarantune.measure import objective, observers  # few sweeps need them
 
     problem, devices = request.problem, max(packed.devices_needed, request.options.devices_per_trial)
-    if not finals.needs_energy(request.options.objective, dict(possible[0]) if possible else {}):
-        return False
+    names = objective.needed_observers(request.options.objective, dict(possible[0]) if possible else {})
     jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
-    reason = clocks.why_no_energy(problem.platform, problem.device_kind)
-    if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
-        reason = "that takes one device, and a jitted function that donates no arguments"
-    if reason:
-        raise ValueError(f"{problem.name}: objective needs the energy of a call, which cannot be measured: {reason}")
-    return True
+    for observer in map(observers.named, names):
+        reason = observer.why_not(problem.platform, problem.device_kind)
+        if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
+            reason = "that takes one device, and a jitted function that donates no arguments"
+        if reason:
+            what = observer.WHAT
+            raise ValueError(f"{problem.name}: objective needs {what}, which cannot be measured: {reason}")
+    return names
 
 
 def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> None:
-    """Raises if workers cannot run the sweep as it is asked for."""
+    """Raises if the sweep cannot run as it is asked for."""
     problem, needed, per_trial = request.problem, packed.devices_needed, request.options.devices_per_trial
-    is_here = request.isolation is Isolation.COMPILE
-    if is_here:
-        _check_here(problem, packed, request.settings)
-    elif request.target is not None and needed > 1:
-        raise ValueError(
-            f"{problem.name}: its arguments are laid out over {needed} devices, and a compile check is for one: give "
-            f"it the arguments of one device, as arrays or as jax.ShapeDtypeStruct"
-        )
-    elif problem.platform == "tpu" and jax_internals.backends_initialized() and not request.compile_only:
-        raise ValueError(
-            f"{problem.name}: this process uses the TPU, so workers cannot measure on it: set "
-            f"QUARANTUNE_ISOLATION=compile to measure in this process, or tune before JAX is used here"
-        )
-    has_devices = problem.platform != "cpu" and request.target is None and not (is_here and problem.platform == "tpu")
-    if has_devices and needed > per_trial:
+    names_devices = problem.platform != "cpu"
+    match request.mode:
+        case Mode.HERE:
+            _check_here(problem, packed, request.settings)
+            return
+        case Mode.MEASURING_HERE:
+            _check_here(problem, packed, request.settings)
+            names_devices &= problem.platform != "tpu"
+        case Mode.CHECKING:
+            names_devices = False
+            if needed > 1:
+                raise ValueError(
+                    f"{problem.name}: its arguments are laid out over {needed} devices, and a compile check is for "
+                    f"one: give it the arguments of one device, as arrays or as jax.ShapeDtypeStruct"
+                )
+        case Mode.IN_WORKERS if problem.platform == "tpu" and jax_internals.backends_initialized():
+            raise ValueError(
+                f"{problem.name}: this process uses the TPU, so workers cannot measure on it: set "
+                f"QUARANTUNE_ISOLATION=compile to measure in this process, or tune before JAX is used here"
+            )
+    if names_devices and needed > per_trial:
         why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"
         raise ValueError(
             f"{problem.name}: {why} over {needed} devices, and devices_per_trial={per_trial}: set "
@@ -204,52 +214,71 @@ def pack(
 
 
 @contextlib.contextmanager
-def _routes(request: SweepRequest, packed: PackedCall, proof: Proof, *, measures_energy: bool) -> Iterator[Routes]:
+def _routes(
+    request: SweepRequest,
+    packed: PackedCall,
+    proof: Proof,
+    devices: Sequence[Device],
+    target: CompileTarget | None = None,
+    *,
+    observers: Sequence[str],
+) -> Iterator[Routes]:
     """Yields the routes of a sweep, which lead through workers, this process, or both."""
-    from quarantune.sandbox import pool
+    from quarantune.sandbox.pool import Sandbox
     from quarantune.sweep.routes import Routes
 
     problem, settings = request.problem, request.settings
-    is_alone = request.isolation is Isolation.NONE
-    on_many_devices = max(packed.devices_needed, request.options.devices_per_trial) > 1
-    devices, target = ([Device("", "")], None) if is_alone else _devices_and_target(request)
-    can_warm_up = target is not None and target.platform != "tpu" and request.target is None and not on_many_devices
-    environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
-    if not on_many_devices:
-        environ |= cheap_context(problem.platform, os.environ)
-    if request.target is not None and problem.platform == "cuda":
-        environ |= LOGS_PTXAS
-    options = BenchOptions.of(problem.platform, request.options, energy=measures_energy)
-    with spawning.standard_descriptors(), _spooled(packed, options) as (payload_fd, arrays_fd):
-        make: Callable[..., pool.Sandbox] = pool.Sandbox
-        stops = Stops(time.monotonic)
-        if request.isolation is not Isolation.PROCESS:
+    is_spread = max(packed.devices_needed, request.options.devices_per_trial) > 1
+    options = BenchOptions.of(problem.platform, request.options, observers=observers)
+    stops = Stops(time.monotonic)
+    with spawning.standard_descriptors(), contextlib.ExitStack() as stack:
+        payload_fd, arrays_fd = stack.enter_context(_spooled(packed, options))
+        own = (request, packed.call, devices[0], stops, options, arrays_fd)
+        if request.mode is Mode.HERE:
             from quarantune.sweep.this_process import ThisProcess  # with all that a worker needs
 
-            measures_on = None if is_alone else devices[0]
-            make = functools.partial(
-                ThisProcess, request, packed.call, device=measures_on, stops=stops, measures_energy=measures_energy
+            workforce: Workforce = stack.enter_context(contextlib.closing(ThisProcess(*own)))
+        else:
+            workforce = stack.enter_context(
+                Sandbox(
+                    payload_fd=payload_fd,
+                    arrays_fd=arrays_fd,
+                    method=settings.start_method or ("fork" if sys.platform == "linux" else "spawn"),
+                    modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
+                    plugins=problem.platform != "cpu",
+                    **_surroundings(request, target, is_spread=is_spread),
+                )
             )
-        with make(
-            payload_fd=payload_fd,
-            arrays_fd=arrays_fd,
-            method=settings.start_method or ("fork" if sys.platform == "linux" else "spawn"),
-            environ=environ,
-            modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
-            plugins=problem.platform != "cpu",
-            directory=problem.platform in ("cuda", "rocm") and request.target is None,
-            warm_up=codec.encode(target) if target is not None and can_warm_up else None,
-        ) as sandbox:
-            yield Routes(
-                sandbox,
-                request,
-                _finisher(request),
-                proof,
-                devices=devices,
-                target=target,
-                on_many_devices=on_many_devices,
-                stops=stops,
-            )
+        if request.mode is Mode.MEASURING_HERE:
+            from quarantune.sweep.this_process import MeasuringProcess
+
+            workforce = stack.enter_context(contextlib.closing(MeasuringProcess(workforce, *own)))
+        yield Routes(
+            workforce,
+            request,
+            _finisher(request),
+            proof,
+            devices=devices,
+            target=target,
+            is_spread=is_spread,
+            stops=stops,
+        )
+
+
+def _surroundings(request: SweepRequest, target: CompileTarget | None, *, is_spread: bool) -> Mapping[str, Any]:
+    """Returns what a sandbox needs for the device that it compiles for or measures on, as its arguments."""
+    problem = request.problem
+    environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
+    if not is_spread:
+        environ |= cheap_context(problem.platform, os.environ)
+    if request.target is not None:
+        return {"environ": environ | (LOGS_PTXAS if problem.platform == "cuda" else {})}
+    can_warm_up = target is not None and target.platform != "tpu" and not is_spread
+    return {
+        "environ": environ,
+        "directory": problem.platform in ("cuda", "rocm"),
+        "warm_up": codec.encode(target) if target is not None and can_warm_up else None,
+    }
 
 
 def _devices_and_target(request: SweepRequest) -> tuple[list[Device], CompileTarget | None]:

@@ -19,26 +19,29 @@ import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 
 from quarantune import jax_internals
 from quarantune.devices.discovery import Device
+from quarantune.host import machine
 from quarantune.host.process import Stops, is_interruption
 from quarantune.measure import finals
-from quarantune.sandbox import messages, spool, wire
+from quarantune.sandbox import messages, wire
 from quarantune.sandbox.messages import Reply, Task
-from quarantune.sandbox.pool import Event, Said, Sandbox
+from quarantune.sandbox.program_file import ProgramFile
 from quarantune.sandbox.template_messages import Ended
+from quarantune.sandbox.workforce import Event, Said, Workforce
 from quarantune.sweep.request import SweepRequest
 from quarantune.transport.payload import Call
 from quarantune.values import codec
-from quarantune.values.codec import restore
+from quarantune.values.codec import JsonObject, restore
 from quarantune.values.configs import format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
 from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
+from quarantune.worker.compiling import compile_here
 from quarantune.worker.failures import NeedsDeviceError, readable
 from quarantune.worker.main import TaskRunner
 
@@ -50,17 +53,16 @@ _LOOK_S = 0.1
 """Seconds between two looks at the work; a longer gap than `stops` allows means that this process was stopped."""
 
 
-class _Here(TaskRunner):
+class _LocalRunner(TaskRunner):
     """A worker in this process."""
 
     def __init__(self, number: int, place: ThisProcess) -> None:
-        # It has no connection, and gets its bench from the place.
-        super().__init__(cast(Any, None), cast(Any, None), None)
         self.number = number
         self.tasks: collections.deque[tuple[Task, list[int]]] = collections.deque()
         self.said: list[Reply] = []
         self._place = place
         self._replies: Iterator[Reply] | None = None
+        super().__init__()
 
     @property
     def begins(self) -> bool:
@@ -91,6 +93,10 @@ class _Here(TaskRunner):
         """Keeps a reply until the step has ended."""
         self.said.append(reply)
 
+    def held_bytes(self) -> int:
+        """Returns 0: what this process holds is no worker's."""
+        return 0
+
     def new_modules(self) -> tuple[str, ...]:
         """Returns nothing: what this process imports is no guide for workers."""
         return ()
@@ -107,14 +113,14 @@ class _Here(TaskRunner):
             return begun
         yield self.entered(Phase.LOAD)
         try:
-            self.program = program = bench.load_data(dict(config), spool.read_parts(fd)[0])
+            self.program = program = bench.load_data(dict(config), ProgramFile.read(fd).executable)
             return program
-        except (ValueError, IndexError) as error:
+        except ValueError as error:
             if index is None:
                 raise NeedsDeviceError(f"it cannot be loaded: {error}") from error
         yield self.entered(Phase.COMPILE)
         self._place.report_compiling(index, config)
-        self.program = program = bench.compile(dict(config), target=None)
+        self.program = program = compile_here(bench, dict(config))
         yield self.compiled(bench, program)
         return program
 
@@ -131,37 +137,34 @@ class _Here(TaskRunner):
         """Saves nothing: a program that was compiled here is compiled again for the final."""
 
 
-class ThisProcess(Sandbox):
-    """A sandbox for workers that compile, and this process in the place of those that have a device.
+class ThisProcess:
+    """This process in the place of all workers; it does a step of a task at each `poll`.
+
+    Its workers have negative numbers. It sets no deadline, and notes nothing, since nothing could be left out.
 
     Attributes:
         begun: programs that have run once and wait for their further runs, by the indices of their configs.
         fastest: those that were measured fastest, of the programs that cannot come as data, each with its time.
     """
 
+    @property
+    def baseline_bytes(self) -> int:
+        """Returns 0: what this process holds is no worker's."""
+        return 0
+
     def __init__(
-        self,
-        request: SweepRequest,
-        call: Call,
-        *,
-        device: Device | None,
-        stops: Stops,
-        measures_energy: bool,
-        arrays_fd: int,
-        **sandbox: Any,
+        self, request: SweepRequest, call: Call, device: Device, stops: Stops, options: BenchOptions, arrays_fd: int
     ) -> None:
-        """Sets up the runner.
+        """Sets up the workforce.
 
         Args:
             request: the sweep.
             call: the call, with the caller's own function.
-            device: the device to measure on; None if this process also compiles, on the device of its choice.
+            device: the device to measure on; one without a name for the device of this process's choice.
             stops: is told of the work of this process.
-            measures_energy: whether the energy of calls is measured.
+            options: the options of its bench.
             arrays_fd: the file that holds the bytes of its arrays; -1 for none.
-            **sandbox: the other arguments of the sandbox for workers that compile.
         """
-        super().__init__(arrays_fd=arrays_fd, **sandbox)
         self.begun: dict[int | None, Program] = {}
         self.fastest: dict[int | None, tuple[float, Program]] = {}
         self._request = request
@@ -169,77 +172,90 @@ class ThisProcess(Sandbox):
         self._device = device
         self._stops = stops
         # A bench for "cpu" would keep this process from its other devices.
-        platform = None if device is None or device.platform == "cpu" else device.platform
-        options = BenchOptions.of(platform, request.options, energy=measures_energy)
+        platform = None if device.platform in ("", "cpu") else device.platform
+        options = dataclasses.replace(options, platform=platform, compilation_cache=None)
         self._make_bench = functools.partial(Bench, call, arrays_fd=arrays_fd, options=options)
         self._bench: Bench | None = None
-        self._here: dict[int, _Here] = {}
+        self._here: dict[int, _LocalRunner] = {}
         self._numbers = itertools.count(-1, -1)
         self._ended: list[Event] = []
         self._spent_s = collections.defaultdict[int | None, float](float)
         self._has_compiled = False
 
     def open(self, *, load_timeout_s: float | None) -> None:
-        """Opens the sandbox, if workers compile."""
-        if self._device is not None:
-            super().open(load_timeout_s=load_timeout_s)
+        """Does nothing: the call is loaded here."""
 
-    def start(
-        self, task: codec.JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
-    ) -> int:
-        """Starts a worker: in the sandbox one that leaves its program as data, and here any other."""
+    def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+        """Starts a worker here."""
         if task["message"] == messages.Compile.__name__:
             self.begun.clear()  # configs of the last batch; all have ended
-        if task.get("as_data") or task.get("is_check"):
-            return super().start(task, fds=fds, environ=environ)
         number = next(self._numbers)
-        self._here[number] = _Here(number, self)
+        self._here[number] = _LocalRunner(number, self)
         self.send(number, task, fds)
         return number
 
-    def send(self, number: int, message: codec.JsonObject, fds: Sequence[int] = ()) -> None:
+    def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
         """Gives a worker a further task."""
-        if (worker := self._here.get(number)) is None:
-            super().send(number, message, fds)
-            return
-        task = codec.decode(message, *messages.TASKS)
-        if isinstance(task, messages.Measure):
-            task = dataclasses.replace(task, stop_ms=None)  # the end of a run would be that of this process
-        worker.tasks.append((task, [os.dup(fd) for fd in fds]))
+        if (worker := self._here.get(number)) is not None:
+            worker.tasks.append((codec.decode(message, *messages.TASKS), [os.dup(fd) for fd in fds]))
 
     def finish(self, number: int) -> None:
-        """Ends a worker."""
-        if (worker := self._here.pop(number, None)) is None:
-            if number > 0:
-                super().finish(number)
-            return
-        self._drop_tasks(worker)
-        self._ended.append(Ended(number, 0))
-        if self._device is None:  # no config finds what another one has left
+        """Ends a worker; no config finds what another one has left."""
+        if number in self._here:
+            self._end(number)
             self._drop_bench()
+
+    def _end(self, number: int) -> None:
+        self._drop_tasks(self._here.pop(number))
+        self._ended.append(Ended(number, 0))
 
     def kill(self, number: int, *, shows_stack: bool = False) -> None:
         """Ends a worker."""
-        if number > 0:
-            super().kill(number, shows_stack=shows_stack)
-        else:
-            self.finish(number)
+        self.finish(number)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Returns the events since the last call; where there are none, and there is time, does a step here."""
+        """Returns the events since the last call; if there are none, and there is time, does a step here."""
         worker = next((worker for worker in self._here.values() if worker.tasks), None) if timeout_s > 0 else None
-        events = super().poll(0.0 if worker or self._ended else timeout_s) + self._ended
+        events = self._heard(0.0 if worker or self._ended else timeout_s) + self._ended
         self._ended = []
         return events if events or worker is None else self._step(worker)
+
+    def _heard(self, timeout_s: float) -> list[Event]:
+        """Returns the events of workers elsewhere: there are none."""
+        time.sleep(timeout_s)
+        return []
 
     def close(self) -> None:
         """Ends all workers, and what this process keeps for them."""
         for number in list(self._here):
-            self.finish(number)
+            self._end(number)
         self._drop_bench()
         self.begun.clear()
         self.fastest.clear()
-        super().close()
+
+    def forget(self, number: int) -> None:
+        """Removes a worker that has ended: nothing of it is left."""
+
+    def pid(self, number: int) -> int | None:
+        """Returns None: no worker has a process."""
+        return None
+
+    def log(self, number: int) -> str:
+        """Returns nothing: what this process prints is not kept."""
+        return ""
+
+    def clear_log(self, number: int) -> None:
+        """Does nothing: there is no log."""
+
+    def trim_logs(self) -> None:
+        """Does nothing: there is no log."""
+
+    def share_modules(self, names: Sequence[str]) -> None:
+        """Does nothing: what is imported here is there for all."""
+
+    def common_files(self) -> set[machine.FileId]:
+        """Returns nothing: no worker has files."""
+        return set()
 
     def bench(self) -> Bench:
         """Returns the bench, made when it is needed."""
@@ -252,13 +268,13 @@ class ThisProcess(Sandbox):
             self._bench.close()
             self._bench = None
 
-    def _drop_tasks(self, worker: _Here) -> None:
+    def _drop_tasks(self, worker: _LocalRunner) -> None:
         while worker.tasks:
             worker.end_task()
 
     # A step of a task
 
-    def _step(self, worker: _Here) -> list[Event]:
+    def _step(self, worker: _LocalRunner) -> list[Event]:
         """Does a step of a worker's task; what it does after its deadline does not count."""
         task, index, phase = worker.task, worker.task.trial, worker.phase
         config = task.config if isinstance(task, (messages.Compile, messages.Measure)) else {}
@@ -301,7 +317,7 @@ class ThisProcess(Sandbox):
             self._on_reply(worker, reply, config)
         return [Said(worker.number, codec.encode(reply)) for reply in said]
 
-    def _on_reply(self, worker: _Here, reply: Reply, config: messages.EncodedConfig) -> None:
+    def _on_reply(self, worker: _LocalRunner, reply: Reply, config: messages.EncodedConfig) -> None:
         index = reply.trial
         if isinstance(reply, messages.Compiled):
             self._spent_s[index] = 0.0
@@ -316,11 +332,127 @@ class ThisProcess(Sandbox):
                 del self.fastest[max(self.fastest, key=lambda index: self.fastest[index][0])]
 
     def _limit(self, task: Task, phase: Phase) -> tuple[float, str]:
-        """Returns the seconds that a task may take, and its name in reports; without workers, there is no limit."""
+        """Returns the seconds that a task may take, and its name in reports; there is no limit."""
+        return math.inf, ""
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Runs a step outside of the caller's traces, compiled even where the caller has disabled jit."""
+        with jax.disable_jit(False), jax_internals.outside_of_traces():
+            yield
+
+    def note(
+        self,
+        index: int | None,
+        config: messages.EncodedConfig,
+        outcome: Outcome,
+        message: str,
+        phase: Phase | None = None,
+    ) -> None:
+        """Notes the trial that a config has if this process ends before it goes on; `lost` as it begins."""
+
+    def report_compiling(self, index: int | None, config: messages.EncodedConfig) -> None:
+        """Reports, once in a sweep, that a config is compiled without containment."""
+        if not self._has_compiled:
+            self._has_compiled = True
+            _logger.warning(
+                "%s: %s is compiled in this process, without containment, because its program cannot come from a "
+                "worker; so are others whose route is %r",
+                self._request.problem.name,
+                self._label(index, config),
+                Route.IN_PROCESS.value,
+            )
+
+    def _label(self, index: int | None, config: messages.EncodedConfig) -> str:
+        shown = format_config(restore(config, self._call.config_values))
+        return f"the function with its defaults ({shown})" if index == UNTUNED else f"the config {shown}"
+
+
+class MeasuringProcess(ThisProcess):
+    """This process in the place of the workers that have a device. Workers of a sandbox compile for it."""
+
+    def __init__(self, compilers: Workforce, *about: Any) -> None:
+        """Sets up the workforce.
+
+        Args:
+            compilers: the workers that compile.
+            *about: the arguments of `ThisProcess`.
+        """
+        super().__init__(*about)
+        self._compilers = compilers
+
+    def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+        """Starts a worker: in the sandbox one that leaves its program in a file, and here any other."""
+        if task["message"] == messages.Compile.__name__ and fds:
+            self.begun.clear()  # configs of the last batch; all have ended
+            return self._compilers.start(task, fds=fds, environ=environ)
+        return super().start(task, fds=fds, environ=environ)
+
+    def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
+        """Gives a worker a further task."""
+        if number > 0:
+            self._compilers.send(number, message, fds)
+        else:
+            super().send(number, message, fds)
+
+    def finish(self, number: int) -> None:
+        """Ends a worker; one here leaves the bench to the next."""
+        if number > 0:
+            self._compilers.finish(number)
+        elif number in self._here:
+            self._end(number)
+
+    def kill(self, number: int, *, shows_stack: bool = False) -> None:
+        """Ends a worker."""
+        if number > 0:
+            self._compilers.kill(number, shows_stack=shows_stack)
+        else:
+            self.finish(number)
+
+    def _heard(self, timeout_s: float) -> list[Event]:
+        return self._compilers.poll(timeout_s)
+
+    @property
+    def baseline_bytes(self) -> int:
+        """Private memory that a worker has from the start."""
+        return self._compilers.baseline_bytes
+
+    def open(self, *, load_timeout_s: float | None) -> None:
+        """Makes ready for workers that compile."""
+        self._compilers.open(load_timeout_s=load_timeout_s)
+
+    def forget(self, number: int) -> None:
+        """Removes a worker that has ended."""
+        self._compilers.forget(number)
+
+    def pid(self, number: int) -> int | None:
+        """Returns the process id of a worker that compiles."""
+        return self._compilers.pid(number)
+
+    def log(self, number: int) -> str:
+        """Returns the output of a worker that compiles."""
+        return self._compilers.log(number)
+
+    def clear_log(self, number: int) -> None:
+        """Removes the output of a worker so far."""
+        self._compilers.clear_log(number)
+
+    def trim_logs(self) -> None:
+        """Shortens the logs that have grown too large."""
+        self._compilers.trim_logs()
+
+    def share_modules(self, names: Sequence[str]) -> None:
+        """Imports modules that a worker lacked, for later workers."""
+        self._compilers.share_modules(names)
+
+    def common_files(self) -> set[machine.FileId]:
+        """Returns the files in memory that every worker has open or mapped and that no worker has made."""
+        return self._compilers.common_files()
+
+    def _limit(self, task: Task, phase: Phase) -> tuple[float, str]:
+        """Returns the seconds that a task may take, and its name in reports."""
         limits = self._request.limits
         each_s = limits.compile_timeout_s + limits.timeout_s
-        if self._device is None:
-            return math.inf, ""
         match task:
             case messages.Compile(trial=index, config=config) | messages.Measure(trial=index, config=config):
                 limit_s = limits.compile_timeout_s if phase is Phase.COMPILE else limits.timeout_s
@@ -338,14 +470,11 @@ class ThisProcess(Sandbox):
         In a process with several kinds of devices, that need not be the default one.
         """
         with contextlib.ExitStack() as stack:
-            if self._device is not None and self._call.devices_needed == 1:
+            if self._call.devices_needed == 1:
                 devices = jax.local_devices(backend=self._device.platform)
                 stack.enter_context(jax.default_device(devices[self._device.position(os.environ)]))
-            stack.enter_context(jax.disable_jit(False))
-            stack.enter_context(jax_internals.outside_of_traces())
+            stack.enter_context(super()._on_device())
             yield
-
-    # What is told of configs
 
     def note(
         self,
@@ -356,7 +485,7 @@ class ThisProcess(Sandbox):
         phase: Phase | None = None,
     ) -> None:
         """Notes the trial that a config has if this process ends before it goes on; `lost` as it begins."""
-        if index is None or index == UNTUNED or self._device is None:
+        if index is None or index == UNTUNED:
             return
         trial = Trial(
             config=restore(config, self._call.config_values),
@@ -367,22 +496,6 @@ class ThisProcess(Sandbox):
             device=self._device.name,
         )
         self._request.ledger.provisional(index, trial)
-
-    def report_compiling(self, index: int | None, config: messages.EncodedConfig) -> None:
-        """Reports, once in a sweep, that a config is compiled without containment."""
-        if not self._has_compiled:
-            self._has_compiled = True
-            _logger.warning(
-                "%s: %s is compiled in this process, without containment, because its program cannot come from a "
-                "worker; so are others whose route is %r",
-                self._request.problem.name,
-                self._label(index, config),
-                Route.IN_PROCESS.value,
-            )
-
-    def _label(self, index: int | None, config: messages.EncodedConfig) -> str:
-        shown = format_config(restore(config, self._call.config_values))
-        return f"the function with its defaults ({shown})" if index == UNTUNED else f"the config {shown}"
 
 
 @contextlib.contextmanager

@@ -26,10 +26,10 @@ from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import ContextualResult, KernelChoice, labels
 from quarantune.sandbox import wire
-from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.scheduler.plan import NOTHING_MORE, Mode
 from quarantune.sweep import proof
 from quarantune.sweep.ledger import Ledger, Listener
-from quarantune.sweep.limits import EXHAUSTED, Isolation, SearchLimits
+from quarantune.sweep.limits import EXHAUSTED, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport import assignment
@@ -156,8 +156,8 @@ class ContextualJob(TuningJob):
         _logger.info("%s: %.4g ms with %d kernels tuned", self._name, time_ms, len(choices))
         if self._keyed.axes is None:
             self._tuning.seeds.add(step.compiled)
-        findings = findings_now(self._call, time_ms, [trial for _, trial in tries], _together(searched, self._search))
-        findings = dataclasses.replace(findings, baseline_ms=baseline_ms)
+        found, search = Findings(time_ms, baseline_ms=baseline_ms), _together(searched, self._search)
+        findings = findings_now(self._call, found, [trial for _, trial in tries], search)
         return self._conclude_kernels(choices, spaces, tries, findings)
 
     def _begin(self) -> tuple[str, dict[Slot, Config], _Step]:
@@ -325,7 +325,7 @@ class ContextualJob(TuningJob):
         if jax_internals.is_jitted(problem.fn):  # a worker has traced it without harm
             with proof.unheard():
                 return runner.traced(text, problem.args, problem.kwargs)
-        if request.isolation is Isolation.NONE:
+        if request.mode is Mode.HERE:
             return dict(runner.assignment(text).seen)
         try:
             seen = assignment.read_report(swept.executables[winner])

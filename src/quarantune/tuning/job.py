@@ -23,10 +23,10 @@ from quarantune.measure import finals, model
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
-from quarantune.scheduler.plan import NOTHING_MORE
+from quarantune.scheduler.plan import NOTHING_MORE, Mode
 from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger, Listener
-from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, Isolation, SearchLimits
+from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
@@ -201,7 +201,7 @@ class TuningJob:
             shown=self._now.settings.progress,
             config_of=self._configs.__getitem__ if total else None,
             default=None if default is None else self._configs[default],
-            may_redraw=self._request.isolation is not Isolation.NONE,
+            may_redraw=self._request.mode is not Mode.HERE,
         )
 
     def _tell_author(self, index: int, phase: str) -> None:
@@ -224,7 +224,7 @@ class TuningJob:
             found = layers.saved(self._keyed, self._now, other_than=self._earlier, afresh=afresh)
             return found if found is not None and layers.serves(found, self._now) else None
 
-        is_apart = self._request.isolation is Isolation.PROCESS
+        is_apart = self._request.mode is Mode.IN_WORKERS
         return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say, is_apart=is_apart)
 
     def _terms(self) -> JsonObject:
@@ -256,7 +256,7 @@ class TuningJob:
         usable = [trial for trial in found.values() if trial.is_usable and trial.program]
         ours = None
         if usable and place_of(self._now.settings).is_here:
-            best = min(usable, key=lambda trial: trial.merit or math.inf)
+            best = min(usable, key=lambda trial: math.inf if trial.merit is None else trial.merit)
             ours = saved_program.traced_apart(self._keyed, best.config)
         is_proved = ours is None or is_same(ours.identity, best.program)
         if is_proved and self._key not in self._tuning.layers.differences:
@@ -417,10 +417,10 @@ class TuningJob:
         defaults = settled.get(finals.default_among(settled, default))
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
-        findings = findings_now(self._call, best.time_ms, trials, self._searched()).with_score(best, defaults)
+        findings = findings_now(self._call, Findings.of(best, defaults), trials, self._searched())
         if defaults is not None and defaults.outcome is Outcome.OK:  # and not ruled out by a sample or two
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
-            findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
+            findings = dataclasses.replace(findings, speedup_interval=interval)
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
@@ -488,7 +488,7 @@ class TuningJob:
         if kind is not None and issubclass(kind, KeyboardInterrupt) and is_usable:
             settled, level = finals.conclude(trials, finals.Final(), default=self._call.default_index)
             best, ended = settled[level[0]], tuple(settled.values())
-            findings = Findings(best.time_ms or 0.0, trials=count_outcomes(ended), score=best.score)
+            findings = Findings.of(best, None, trials=count_outcomes(ended))
             self._tuning.remember(self._keyed, call_result(self._keyed, best.config, findings, ended), self._now)
 
     def _entry(self, config: Config, findings: Findings, program: JsonObject | None = None) -> Entry:

@@ -22,7 +22,7 @@ from quarantune.results.result import TuningResult
 from quarantune.values import describe
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given
-from quarantune.values.trial import SCORES, Findings, Searched, Trial, count_outcomes
+from quarantune.values.trial import SCORES, TIME, Findings, Searched, Trial, count_outcomes, ranked_by
 
 
 def call_result(
@@ -90,11 +90,11 @@ def _given(trials: Iterable[Trial]) -> tuple[Trial, ...]:
     return tuple(dataclasses.replace(trial, config=as_given(trial.config)) for trial in trials)
 
 
-def findings_now(call: BoundCall, time_ms: float, trials: Sequence[Trial], search: Searched) -> Findings:
+def findings_now(call: BoundCall, found: Findings, trials: Sequence[Trial], search: Searched) -> Findings:
     """Returns the findings of a sweep that has just ended: with the date, and the commit of the user's repository."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     commit = commit_of(plain_function(call.function.fn))
-    return Findings(time_ms, created=now, commit=commit, trials=count_outcomes(trials), search=search)
+    return dataclasses.replace(found, created=now, commit=commit, trials=count_outcomes(trials), search=search)
 
 
 def entry_for(
@@ -119,7 +119,7 @@ def entry_for(
         "versions": describe.versions(),
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
-        **({} if findings.score is None else {name: found[name] for name in SCORES}),
+        **({} if ranked_by(findings) == TIME else {name: found[name] for name in SCORES}),
         "trials": found["trials"],
         "search": search | found["search"],
         **({"program": program} if program else {}),

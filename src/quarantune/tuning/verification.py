@@ -24,7 +24,7 @@ from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, as_given
 from quarantune.values.settings import forget_choices, settings
 from quarantune.values.texts import call_text, first_line
-from quarantune.values.trial import Findings, Outcome, SandboxError, Trial, TuningFailedError
+from quarantune.values.trial import TIME, Findings, Outcome, SandboxError, Trial, TuningFailedError, ranked_by
 
 _logger = logging.getLogger("quarantune")
 
@@ -56,7 +56,7 @@ class Verified:
         config: its config, as the cache holds it.
         time_ms: the time of its config now, in milliseconds; None if it was not measured or failed.
         default_time_ms: the time of the function's own defaults now; None if that is not known.
-        saved_time_ms: its time when it was saved; None if that is not known, or was not its objective.
+        saved_time_ms: its time when it was saved; None if that is not known, or it was not chosen by time.
         changed: the versions that have changed since, as text; empty if none has.
     """
 
@@ -238,7 +238,7 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
             return _verified(record, Verdict.CURRENT, "it is the defaults, and works", **times)
         gain = result.findings.compared or "and there are no defaults to compare it with"
         return _verified(record, Verdict.CURRENT, f"it works, {gain}", **times)
-    better, unit = ("faster", " ms") if result.score is None else ("better", "")
+    better, unit = ("faster", " ms") if ranked_by(result.findings) == TIME else ("better", "")
     best = result.findings.figure
     told = "ruled out at once" if winner.figure is None else f"{winner.figure:.4g}{unit} against {best:.4g}"
     return _verified(record, Verdict.STALE, f"the defaults are {better}: {told}", **times)
@@ -264,7 +264,7 @@ def _code_of(key: CacheKey) -> Any:
 def _verified(record: CacheRecord, verdict: Verdict, reason: str, **times: float | None) -> Verified:
     entry: Entry = record.entry
     found = Findings.from_json(entry)
-    saved = found.time_ms if found.score is None else math.nan  # more time is no loss to another objective
+    saved = found.time_ms if ranked_by(found) == TIME else math.nan  # only then is more time a loss
     return Verified(
         key=record.key,
         verdict=verdict,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import enum
 import functools
 import importlib.util
 import math
@@ -22,7 +23,7 @@ from quarantune.host.process import warn
 from quarantune.values.codec import is_number, is_whole
 from quarantune.values.configs import Config
 from quarantune.values.texts import check_options, did_you_mean, shown
-from quarantune.values.trial import Trial
+from quarantune.values.trial import ENERGY, TIME, Trial
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -42,11 +43,22 @@ _UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 DEFAULTS = "defaults"
 """The `ref_fn` that stands for the function with its own defaults."""
-TIME, ENERGY = "time", "energy"
-"""The objectives that have names."""
 _TOLERANCES = ("rtol", "atol", "max_mismatched_ratio")
 SUPPLIES = ("auto", "integer", "uniform", "normal", "zeros", "ones")
 """The kinds of made-up arrays."""
+
+
+class Isolation(enum.Enum):
+    """The steps of a trial that run in workers."""
+
+    PROCESS = "process"
+    """All of them."""
+    COMPILE = "compile"
+    """All until there is an executable; this process, which has the device, loads, checks and measures."""
+    NONE = "none"
+    """None: this process does everything."""
+
+
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
 OPTUNA = "optuna:"
 """The prefix of the name of one of Optuna's samplers."""

@@ -23,6 +23,8 @@ from quarantune.values.codec import (
 from quarantune.values.configs import Config
 from quarantune.values.texts import printable
 
+TIME, ENERGY = "time", "energy"
+"""The objectives that have names."""
 UNTUNED = -1
 """The index under which the function's own defaults run where they are not one of the configs."""
 
@@ -33,6 +35,7 @@ _LARGEST_NUMBER = 2**63
 ESTIMATED = "estimated"
 """Instead of why a search ended: nothing was measured, and a compiler has estimated the configs."""
 _LONGEST_TEXT = 40
+_MOST_OBSERVED = 16
 SCORES = ("score", "default_score", "energy_mj")
 """Fields of results and entries that there are only where the objective is not time."""
 _Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
@@ -222,14 +225,22 @@ def _not_empty(samples_ms: tuple[float, ...]) -> tuple[float, ...]:
     return samples_ms
 
 
+def _few_names(observed: Mapping[str, float]) -> Mapping[str, float]:
+    if len(observed) > _MOST_OBSERVED or max(map(len, observed), default=0) > _LONGEST_TEXT:
+        raise ValueError(f"it has more than {_MOST_OBSERVED} names, or a long one")
+    return observed
+
+
 Milliseconds: TypeAlias = Annotated[float, within(SHORTEST_MS, LONGEST_MS)]
 Samples: TypeAlias = Annotated[tuple[Milliseconds, ...], _not_empty]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+Observed: TypeAlias = Annotated[Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]], _few_names]
+"""The figures of observers by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_LATER_FIELDS = ("figures", "energy_mj", "watts", "score", "program", "recalled_from")
+_LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "recalled_from")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
@@ -261,6 +272,7 @@ class Trial(Record):
         energy_mj: the energy that the GPU took for one call, in millijoules, by NVML's counter of its total energy;
             None where that was not measured.
         watts: the mean power of the GPU while that was measured; it may run slower then than when it is timed.
+        observed: the figures of other observers, by name.
         score: what the author's objective made of it, less being better; None where that is time.
         program: the identity of its program; empty if it was not lowered, or has none.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
@@ -283,14 +295,21 @@ class Trial(Record):
     figures: CompilerFigures | None = None
     energy_mj: Millijoules | None = None
     watts: Watts | None = None
+    observed: Observed = dataclasses.field(default_factory=dict)
     score: Score | None = None
     program: str = ""
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
-        data = super().to_json() | {"config": as_json(self.config)}
+        data = super().to_json() | {"config": as_json(self.config), "observed": self.observed or None}
         return {name: value for name, value in data.items() if value not in (None, "") or name not in _LATER_FIELDS}
+
+    def with_observed(self, figures: Mapping[str, float]) -> Self:
+        """Returns the trial with the figures of observers by name: its fields of that name, and else `observed`."""
+        others = {**self.observed, **figures}
+        energy_mj, watts = others.pop("energy_mj", self.energy_mj), others.pop("watts", self.watts)
+        return dataclasses.replace(self, energy_mj=energy_mj, watts=watts, observed=others)
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -326,6 +345,11 @@ class Trial(Record):
         if trial.outcome is Outcome.OK and trial.time_ms is None:
             raise DamageError("it is ok, and has no time")
         return trial
+
+
+def ranked_by(found: Trial | Findings) -> str:
+    """Returns the kind of the figure by which a winner is chosen: `time`, `energy` or `objective`."""
+    return TIME if found.score is None else ENERGY if found.score == found.energy_mj else "objective"
 
 
 def pruned_trial(config: Config) -> Trial:
@@ -421,10 +445,18 @@ class Findings(Record):
     default_score: Score | None = None
     energy_mj: Millijoules | None = None
 
-    def with_score(self, best: Trial, default: Trial | None) -> Findings:
-        """Returns the same with the scores of the winner's trial and of that of the defaults."""
-        default_score = None if default is None else default.score
-        return dataclasses.replace(self, score=best.score, default_score=default_score, energy_mj=best.energy_mj)
+    @classmethod
+    def of(cls, best: Trial, default: Trial | None, **fields: Any) -> Findings:
+        """Returns the figures of a winner and of the defaults, with further fields.
+
+        Args:
+            best: the trial of the winner.
+            default: the trial of the defaults, which is left out unless it is `ok`; None if there is none.
+            **fields: the further fields.
+        """
+        if default is not None and default.is_usable:
+            fields = {"default_time_ms": default.time_ms, "default_score": default.score} | fields
+        return cls(best.time_ms or math.nan, score=best.score, energy_mj=best.energy_mj, **fields)
 
     @property
     def figure(self) -> float:
@@ -447,7 +479,7 @@ class Findings(Record):
             return "estimated, never measured" if self.is_estimate else "time not known"
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
-            form = "{:.4g} mJ" if self.score == self.energy_mj else "objective {:.4g}"
+            form = "{:.4g} mJ" if ranked_by(self) == ENERGY else "objective {:.4g}"
             best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
         # Between a config and the defaults that are equally fast, the defaults win.
         if (self.time_ms, self.score) == (self.default_time_ms, self.default_score):
@@ -458,7 +490,7 @@ class Findings(Record):
     def compared(self) -> str:
         """The gain in words, as `2.02x faster than the defaults`; empty where it is unknown."""
         if self.score is not None:
-            what = "energy" if self.score == self.energy_mj else "of the objective"
+            what = ENERGY if ranked_by(self) == ENERGY else "of the objective"
             return "" if self.default_score is None else _compared(self.score, self.default_score, what)
         if (speedup := self.speedup) is None:
             return ""

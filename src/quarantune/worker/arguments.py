@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ class BenchOptions:
         compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none. On a GPU,
             the workers of all sweeps of a process share one of their own instead, in which XLA leaves what it has found
             out on the device.
-        measures_energy: whether the energy of a call is measured.
+        observers: the names of the observers of each config.
     """
 
     platform: str | None
@@ -50,7 +50,7 @@ class BenchOptions:
     check_grad: bool = False
     time_grad: bool = False
     compilation_cache: str | None = None
-    measures_energy: bool = False
+    observers: tuple[str, ...] = ()
 
     @property
     def on_gpu(self) -> bool:
@@ -58,13 +58,13 @@ class BenchOptions:
         return self.platform in ("cuda", "rocm")
 
     @classmethod
-    def of(cls, platform: str | None, options: Options, *, energy: bool = False) -> BenchOptions:
+    def of(cls, platform: str | None, options: Options, *, observers: Sequence[str] = ()) -> BenchOptions:
         """Returns those of the author's options that a worker needs.
 
         Args:
             platform: as in the attributes.
             options: the author's options.
-            energy: whether the energy of calls is measured.
+            observers: the names of observers.
         """
         return cls(
             platform=platform,
@@ -76,7 +76,7 @@ class BenchOptions:
             time_grad=options.time_grad,
             # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.
             compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
-            measures_energy=energy,
+            observers=tuple(observers),
         )
 
 

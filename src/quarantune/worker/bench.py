@@ -1,51 +1,44 @@
-"""One config in a worker: load and compile it, then load, check and measure it. Knows nothing of the scheduler."""
+"""One config in a worker: load, run, check and measure it. Knows nothing of the scheduler."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from quarantune import device_table
-from quarantune.functions.binding import Arguments, bind_config, jitted_with, split_config
+from quarantune.functions.binding import Arguments, jitted_with
 from quarantune.host.waits import RunTime, Watch
-from quarantune.jax_internals import kernels
-from quarantune.jax_internals.other_processes import compilation_cache_in_memory, share_what_xla_finds
-from quarantune.measure import clocks, finals, model, rounding, sampling
-from quarantune.sandbox import spool
+from quarantune.jax_internals.other_processes import share_what_xla_finds
+from quarantune.measure import clocks, finals, model, observers, sampling
 from quarantune.sandbox.messages import Judgement, Measurement
-from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes, programs
-from quarantune.transport.payload import Call, call_as_structs
-from quarantune.transport.program_text import ProgramText
+from quarantune.sandbox.program_file import ProgramFile
+from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes
+from quarantune.transport.payload import Call
 from quarantune.values.codec import restore
 from quarantune.values.configs import Config
-from quarantune.values.trial import ArrayKind, CompilerFigures, CompileTarget, lowered_half
-from quarantune.worker import compiler_figures
+from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
-from quarantune.worker.deviceless import abstract_device, products, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError, check_is_done
 from quarantune.worker.judging import Judge, StaleMemory
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
-Announce = Callable[[str, tuple[ArrayKind, ...], tuple[str, ...]], None]
-"""Receives the identity of a lowered program, its output, and its products. It may take long to return, until the
-program may be compiled."""
 
 
 class Bench:
-    """Compiles, runs, checks and times the configs of one call in this process.
+    """Loads, runs, checks and times the configs of one call in this process.
 
     Attributes:
+        call: the call.
+        options: the options of the sweep.
+        arguments: makes the arguments of the call.
+        jitted: what is compiled: the function, or the function with its gradient.
         judge: compares outputs.
     """
 
@@ -58,13 +51,13 @@ class Bench:
             options: the sweep's options.
         """
         call = manual_axes.under_shard_map(call)
-        self._call = call
-        self._options = options
-        self._arguments = CallArguments(call, arrays_fd=arrays_fd, supply=options.supply)
-        self._jitted: Any = call.fn
+        self.call = call
+        self.options = options
+        self.arguments = CallArguments(call, arrays_fd=arrays_fd, supply=options.supply)
+        self.jitted: Any = call.fn
         if not self.is_plain and options.time_grad:
-            self._jitted = differentiation.with_gradient(call.fn)
-        self.judge = Judge(call, self._arguments, options)
+            self.jitted = differentiation.with_gradient(call.fn)
+        self.judge = Judge(call, self.arguments, options)
         # On a CPU, a worker checks one config, unless it is told to take more, in memory of its own.
         self._stale = StaleMemory(is_shared=options.platform not in (None, "cpu"))
         self._flush: clocks.Flush | None = None
@@ -81,22 +74,22 @@ class Bench:
 
         Then threads may spin: those of XLA sleep until there is work for them, unlike those of other libraries.
         """
-        return self._arguments.is_plain
+        return self.arguments.is_plain
 
     def take_device(self) -> None:
         """Makes the context on the device, whose memory is the worker's and no config's; for a worker that uses it.
 
         What XLA finds out on a GPU is shared with the other workers of the process.
         """
-        if self._options.on_gpu and self._options.compilation_cache:
-            share_what_xla_finds(self._options.compilation_cache)
+        if self.options.on_gpu and self.options.compilation_cache:
+            share_what_xla_finds(self.options.compilation_cache)
         if self.makes_context:
             jax.local_devices()
 
     @property
     def makes_context(self) -> bool:
         """Whether the device has a context, which takes time and memory to make."""
-        return self._options.platform not in (None, "cpu")
+        return self.options.platform not in (None, "cpu")
 
     def close(self) -> None:
         """Detaches the profiler from this process, where it was attached; for a process that outlives the bench."""
@@ -116,7 +109,7 @@ class Bench:
             references: descriptors of the files to compare outputs with, as for `check`.
             programs: a file with compiled comparisons, as for `Judge.expect`; None for none.
         """
-        jax.block_until_ready(self._arguments.shared())
+        jax.block_until_ready(self.arguments.shared())
         self.judge.prepare(references, programs)
         if self._has_own_clock():
             self._attaching = threading.Thread(target=self._attach, daemon=True)
@@ -144,104 +137,6 @@ class Bench:
             self._attaching.join()
             self._attaching = None
 
-    def compile(
-        self,
-        config: Config,
-        *,
-        target: CompileTarget | None,
-        away: bool = False,
-        is_check: bool = False,
-        figures: CompilerFigures | None = None,
-        announce: Announce = lambda program, outputs, products: None,
-        show: Callable[[Any], None] = lambda jaxpr: None,
-    ) -> Program:
-        """Traces, lowers and compiles one config.
-
-        Args:
-            config: the config.
-            target: the device to compile for without touching it; None compiles for this worker's own.
-            away: whether another worker will run it, so that no argument need be made here.
-            is_check: whether nobody will run it, so that it need not be compiled as well as its device allows.
-            figures: those that are known already.
-            announce: called between lowering and compiling.
-            show: called with the traced program.
-
-        Raises:
-            NeedsDeviceError: this program must be compiled on its device.
-        """
-        config = restore(config, self._call.config_values)
-        if self.is_plain:
-            return Program(config, bind_config(self._call.fn, config), 0.0)
-        start = time.perf_counter()
-        platform = self._options.platform if target is None else target.platform
-        is_apart = target is not None and not is_check
-        if is_apart and any(spec.memory_kind for spec in self._call.specs):
-            raise NeedsDeviceError("an argument is in the memory of the device's host")
-        with self.traced_for(config, target, is_check=is_check, away=away or target is not None) as (traced, _):
-            show(traced.jaxpr)
-            if is_apart and (reason := why_device_is_needed(traced.jaxpr.jaxpr, platform)):
-                raise NeedsDeviceError(reason)
-            lowered = traced.lower(lowering_platforms=None if target is None else (platform,))
-        text = lowered.as_text()
-        if is_apart and programs.calls_cudnn(text):
-            raise NeedsDeviceError("cuDNN plans its kernels with the device")
-        on_gpu = target is None and self._options.on_gpu
-        # A check, which may also confirm an error, keeps nobody waiting and waits for nobody.
-        directory = self._options.compilation_cache if on_gpu and not is_check else None
-        # Each has a file there once XLA has tried kernels for it, be it in an earlier sweep.
-        tried = [Path(directory, name) for name in products(traced.jaxpr.jaxpr)] if directory else []
-        new = tuple(file.name for file in tried if not file.exists())
-        lowered_at = time.perf_counter()
-        identity = self._announce(lowered, text, traced.jaxpr, config, announce, new)
-        start += time.perf_counter() - lowered_at
-        cache_entries: dict[str, bytes] = {}
-        if target is None:
-            with compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
-                compiled = lowered.compile()
-            for file in tried:
-                with contextlib.suppress(OSError):
-                    file.touch()
-            # With its gradient, the caller compiles another program.
-            cache_entries = {} if self._options.time_grad else cache.programs
-        else:
-            programs.remove_notes(lowered)
-            if is_check and platform == "cuda":
-                compiled, figures = compiler_figures.compiled(lowered, target)
-            else:
-                compiled = lowered.compile()
-        coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, platform)
-        return Program(
-            config,
-            compiled,
-            time.perf_counter() - start,
-            cache_entries,
-            calls_back=programs.calls_back(text),
-            identity=identity if lowered_half(identity) and (on_gpu or target is not None) else None,
-            coarsest=coarsest,
-            figures=figures,
-        )
-
-    @contextlib.contextmanager
-    def traced_for(
-        self, config: Config, target: CompileTarget | None, *, is_check: bool, away: bool = True
-    ) -> Iterator[tuple[Any, Any]]:
-        """Yields the traced program of a config and the sharding of its arguments; the block lowers for the target.
-
-        Args:
-            config: the config.
-            target: the device, which need not be here; None for this worker's own.
-            is_check: whether nobody will run it.
-            away: whether no argument need be made here.
-        """
-        with contextlib.nullcontext() if target is None else abstract_device(target, is_check=is_check) as sharding:
-            args, kwargs = call_as_structs(self._call, sharding=sharding) if away else self._arguments.shared()
-            jitted, keywords = jitted_with(self._jitted, restore(config, self._call.config_values))
-            traced = jitted.trace(*args, **kwargs, **keywords)
-            if (self._options.platform if target is None else target.platform) == "tpu":
-                kind = jax.local_devices()[0].device_kind if target is None else target.device_kind
-                _check_vmem(traced.jaxpr, kind)
-            yield traced, sharding
-
     def save(self, program: Program, fd: int, *, as_data: bool = False) -> None:
         """Writes a program where another worker can load it.
 
@@ -254,30 +149,26 @@ class Bench:
         Raises:
             NeedsDeviceError: it cannot leave this process.
         """
-        if isinstance(self._call.fn, assignment.Runner):
-            spool.write_parts(fd, [self._call.fn.report(program.config), b""])
+        if isinstance(self.call.fn, assignment.Runner):
+            ProgramFile(self.call.fn.report(program.config)).write(fd)
             return
         if as_data:
             with contextlib.suppress(ValueError):
-                spool.write_parts(fd, [executable.to_data(program.call)])
+                ProgramFile(executable.to_data(program.call)).write(fd)
             return
         try:
             blob = executable.to_pickle(program.call)
         except Exception as error:
             raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
         entries = dict(program.cache_entries)
-        if program.identity is not None and not self._options.time_grad:
+        if program.identity is not None and not self.options.time_grad:
             entries[program.identity] = program.call.runtime_executable().serialize()
-        parts = (part for key, value in entries.items() for part in (key.encode(), value))
-        spool.write_parts(fd, [blob, str(program.coarsest or "").encode(), *parts])
+        ProgramFile(blob, program.coarsest, entries).write(fd)
 
     def load(self, config: Config, fd: int) -> Program:
         """Loads a config's program that another worker compiled."""
-        if self.is_plain:
-            return self.compile(config, target=None)
-        config = restore(config, self._call.config_values)
-        blob, coarsest, *_ = spool.read_parts(fd)
-        return Program(config, executable.from_pickle(blob), 0.0, coarsest=int(coarsest) if coarsest else None)
+        config, saved = restore(config, self.call.config_values), ProgramFile.read(fd)
+        return Program(config, executable.from_pickle(saved.executable), 0.0, coarsest=saved.coarsest)
 
     def load_data(self, config: Config, blob: bytes) -> Program:
         """Loads a config's program that a worker saved as data, onto the device of the arguments; runs no code of it.
@@ -285,29 +176,29 @@ class Bench:
         Raises:
             ValueError: it cannot be loaded here.
         """
-        config = restore(config, self._call.config_values)
-        if not all(own is None or executable.is_in_order(own) for own in self._call.own_shardings):
+        config = restore(config, self.call.config_values)
+        if not all(own is None or executable.is_in_order(own) for own in self.call.own_shardings):
             raise ValueError("its arguments are laid out over the devices in another order than in a worker")
-        args, kwargs = self._arguments.dynamic(self._arguments.shared())
+        args, kwargs = self.arguments.dynamic(self.arguments.shared())
         onto = _devices_of((args, kwargs))
         read = executable.from_data(blob, onto=onto.pop() if len(onto) == 1 else None)
         out_tree = read.out_tree
         if out_tree is None:
             # Its outputs hold classes that only the function can name. A worker has traced it without harm.
-            jitted, keywords = jitted_with(self._jitted, config)
-            out_tree = jitted.trace(*self._arguments.shared()[0], **self._arguments.shared()[1], **keywords).out_tree
+            jitted, keywords = jitted_with(self.jitted, config)
+            out_tree = jitted.trace(*self.arguments.shared()[0], **self.arguments.shared()[1], **keywords).out_tree
         return Program(config, read.with_trees(jax.tree.structure((args, kwargs)), out_tree), 0.0)
 
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on unmodified arguments, and returns its output."""
         self._await_clock()
-        args, kwargs = self._arguments.dynamic(self._arguments.for_run())
+        args, kwargs = self.arguments.dynamic(self.arguments.for_run())
         with Watch(spins=self.is_plain) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
         if self.is_plain:
             check_is_done(output)
         self._last_run = weakref.ref(program), taken.scaled(1e3)
-        return output[0] if self._options.time_grad else output
+        return output[0] if self.options.time_grad else output
 
     def check(
         self,
@@ -345,7 +236,7 @@ class Bench:
             is_flushed: whether a device's clock is to flush its cache before each run.
         """
         call = program.call
-        if self._arguments.may_be_overwritten:
+        if self.arguments.may_be_overwritten:
             fresh: list[Arguments] = []
 
             def run_fresh() -> object:
@@ -354,12 +245,12 @@ class Bench:
 
             def refill() -> None:
                 fresh.clear()  # here, because freeing what the last run had takes time
-                fresh.append(self._arguments.dynamic(self._arguments.fresh()))
+                fresh.append(self.arguments.dynamic(self.arguments.fresh()))
                 if not self.is_plain:  # whose arguments are complete, and may have very many leaves
                     jax.block_until_ready(fresh)
 
             return clocks.wall_clock(run_fresh, refill, spins=self.is_plain)
-        args, kwargs = self._arguments.dynamic(self._arguments.shared())
+        args, kwargs = self.arguments.dynamic(self.arguments.shared())
 
         def dispatch() -> object:
             return call(*args, **kwargs)
@@ -367,62 +258,64 @@ class Bench:
         if self._has_own_clock():
             with contextlib.suppress(clocks.NoDeviceClockError):
                 return clocks.device_clock(dispatch, self._flusher() if is_flushed else None)
-        if self._options.platform in ("cuda", "rocm", "tpu"):
+        if self.options.platform in ("cuda", "rocm", "tpu"):
             return clocks.queued_clock(dispatch)
         return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
     def measure(
-        self, program: Program, *, best_median_ms: float | None, noise: sampling.Noise | None = None
+        self, program: Program, *, best_median_ms: float | None, disturbance: sampling.Disturbance | None = None
     ) -> Measurement:
         """Times a program.
 
         Args:
             program: the program; it has run once.
             best_median_ms: the time of the fastest config so far; None for none.
-            noise: as for `sampling.measure`.
+            disturbance: as for `sampling.measure`.
 
         Returns:
             The samples.
         """
         # It ran once already, for its check. That run does not count as a warm one where it may have compiled or made
         # something: in Python, or in JAX, to carry an argument from one device to all that the others are on.
-        is_warm = not self.is_plain and self._call.devices_needed == 1 and not program.calls_back
-        for _ in range(self._options.warmup - is_warm):
+        is_warm = not self.is_plain and self.call.devices_needed == 1 and not program.calls_back
+        for _ in range(self.options.warmup - is_warm):
             self.run(program)
             is_warm = True
         clock, last = self.clock(program), self._last_run_of(program)
         samples = sampling.measure(
             clock.take,
-            rep=self._options.rep,
+            rep=self.options.rep,
             best_median_ms=best_median_ms,
             margin=model.MARGINS[clock.name],
             before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,
             last_ms=None if last is None or clock.name != "wall" else last.least,
             is_exact=clock.is_exact,
-            noise=noise,
+            disturbance=disturbance,
         )
         ranking_ms = samples.ranking_ms(is_exact=clock.is_exact)
-        energy_mj, watts = self._energy(program, ranking_ms) if self._options.measures_energy else (None, None)
         return Measurement(
             samples_ms=samples.samples_ms,
             cpu_ms=() if clock.is_exact else samples.cpu_ms,
             ranking_ms=ranking_ms,
             clock=clock.name,
             is_slow=samples.is_ruled_out,
-            energy_mj=energy_mj,
-            watts=watts,
+            observed=self._observed(program, ranking_ms),
         )
 
-    def _energy(self, program: Program, time_ms: float) -> tuple[float, float]:
-        """Returns the energy of one run in millijoules, and the power in watts, where a run takes about so long.
+    def _observed(self, program: Program, time_ms: float) -> dict[str, float]:
+        """Returns the figures of all observers for one run that takes about so long.
 
         Raises:
-            RuntimeError: the energy counter of the device cannot be read, or stands still.
+            RuntimeError: an observer could not measure.
         """
-        args, kwargs = self._arguments.dynamic(self._arguments.shared())
+        if not self.options.observers:
+            return {}
+        args, kwargs = self.arguments.dynamic(self.arguments.shared())
         device = next(iter(_devices_of((args, kwargs))), jax.local_devices()[0])
-        read = clocks.energy_counter(device.local_hardware_id)
-        return clocks.energy_per_call(lambda: program.call(*args, **kwargs), read, time_ms / 1e3)
+        figures: dict[str, float] = {}
+        for observer in map(observers.named, self.options.observers):
+            figures |= observer.observe(lambda: program.call(*args, **kwargs), device.local_hardware_id, time_ms / 1e3)
+        return figures
 
     def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
@@ -434,9 +327,9 @@ class Bench:
         return (
             not self.is_plain
             and not self._has_own_clock()
-            and self._call.devices_needed == 1
+            and self.call.devices_needed == 1
             and not program.calls_back  # Python may make and keep objects in the first run
-            and self._options.warmup <= 1  # or its author knows that it takes several
+            and self.options.warmup <= 1  # or its author knows that it takes several
         )
 
     def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], ...]:
@@ -444,12 +337,11 @@ class Bench:
 
         Returns:
             The samples of each program in milliseconds, one per round; and those with warm device caches of the
-            programs near the fastest, empty for the others: a kernel's input is often the last kernel's output. Then
-            the energy of a run of each program in each of a few rounds, in millijoules, if it is measured.
+            programs near the fastest, empty for the others: a kernel's input is often the last kernel's output.
         """
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
-        rep = self._options.rep
+        rep = self.options.rep
         rounds_ms = finals.take_turns([clock.take for clock in each], is_exact=is_exact, rep=rep)
         warm_ms: list[list[float]] = [[] for _ in programs]
         near = finals.level(dict(enumerate(rounds_ms)))
@@ -458,35 +350,21 @@ class Bench:
             warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, warm, strict=True):
                 warm_ms[position] = samples_ms
-        meters = [functools.partial(self._energy, *each) for each in zip(programs, map(min, rounds_ms), strict=True)]
-        rounds = model.FEW if self._options.measures_energy else 0
-        return rounds_ms, warm_ms, [[meter()[0] for meter in meters] for _ in range(rounds)]
+        return rounds_ms, warm_ms
 
-    def _announce(
-        self, lowered: Any, text: str, jaxpr: Any, config: Config, announce: Announce, found: tuple[str, ...]
-    ) -> str:
-        """Announces a lowered program, and returns its identity.
-
-        If gradients are checked, the program does not say how they are computed.
+    def observe(self, programs: Sequence[Program], times_ms: Sequence[float]) -> list[list[dict[str, float]]]:
+        """Returns the figures of observers for each program in each of a few rounds; no round without observers.
 
         Args:
-            lowered: the program.
-            text: its text.
-            jaxpr: the traced program.
-            config: its config.
-            announce: announces it.
-            found: its products.
+            programs: the programs.
+            times_ms: about the milliseconds that a run of each takes.
         """
-        _, compiler_options = split_config(self._jitted, config)
-        is_all = self._options.time_grad or not self._options.check_grad
-        identity = programs.identity(lowered, text, ProgramText(jaxpr), compiler_options, is_shared=is_all)
-        arrays = jax.tree.leaves(lowered.out_info)
-        announce(identity, tuple(ArrayKind(array.shape, array.dtype.name) for array in arrays), found)
-        return identity
+        rounds = model.FEW if self.options.observers else 0
+        return [[self._observed(*each) for each in zip(programs, times_ms, strict=True)] for _ in range(rounds)]
 
     def _has_own_clock(self) -> bool:
         # Of several devices, the clock would add up the times, waits of one for another included.
-        return self._options.on_gpu and jax.local_device_count() == 1
+        return self.options.on_gpu and jax.local_device_count() == 1
 
     def _flusher(self) -> clocks.Flush:
         """Returns the flush of the device's cache, made once.
@@ -502,17 +380,3 @@ class Bench:
 def _devices_of(arguments: Arguments) -> set[Any]:
     leaves = jax.tree.leaves(arguments)
     return {device for leaf in leaves if isinstance(leaf, jax.Array) for device in leaf.devices()}
-
-
-def _check_vmem(jaxpr: Any, kind: str) -> None:
-    """Refuses a program that cannot fit into a TPU, since its compiler may spend minutes on it.
-
-    Raises:
-        ValueError: the blocks and scratch of one of its kernels are larger than the VMEM that there is.
-    """
-    there = device_table.limits_of(kind).shared_memory_per_block_bytes
-    for needed, allowed in kernels.vmem_needs(jaxpr):
-        most = min((limit for limit in (there, allowed) if limit is not None), default=needed)
-        if needed > most:
-            amounts = f"Used {needed / 2**20:.2f}M of {most / 2**20:.2f}M vmem"
-            raise ValueError(f"a kernel's blocks and scratch do not fit into memory space vmem, once each. {amounts}.")

@@ -107,7 +107,7 @@ def estimate(trace: _Trace, target: CompileTarget) -> CompilerFigures:
     It must be called before libtpu is loaded, because that starts threads, and this forks.
 
     Args:
-        trace: traces the config, as `Bench.traced_for` does.
+        trace: traces the config, as `compiling.traced_for` does.
         target: the TPU.
     """
     deadline, most_steps, points = time.monotonic() + _LONGEST_S, 1, list[_Point]()

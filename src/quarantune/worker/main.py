@@ -33,11 +33,13 @@ from quarantune.transport import payload, program_values
 from quarantune.transport.programs import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import JsonObject
+from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind, CompileTarget, Phase, lowered_half
 from quarantune.worker import deviceless
 from quarantune.worker.arguments import BenchOptions, Program
 from quarantune.worker.bench import Bench
 from quarantune.worker.compiler_figures import read_figures
+from quarantune.worker.compiling import CompileHooks, check_for, compile_for, compile_here, confirm_here, traced_for
 from quarantune.worker.failures import (
     NeedsDeviceError,
     describe_error,
@@ -66,7 +68,7 @@ def main(connection: Connection, options: WorkerOptions, make_bench: Callable[..
     """Runs the first task and those that follow it, and never returns."""
     code = 0
     try:
-        TaskRunner(connection, options, make_bench).run(options.task, list(options.task_fds))
+        _serve(connection, options, make_bench)
     except wire.WireClosedError:
         pass  # the scheduler closed the connection: nothing is left to do
     except BaseException:
@@ -80,18 +82,30 @@ def main(connection: Connection, options: WorkerOptions, make_bench: Callable[..
         os._exit(code)
 
 
+def _serve(connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> None:
+    """Runs tasks until one is the last, one fails, or the scheduler closes the connection.
+
+    A worker that only compiles, or only measures, goes on after an exception, if the scheduler lets it: the next config
+    may well raise the same one.
+    """
+    runner = WorkerRunner(connection, options, make_bench)
+    pending = [(options.task, list(options.task_fds))]
+    while True:
+        for frame, fds in pending:
+            if not runner.run(codec.decode(frame, *messages.TASKS), fds):
+                return
+        pending = connection.receive()
+
+
 class TaskRunner:
-    """Does the tasks of one worker, and replies to its scheduler.
+    """Does the tasks of one worker.
 
     Attributes:
         phase: the phase of the trial that it is in.
         program: the program that it has compiled last.
     """
 
-    def __init__(self, connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> None:
-        self._connection = connection
-        self._options = options
-        self._make_bench = make_bench
+    def __init__(self) -> None:
         self._bench: Bench | None = None
         self.program: Any = None
         self.phase = Phase.LOAD
@@ -99,21 +113,16 @@ class TaskRunner:
         self._trace_context: tuple[Any, ...] = ()
         self._modules = set(sys.modules)
 
-    def run(self, frame: JsonObject, fds: list[int]) -> None:
-        """Runs tasks until one is the last, one fails, or the scheduler closes the connection.
+    def send(self, reply: Reply) -> None:
+        """Sends a reply to the scheduler."""
+        raise NotImplementedError
 
-        A worker that only compiles, or only measures, goes on after an exception, if the scheduler lets it: the next
-        config may well raise the same one.
-        """
-        pending = [(frame, fds)]
-        while True:
-            for message, received in pending:
-                if not self._run_one(message, received):
-                    return
-            pending = self._connection.receive()
+    def await_go(self) -> None:
+        """Waits until a program that was announced with its products may be compiled."""
 
-    def _run_one(self, frame: JsonObject, fds: list[int]) -> bool:
-        task = codec.decode(frame, *messages.TASKS)
+    def run(self, task: Task, fds: list[int]) -> bool:
+        """Does a task, and returns whether there may be a further one."""
+        only_compiles = isinstance(task, messages.Compile) and (bool(fds) or task.is_check)
         try:
             for reply in self.do(task, fds):
                 self.send(reply)
@@ -126,8 +135,8 @@ class TaskRunner:
             return goes_on
         finally:
             wire.close_all(fds)
-        # Whether there may be a further task, and a config would find this process as the last one did.
-        return not task.last and (not _only_compiles(task) or self._is_as_it_was())
+        # A further config would find this process as the last one did.
+        return not task.last and (not only_compiles or self._is_as_it_was())
 
     def _may_go_on_after(self, task: Task) -> bool:
         """Returns whether an exception that a task has raised leaves this process fit for another config."""
@@ -169,35 +178,11 @@ class TaskRunner:
                 yield from self._compare(bench, task, fds)
 
     def bench_for(self, task: Task) -> Bench:
-        """Returns the worker's bench, made when the first task needs it."""
-        if self._bench is not None:
-            return self._bench
-        if (make := self._make_bench) is None:
-            self.send(self.entered(Phase.LOAD))
-            make = self._load_bench(task)
-        bench = make(arrays_fd=self._options.arrays_fd)
-        if not isinstance(task, messages.Compile) or task.target is None:
-            if bench.makes_context and self._make_bench is not None:
-                self.send(self.entered(Phase.LOAD))  # which takes time, and has a deadline
-            bench.take_device()
-        return bench
-
-    def _load_bench(self, task: Task) -> Callable[..., Bench]:
-        """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
-        is_check = isinstance(task, messages.Compile) and task.is_check
-        load = functools.partial(load_bench, self._options.payload_fd, self._options.cwd, is_check=is_check)
-        if not isinstance(task, messages.Compile) or task.target is None:
-            return load()
-        try:
-            with deviceless.answers_at_import(task.target):
-                return load()
-        except NeedsDeviceError:
-            if not is_check:
-                raise
-            return load()  # in a check, there is no other worker that could import it
+        """Returns the bench for a task."""
+        raise NotImplementedError
 
     def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Iterator[Reply]:
-        if task.must_save and not self._trace_context:  # its first config
+        if fds and not self._trace_context:  # the first config of a worker that compiles for others
             with contextlib.suppress(OSError):
                 os.nice(_NICENESS)
         yield self.entered(Phase.COMPILE)
@@ -205,31 +190,27 @@ class TaskRunner:
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
         self._trace_context = jax_internals.trace_context()
         self.program = None  # that of an earlier config, with its memory
-        config, figures = dict(task.config), None
-        if task.target is not None and task.target.estimates and not bench.is_plain:
-            from quarantune.worker import estimates  # it imports what few workers need
-
-            # Before libtpu is loaded here, since it forks.
-            trace = functools.partial(bench.traced_for, config, task.target, is_check=True)
-            figures = estimates.estimate(trace, task.target)
-        compile_config = functools.partial(
-            bench.compile,
-            config,
-            target=task.target,
-            away=bool(fds) or task.is_check,
-            is_check=task.is_check,
-            figures=figures,
-            announce=functools.partial(self._announce, task.known),
-            show=functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None,
-        )
-        try:
-            self.program = compile_config()
-        except _KnownProgramError:
+        program = self._compiled(bench, task, away=bool(fds))
+        if program is None:
             return
+        self.program = program
         if fds:
-            with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
-                bench.save(self.program, fds[0], as_data=task.as_data)
-        yield self.compiled(bench, self.program)
+            bench.save(program, fds[0], as_data=task.as_data)
+        yield self.compiled(bench, program)
+
+    def _compiled(self, bench: Bench, task: messages.Compile, *, away: bool) -> Program | None:
+        """Returns the program of a task; None if it is known, and need not be compiled."""
+        config, target = dict(task.config), task.target
+        show = functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None
+        hooks = CompileHooks(show, functools.partial(self._announce, task.known))
+        with contextlib.suppress(_KnownProgramError):
+            if target is not None:
+                compile_config = _checked if task.is_check else compile_for
+                return compile_config(bench, config, target, hooks)
+            if task.is_check:
+                return confirm_here(bench, config, hooks)
+            return compile_here(bench, config, hooks, away=away)
+        return None
 
     def _announce(
         self, known: tuple[str, ...], program: str, outputs: tuple[ArrayKind, ...], products: tuple[str, ...]
@@ -242,8 +223,8 @@ class TaskRunner:
         self.send(messages.Lowered(**self._heading(), program=program, outputs=outputs, products=products))
         if messages.tail_of(lowered_half(program)) in known:
             raise _KnownProgramError
-        while products and not self._connection.receive_messages(messages.Proceed):
-            pass  # a part of the message has come
+        if products:
+            self.await_go()
 
     def compiled(self, bench: Bench, program: Program) -> Reply:
         """Returns the reply about a program that was compiled here."""
@@ -281,8 +262,8 @@ class TaskRunner:
                 )
                 return
         yield self.entered(Phase.MEASURE)
-        noise = sampling.Noise(list(task.noise))
-        measured = bench.measure(program, best_median_ms=task.best_median_ms, noise=noise)
+        disturbance = sampling.Disturbance(list(task.disturbed))
+        measured = bench.measure(program, best_median_ms=task.best_median_ms, disturbance=disturbance)
         if not task.load and (not measured.is_slow or bench.is_plain):
             self.save_finalist(bench, program, fds[0])
         yield messages.Measured(**self._heading(), **vars(measured), judgement=judgement)
@@ -322,7 +303,7 @@ class TaskRunner:
         """Loads a program; one that calls into tables that only tracing fills must be compiled where it runs."""
         yield self.entered(Phase.LOAD)
         try:
-            return bench.load(dict(config), fd)
+            return compile_here(bench, dict(config)) if bench.is_plain else bench.load(dict(config), fd)
         except Exception as error:
             if outcome_of(error, self.phase) != "error":
                 raise
@@ -330,7 +311,7 @@ class TaskRunner:
 
     def compile_again(self, bench: Bench, entry: messages.Finalist) -> Program:
         """Compiles a finalist whose program was not saved."""
-        return bench.compile(dict(entry.config), target=None)
+        return compile_here(bench, dict(entry.config))
 
     def _compare(self, bench: Bench, task: messages.Compare, fds: list[int]) -> Iterator[Reply]:
         yield self.entered(Phase.COMPILE)
@@ -345,8 +326,9 @@ class TaskRunner:
         for program in programs:
             bench.run(program)
         yield self.entered(Phase.MEASURE)
-        rounds_ms, warm_ms, energy_mj = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
-        yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, energy_mj=energy_mj)
+        rounds_ms, warm_ms = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
+        observed = tuple(map(tuple, bench.observe(programs, [*map(min, rounds_ms)])))
+        yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, observed=observed)
 
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""
@@ -366,18 +348,71 @@ class TaskRunner:
 
     def _heading(self) -> dict[str, Any]:
         """Returns the fields that all replies have."""
-        held_bytes = 0 if self._connection is None else machine.resident_bytes(os.getpid())[0]
-        return {"trial": self._trial, "phase": self.phase, "held_bytes": held_bytes}
+        return {"trial": self._trial, "phase": self.phase, "held_bytes": self.held_bytes()}
 
-    def send(self, reply: Reply) -> None:
-        """Sends a reply to the scheduler."""
-        self._connection.send_message(reply)
+    def held_bytes(self) -> int:
+        """Returns the private memory of this process."""
+        return machine.resident_bytes(os.getpid())[0]
 
     def new_modules(self) -> tuple[str, ...]:
         """Names the modules imported here that the template lacked, so that it can import them for later workers."""
         names = sorted(sys.modules.keys() - self._modules)
         self._modules = set(sys.modules)
         return tuple(names)
+
+
+class WorkerRunner(TaskRunner):
+    """Does the tasks of a worker in a process of its own."""
+
+    def __init__(self, connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> None:
+        """Sets up a runner.
+
+        Args:
+            connection: the connection to the scheduler.
+            options: the options of the worker.
+            make_bench: makes the bench of the loaded call; None if the call is to be loaded.
+        """
+        super().__init__()
+        self._connection = connection
+        self._options = options
+        self._make_bench = make_bench
+
+    def send(self, reply: Reply) -> None:
+        """Sends a reply to the scheduler."""
+        self._connection.send_message(reply)
+
+    def await_go(self) -> None:
+        """Waits until a program that was announced with its products may be compiled."""
+        while not self._connection.receive_messages(messages.Proceed):
+            pass  # a part of the message has come
+
+    def bench_for(self, task: Task) -> Bench:
+        """Returns the worker's bench, made when the first task needs it."""
+        if self._bench is not None:
+            return self._bench
+        if (make := self._make_bench) is None:
+            self.send(self.entered(Phase.LOAD))
+            make = self._load_bench(task)
+        bench = make(arrays_fd=self._options.arrays_fd)
+        if not isinstance(task, messages.Compile) or task.target is None:
+            if bench.makes_context and self._make_bench is not None:
+                self.send(self.entered(Phase.LOAD))  # which takes time, and has a deadline
+            bench.take_device()
+        return bench
+
+    def _load_bench(self, task: Task) -> Callable[..., Bench]:
+        """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
+        is_check = isinstance(task, messages.Compile) and task.is_check
+        load = functools.partial(load_bench, self._options.payload_fd, self._options.cwd, is_check=is_check)
+        if not isinstance(task, messages.Compile) or task.target is None:
+            return load()
+        try:
+            with deviceless.answers_at_import(task.target):
+                return load()
+        except NeedsDeviceError:
+            if not is_check:
+                raise
+            return load()  # in a check, there is no other worker that could import it
 
 
 def warm_up(task: JsonObject) -> None:
@@ -412,6 +447,13 @@ def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> C
     return functools.partial(Bench, call, options=loaded)
 
 
-def _only_compiles(task: Task) -> bool:
-    """Returns whether a task is to compile a config that this worker will not run."""
-    return isinstance(task, messages.Compile) and (task.must_save or task.is_check)
+def _checked(bench: Bench, config: Config, target: CompileTarget, hooks: CompileHooks) -> Program:
+    """Returns the program of a config for a target, with an estimate of its cycles if the task asks for one."""
+    if not target.estimates or bench.is_plain:
+        return check_for(bench, config, target, hooks)
+    from quarantune.worker import estimates  # it imports what few workers need
+
+    # Before libtpu is loaded here, since it forks.
+    figures = estimates.estimate(functools.partial(traced_for, bench, config, target, is_check=True), target)
+    program = check_for(bench, config, target, hooks)
+    return dataclasses.replace(program, figures=program.figures or figures)

@@ -46,10 +46,7 @@ function columnsOf(p) {
     { key: "outcome", name: "outcome", get: null, by: (t) => OUTCOMES.indexOf(t.outcome) },
     { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : `${t.outcome.name === "slow" ? "> " : ""}${digits(t.ms * p.unit[0])}`), by: places, title: "median time of one call" },
     ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
-    ...(p.trials.some((t) => t.energy !== null) ? [
-      numbers("energy", "mJ", (t) => t.energy, digits, "energy of one call, by the GPU's own counter"),
-      numbers("power", "W", (t) => t.watts, digits, "mean power of the GPU while the config runs over and over")] : []),
-    ...(p.trials.some((t) => t.score !== null && t.score !== t.energy) ? [numbers("score", "objective", (t) => t.score, digits, "the value of the author's objective")] : []),
+    ...p.figures.map(([name, heading, title], at) => numbers(name, heading, (t) => t.figures[at], digits, title)),
     numbers("compile", "compile s", (t) => t.compile, digits),
     numbers("memory", "memory", (t) => t.memory, bytes, "most host memory that the worker held"),
     ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [numbers("device", "on device", (t) => t.deviceMemory, bytes, "device memory of its program: arguments, output and intermediate arrays")] : []),
@@ -176,7 +173,7 @@ function copyButton(text, get) {
   return button;
 }
 function exported(kind) {
-  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, compile_s: trial.compile, peak_memory_bytes: trial.memory, device_memory_bytes: trial.deviceMemory, flops: trial.flops, moved_bytes: trial.moved, ...(trial.energy === null ? {} : { energy_mj: trial.energy }), ...(trial.score === null ? {} : { score: trial.score }), message: trial.message }));
+  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, compile_s: trial.compile, peak_memory_bytes: trial.memory, device_memory_bytes: trial.deviceMemory, flops: trial.flops, moved_bytes: trial.moved, ...Object.fromEntries(p.figures.map(([name], at) => [name, trial.figures[at]])), message: trial.message }));
   if (kind === "json") return JSON.stringify(rows, null, 1);
   const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
   const cell = (v) => { const text = v === null || v === undefined ? "" : typeof v === "object" ? JSON.stringify(v) : String(v); return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };

@@ -1,4 +1,4 @@
-"""The race between the configs of a sweep: the best times so far, the noise, and the executables of the fastest."""
+"""The fastest configs of a sweep: the best times so far, how much runs are disturbed, and the executables."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ import math
 import os
 
 from quarantune.measure import finals, sampling
-from quarantune.sandbox import spool
+from quarantune.sandbox.program_file import ProgramFile
 from quarantune.scheduler.workers import Job
+from quarantune.values.codec import DamageError
 from quarantune.values.trial import UNTUNED
 
 
-class Race:
+class Fastest:
     """The times of all configs so far.
 
     Attributes:
         best_median_ms: the time of the fastest config, in milliseconds; None before there is one.
-        noise: how much runs are disturbed here.
+        disturbance: how much runs are disturbed here.
         ran_as: the index of the config that ran instead, by the indices of those that lowered to the same program.
     """
 
     def __init__(self, *, by_time: bool = True) -> None:
-        """Begins a race.
+        """Begins without times.
 
         Args:
             by_time: whether the fastest config wins; else none is ruled out by its time.
         """
         self._by_time = by_time
         self.best_median_ms: float | None = None
-        self.noise = sampling.Noise()
+        self.disturbance = sampling.Disturbance()
         self.ran_as: dict[int, int] = {}
         self._fastest_first_ms: float | None = None
         self._executables: dict[int, bytes] = {}
@@ -37,7 +38,7 @@ class Race:
 
     def note_first_run(self, index: int, run_ms: float, cpu_ms: float) -> None:
         """Records the informative first run of a config, in all and without the time that it waited for a CPU."""
-        self.noise.add([run_ms], cpu_ms)
+        self.disturbance.add([run_ms], cpu_ms)
         if index != UNTUNED and self._by_time:
             self._fastest_first_ms = min(self._fastest_first_ms or run_ms, run_ms)
 
@@ -50,7 +51,10 @@ class Race:
         """
         fastest_ms = min(ms for ms in (self.best_median_ms, run_ms) if ms is not None)
         is_hopeless = sampling.is_hopeless(
-            cpu_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms or math.inf, noise=self.noise
+            cpu_ms,
+            fastest_ms=fastest_ms,
+            fastest_first_ms=self._fastest_first_ms or math.inf,
+            disturbance=self.disturbance,
         )
         return fastest_ms if is_hopeless else None
 
@@ -62,7 +66,11 @@ class Race:
     @property
     def stop_ms(self) -> float | None:
         """The time after which a first run cannot win any more; None before there is one to compare it with."""
-        return None if self.fastest_ms is None else sampling.longest_first_run(self.fastest_ms, noise=self.noise)
+        return (
+            None
+            if self.fastest_ms is None
+            else sampling.longest_first_run(self.fastest_ms, disturbance=self.disturbance)
+        )
 
     def note_time(self, index: int, ranking_ms: float) -> None:
         """Records the time of a config that may win.
@@ -75,8 +83,8 @@ class Race:
     def keep_compiled(self, job: Job) -> None:
         """Keeps the executable of a config that was only compiled."""
         if os.fstat(job.executable_fd).st_size:
-            with contextlib.suppress(ValueError, IndexError, MemoryError):  # a config may have written anything there
-                self._executables[job.index] = spool.read_parts(job.executable_fd)[0]
+            with contextlib.suppress(DamageError):
+                self._executables[job.index] = ProgramFile.read(job.executable_fd).executable
 
     def keep_executable(self, job: Job, merit: float) -> None:
         """Keeps the executables of the best configs for the comparison, where there are any.
@@ -100,7 +108,7 @@ class Race:
         return fd
 
     def executables(self) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
-        """Returns the programs that were kept: of the fastest configs, or of all where nothing was measured.
+        """Returns the programs that were kept: of the fastest configs, or of all if nothing was measured.
 
         Returns:
             Executables as a worker loads them, and entries of JAX's compilation cache by key; both by the configs'
@@ -108,10 +116,9 @@ class Race:
         """
         executables, for_cache = dict(self._executables), dict[int, dict[str, bytes]]()
         for index, (_, fd) in self._kept.items():
-            with contextlib.suppress(ValueError):  # a config may have written anything there
-                executables[index], _, *parts = spool.read_parts(fd)
-                keys = [key.decode("ascii") for key in parts[::2]]
-                for_cache[index] = dict(zip(keys, parts[1::2], strict=False))
+            with contextlib.suppress(DamageError):
+                program = ProgramFile.read(fd)
+                executables[index], for_cache[index] = program.executable, dict(program.cache_entries)
         executables |= {index: executables[first] for index, first in self.ran_as.items() if first in executables}
         for_cache |= {index: for_cache[first] for index, first in self.ran_as.items() if first in for_cache}
         return executables, for_cache

@@ -5,43 +5,45 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from quarantune.scheduler.fastest import Fastest
+from quarantune.scheduler.gemm_cache import GemmCache
 from quarantune.scheduler.jobs import Jobs
-from quarantune.scheduler.plan import Plan
-from quarantune.scheduler.products import SharedProducts
-from quarantune.scheduler.race import Race
+from quarantune.scheduler.plan import Numbers, Plan
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.verdicts import MemoryWatch
+from quarantune.scheduler.worker_count import WorkerCount
 from quarantune.scheduler.workers import DeviceState, Workers
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunState:
     """The state of one scheduler, in parts.
 
     Attributes:
         plan: the plan.
+        numbers: how many configs and workers the route has at a time.
         devices: the devices that were not withdrawn.
         workers: the workers.
         jobs: the jobs.
-        race: the times so far.
+        fastest: the times so far.
         reference: the outputs to compare with.
         memory: the watch on workers' memory.
-        products: the programs whose products are tried on the device.
-        scarcity: the number of configs that may have a worker, where processes or threads ran out.
+        gemm_cache: the programs whose products are tried on the device.
+        worker_count: the number of configs that may have a worker, where processes or threads ran out.
         clock: seconds.
         on_phase: called with the index of a config and the phase that it enters.
     """
 
     plan: Plan
+    numbers: Numbers
     devices: list[DeviceState]
     workers: Workers
     jobs: Jobs
-    race: Race
+    fastest: Fastest
     reference: Reference
     memory: MemoryWatch
-    products: SharedProducts
-    scarcity: Scarcity
+    gemm_cache: GemmCache
+    worker_count: WorkerCount
     clock: Callable[[], float]
     on_phase: Callable[[int, str], None]
 
@@ -51,6 +53,6 @@ class Run:
 
     def may_start_on(self, device: DeviceState | None) -> bool:
         """Whether a further worker may be started: not while another one, even a dying one, owns its device."""
-        if self.scarcity.pauses:
+        if self.worker_count.pauses:
             return False
         return device is None or not device.device.has_one_owner or not self.workers.on(device)

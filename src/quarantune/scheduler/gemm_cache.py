@@ -33,7 +33,7 @@ class _LoweredProgram:
     is_begun: bool = False
 
 
-class SharedProducts:
+class GemmCache:
     """The programs of one run whose products XLA tries kernels for."""
 
     def __init__(self, workers: Workers, clock: Callable[[], float]) -> None:

@@ -24,7 +24,7 @@ _GROWTH = 8
 """One more worker is tried after so many configs for each without a shortage."""
 
 
-class Scarcity:
+class WorkerCount:
     """Knows how many configs may have a worker at a time, and when the next worker may be started."""
 
     def __init__(self, workers: Workers, jobs: Jobs, clock: Callable[[], float]) -> None:

@@ -9,12 +9,12 @@ from quarantune.host import machine
 from quarantune.measure.sampling import is_unreliable
 from quarantune.sandbox import messages, shortages
 from quarantune.sandbox.template_messages import describe_status, was_killed
-from quarantune.scheduler.run import Run
-from quarantune.scheduler.steps import RouteSteps
+from quarantune.scheduler.routes.base import TrialRoute
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.verdicts import raised, shortage, too_large
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
-from quarantune.values.trial import READY, Outcome, Phase, Route, lowered_half
+from quarantune.values.trial import READY, Outcome, Phase, lowered_half
 
 _logger = logging.getLogger("quarantune")
 
@@ -27,10 +27,10 @@ _EXPLICABLE = (Outcome.CRASHED, Outcome.ERROR, Outcome.TIMEOUT, Outcome.LOST)
 """Outcomes that a shortage may have brought about."""
 
 
-class Conclusions:
+class Replies:
     """Applies the replies of workers, settles the jobs of those that end, and withdraws unusable devices."""
 
-    def __init__(self, run: Run, route: RouteSteps) -> None:
+    def __init__(self, run: RunState, route: TrialRoute) -> None:
         self._run = run
         self._route = route
         self._oom_kills = machine.oom_kills()
@@ -96,7 +96,7 @@ class Conclusions:
     def _begin(self, worker: Worker) -> None:
         """Starts the clock of a worker whose time counts from its first phase on."""
         if worker.job is not None:
-            self._run.on_phase(worker.job.index, worker.phase.value)
+            self._route.enter(worker.job, worker.phase.value)
         if worker.state in (WorkerState.COMPILING, WorkerState.SIDE_TASK) and worker.began_at is None:
             worker.began_at = self._run.clock()
             worker.deadline = worker.began_at + (worker.side_task_s or self._run.plan.compile_timeout_s)
@@ -104,7 +104,7 @@ class Conclusions:
     def _on_ready(self, worker: Worker, device: DeviceState, reply: messages.Ready) -> None:
         worker.transition(WorkerState.IDLE)
         device.failures = 0
-        if self._run.plan.configs_per_worker == 1:  # there will be many more
+        if self._run.numbers.configs_per_worker == 1:  # there will be many more
             self._run.workers.share_modules(reply.modules)
 
     def _on_lowered(self, worker: Worker, job: Job, reply: messages.Lowered) -> None:
@@ -117,7 +117,7 @@ class Conclusions:
         first = jobs.first_with(lowered, job) if lowered else job
         is_known = jobs.note_program(job)
         if is_known or first is not job:
-            self._run.on_phase(job.index, READY)
+            self._route.enter(job, READY)
             (self._route.stopped if is_known else self._run.workers.retire)(worker)
         if first is not job:
             self._run.reference.join(job.index, first.index)
@@ -125,33 +125,30 @@ class Conclusions:
         elif is_known:
             jobs.hold(job)
         elif reply.products:
-            self._run.products.add(worker, job, reply.products)
+            self._run.gemm_cache.add(worker, job, reply.products)
 
     def _on_compiled(self, worker: Worker, job: Job, reply: messages.Compiled) -> None:
         job.compile_s, job.figures, job.needs_fresh = reply.compile_s, reply.figures, False
         self._run.jobs.compiled += 1
         self._note_compile_time(worker, job)
-        self._run.on_phase(job.index, READY)
+        self._route.enter(job, READY)
         self._run.workers.share_modules(reply.modules)
-        verdict, plan = too_large(job, self._run.plan), self._run.plan
-        if verdict is None and not plan.compile_only:
+        if (verdict := too_large(job, self._run.plan)) is None:
             self._route.on_compiled(worker, job)
-            return
-        if verdict is None and not plan.is_check:
-            self._run.race.keep_compiled(job)
-        self._run.jobs.finish(job, worker, verdict or WorkerVerdict(Outcome.OK, ""), Phase.COMPILE)
-        self._route.free(worker)
+        else:
+            self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
+            self._route.free(worker)
 
     def _note_compile_time(self, worker: Worker, job: Job) -> None:
         if worker.is_compiling and worker.began_at is not None:
             self._run.jobs.compile_times.add(job, self._run.clock() - worker.began_at)
 
     def _on_measured(self, worker: Worker, job: Job, reply: messages.Measured) -> None:
-        run, race = self._run, self._run.race
+        run, fastest = self._run, self._run.fastest
         if reply.cpu_ms:
-            race.noise.add(reply.cpu_ms, min(reply.cpu_ms))
+            fastest.disturbance.add(reply.cpu_ms, min(reply.cpu_ms))
         if job.first_run is not None and not job.was_disturbed:
-            race.noise.add_first_run(job.first_run[1], reply.ranking_ms)
+            fastest.disturbance.add_first_run(job.first_run[1], reply.ranking_ms)
         if job.unreliable_times is not None:
             reply = min(job.unreliable_times, reply, key=lambda measured: measured.ranking_ms)
         elif (
@@ -159,14 +156,14 @@ class Conclusions:
             and is_unreliable(reply.samples_ms, reply.cpu_ms)
             and self._route.measure_again(worker, job, reply)
         ):
-            race.note_time(job.index, reply.ranking_ms)  # it takes no longer than that
+            fastest.note_time(job.index, reply.ranking_ms)  # it takes no longer than that
             return
         verdict = WorkerVerdict(Outcome.OK, "")
         if reply.is_slow:
-            message = f"at best {min(reply.samples_ms):.4g} ms, where another config takes {race.best_median_ms:.4g}"
+            message = f"at best {min(reply.samples_ms):.4g} ms, where another config takes {fastest.best_median_ms:.4g}"
             verdict = WorkerVerdict(Outcome.SLOW, message)
         else:
-            race.note_time(job.index, reply.ranking_ms)
+            fastest.note_time(job.index, reply.ranking_ms)
         run.jobs.finish(
             job,
             worker,
@@ -178,8 +175,7 @@ class Conclusions:
             samples_ms=reply.samples_ms,
             own_ms=reply.ranking_ms,
             clock=reply.clock,
-            energy_mj=reply.energy_mj,
-            watts=reply.watts,
+            observed=reply.observed,
         )
         self._route.free(worker)
 
@@ -192,7 +188,7 @@ class Conclusions:
         if job is not None:
             job.raised_at = reply.place
             self._note_compile_time(worker, job)
-            may_compile = worker.is_compiling and run.plan.compiles_per_worker > 1
+            may_compile = worker.is_compiling and run.numbers.compiles_per_worker > 1
             is_reused = may_compile or worker.state is WorkerState.MEASURING
             is_its_own = run.jobs.fails_by_itself(job, worker, verdict.outcome)
             if reply.goes_on and is_reused and is_its_own and not shortages.lacks_processes(verdict.message):
@@ -217,7 +213,7 @@ class Conclusions:
             lacked, message = shortages.lacking(text, has_device=device is not None)
             verdict = WorkerVerdict(Outcome.LOST, message, lacked) if lacked else verdict
         worker.verdict = verdict
-        if verdict.lacked and run.devices and not run.scarcity.gives_up(worker, verdict):
+        if verdict.lacked and run.devices and not run.worker_count.gives_up(worker, verdict):
             self._repeat_beside_fewer(worker)
         elif worker.job is not None:
             self._settle(worker.job, worker, verdict)
@@ -296,23 +292,22 @@ class Conclusions:
         run, job = self._run, worker.job
         for device in run.devices:
             device.is_cramped = True
-        if run.scarcity.most == 1:
+        if run.worker_count.most == 1:
             for other in run.workers:
                 if other.is_standby or other.state is WorkerState.BETWEEN:
                     run.workers.retire(other)
         if job is not None:
-            (run.jobs.again_alone if run.scarcity.most == 1 else run.jobs.again)(job)
+            (run.jobs.again_alone if run.worker_count.most == 1 else run.jobs.again)(job)
 
     def _may_fit_alone(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
         """Whether a config that ran out of memory might not have done so without the others."""
-        plan = self._run.plan
+        memory = self._run.plan.memory
         if job.is_alone or outcome not in (Outcome.OOM, Outcome.DEVICE_OOM):
             return False
-        if outcome is Outcome.DEVICE_OOM:  # workers that are done with a config may hold that memory
-            is_reused = plan.route is not Route.APART and plan.compiles_per_worker > 1
-            return is_reused and worker.device is not None and self._run.workers.on(worker.device) > 1
-        if job.peak_bytes > plan.memory_limit_bytes:
-            return plan.may_exceed_alone
+        if outcome is Outcome.DEVICE_OOM:
+            return self._route.may_fit_alone(worker)
+        if job.peak_bytes > memory.worker_bytes:
+            return memory.alone_bytes(0) is not None
         return any(other is not job for other in self._run.workers.jobs())
 
     def _make_room(self, device: DeviceState) -> bool:

@@ -1,0 +1,1 @@
+"""The routes of trials through processes, one a file; `choosing` says which a sweep takes."""

@@ -1,0 +1,51 @@
+"""Workers compile without their device, and standby workers, which hold it, measure."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self
+
+from quarantune.scheduler.bursts import Admission, Stream
+from quarantune.scheduler.plan import Numbers
+from quarantune.scheduler.routes.base import Conditions, WithoutDevice, compiles_apart
+from quarantune.scheduler.routes.prepared_ahead import PreparedAhead
+from quarantune.scheduler.routes.split import Split
+from quarantune.scheduler.workers import DeviceState
+from quarantune.values.trial import Route
+
+
+class Apart(WithoutDevice, PreparedAhead):
+    """Workers compile for an accelerator while standby workers measure on it."""
+
+    label = Route.APART
+
+    @classmethod
+    def of(cls, given: Conditions, *, is_closed: bool) -> Self:
+        """Returns the route under some conditions; `is_closed` says that no search adds configs."""
+        numbers = _numbers(given, is_closed=is_closed)
+        numbers = dataclasses.replace(numbers, workers=given.slots + given.devices)
+        return cls(numbers, target=given.target, confirms=given.confirms)
+
+    def admission(self) -> Admission:
+        """Returns what decides when the next config is compiled or measured: at the same time."""
+        return Stream(self._run, self.waiting, self.may_begin)
+
+    def may_confirm_on(self, device: DeviceState) -> bool:
+        """Returns whether a further worker may confirm an error on a device while other configs go on."""
+        return not device.is_cramped and self._run.may_start_on(device)
+
+
+class ApartInTurns(WithoutDevice, Split):
+    """The same if the device is the machine: compiling and measuring alternate."""
+
+    label = Route.APART
+
+    @classmethod
+    def of(cls, given: Conditions, *, is_closed: bool) -> Self:
+        """Returns the route under some conditions; `is_closed` says that no search adds configs."""
+        return cls(_numbers(given, is_closed=is_closed))
+
+
+def _numbers(given: Conditions, *, is_closed: bool) -> Numbers:
+    each, compiles = given.configs_per_worker, compiles_apart(given)
+    return given.in_workers(given.slots, is_closed=is_closed, configs_per_worker=each, compiles_per_worker=compiles)

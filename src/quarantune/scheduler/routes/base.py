@@ -1,0 +1,381 @@
+"""The parts that all routes share: starting the workers that compile, and assigning devices to those that measure."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from quarantune.host import machine
+from quarantune.sandbox import spool
+from quarantune.sandbox.messages import Compile, Compiled, Failed, FirstRun, Measure, Measured
+from quarantune.scheduler.bursts import Admission, Bursts
+from quarantune.scheduler.plan import Mode, Numbers
+from quarantune.scheduler.run_state import RunState
+from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
+from quarantune.values.codec import as_json
+from quarantune.values.trial import READY, ArrayKind, CompileTarget, Outcome, Phase, Route
+
+_MOST_LOST = 10
+"""Where more than one in so many configs ends the worker that compiles it, each gets one of its own."""
+_CPU_PARKED = 16
+"""How many compiled configs wait on a CPU, memory permitting, before compiling stops and they are measured: among many,
+slow configs are recognised sooner."""
+_SEARCH_PARKED = 8
+"""The same where a search decides what is tried: in replays of five recorded GPU spaces, it needed 11 to 65% more
+trials in batches of 16 than in batches of 8."""
+_CPU_SHARES = 4
+"""The least number of configs among which the memory is divided."""
+DEVICE_PARKED = 6
+"""How many workers compile on each accelerator, and how many compiled configs wait in workers that hold a context."""
+_CONFIGS_PER_ACCELERATOR_WORKER = 32
+_CONFIGS_PER_TPU_WORKER = 1000
+"""No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
+_COMPILES_PER_WORKER = 32
+"""How many configs one compile worker takes for an accelerator. The first takes 0.3 s more than others: on an H200, 648
+configs, 59% of them bad, take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
+_THREADS = "NPROC"
+"""Read by XLA: it starts threads for so many cores."""
+_BATCH = 64
+"""How many configs are compiled before this process measures them: a sweep that is interrupted loses the work on no
+more."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The conditions of a sweep that decide which routes it takes, and their numbers.
+
+    Attributes:
+        platform: the platform to tune for.
+        mode: which steps there are, and which of them run in workers.
+        is_jitted: whether there is a program that one process can compile for another.
+        is_spread: whether one trial needs several devices.
+        is_taken: whether this process has the device, and no worker can use it.
+        target: the device that workers without it compile for; None if they cannot.
+        devices: how many devices there are to measure on.
+        slots: how many configs compile at a time.
+        each: how many configs a measuring worker takes; None chooses by platform.
+    """
+
+    platform: str
+    mode: Mode
+    is_jitted: bool
+    is_spread: bool
+    is_taken: bool
+    target: CompileTarget | None
+    devices: int
+    slots: int
+    each: int | None
+
+    @property
+    def configs_per_worker(self) -> int:
+        """How many configs a measuring worker takes."""
+        by_platform = {"cpu": 1, "tpu": _CONFIGS_PER_TPU_WORKER}
+        return self.each or by_platform.get(self.platform, _CONFIGS_PER_ACCELERATOR_WORKER)
+
+    @property
+    def slots_with_device(self) -> int:
+        """How many workers compile with the device at a time: only one can use a TPU."""
+        return 1 if self.platform == "tpu" else self.slots
+
+    @property
+    def confirms(self) -> bool:
+        """Whether errors raised without the device are confirmed on it: libtpu compiles alike with it and without."""
+        return self.target is not None and self.platform != "tpu"
+
+    def in_workers(self, slots: int, *, is_closed: bool, **numbers: int) -> Numbers:
+        """Returns the numbers of a route on which workers wait with compiled configs; `is_closed` as for `in_files`."""
+        if self.platform == "cpu":
+            parked = max(_CPU_PARKED if is_closed else _SEARCH_PARKED, 2 * slots)
+            return Numbers(slots=slots, parked=parked, workers=max(_CPU_SHARES, 2 * slots), **numbers)
+        parked = self.devices * min(DEVICE_PARKED, slots)
+        return Numbers(slots=slots, parked=parked, workers=parked, **numbers)
+
+    def in_files(self, slots: int, *, is_closed: bool, **numbers: int) -> Numbers:
+        """Returns the numbers of a route on which compiled programs wait in files.
+
+        Args:
+            slots: how many configs compile at a time.
+            is_closed: whether no search adds configs.
+            **numbers: further numbers.
+        """
+        parked = _BATCH if is_closed else max(_SEARCH_PARKED, slots)
+        return Numbers(slots=slots, parked=parked, workers=slots + self.devices, **numbers)
+
+
+class TrialRoute:
+    """One way of trials through processes: who compiles a config, who measures it, and how many at a time.
+
+    The scheduler asks a route what to do next, and never which one it is. Workers compile with their device, unless a
+    route derives from `WithoutDevice`.
+
+    Attributes:
+        label: the name of the route, which trials show.
+        numbers: how many configs and workers there are at a time.
+        confirms: whether an error that is raised without the device counts only if it is raised with it, too.
+    """
+
+    label: Route
+    confirms = False
+    _pauses = True
+    """Whether all configs run once before those that may still win go on."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
+        self._run: RunState
+
+    def join(self, run: RunState) -> None:
+        """Begins to steer a run."""
+        self._run = run
+
+    # What differs between routes
+
+    def admission(self) -> Admission:
+        """Returns what decides when the next config is compiled or measured; by default the two alternate."""
+        return Bursts(self._run, self.waiting, self.may_begin)
+
+    def environ(self) -> dict[str, str]:
+        """Returns the environment variables of workers that compile without a device."""
+        return {}
+
+    def waiting(self) -> int:
+        """Returns how many configs wait, compiled, for a device."""
+        raise NotImplementedError
+
+    def on_compiled(self, worker: Worker, job: Job) -> None:
+        """Takes note that a worker has compiled its job."""
+        raise NotImplementedError
+
+    def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
+        """Has a job wait again after an informative first run."""
+
+    def measure_on(self, device: DeviceState) -> None:
+        """Gives the next config that waits a device, if there is one."""
+
+    def prepare_on(self, device: DeviceState) -> None:
+        """Starts the workers that a device will need, ahead of those that compile."""
+
+    def take_standby(self, earlier: RunState) -> None:
+        """Takes over the standby workers of an earlier run of the sweep, if this one needs such workers."""
+
+    def may_confirm_on(self, device: DeviceState) -> bool:
+        """Returns whether a further worker may confirm an error on a device while other configs go on."""
+        return False
+
+    def on_lowered(self, outputs: tuple[ArrayKind, ...]) -> None:
+        """Takes note of the outputs that configs have."""
+
+    def measure_again(self, worker: Worker, job: Job, reply: Measured) -> bool:
+        """Has a job whose runs were disturbed measured once more; returns whether that is possible."""
+        return False
+
+    def on_unfit(self, worker: Worker, reply: Failed) -> bool:
+        """Leaves a program that must be compiled on its device to another route.
+
+        Returns:
+            Whether it was left; if not, the worker has failed.
+
+        Raises:
+            ValueError: no program can be unfit on this route.
+        """
+        raise ValueError("no program is unfit here")
+
+    def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
+        """Takes note that a job was compiled where it is measured, because its program could not be passed on."""
+
+    def close(self) -> None:
+        """Ends the run of this route."""
+
+    # What they share: compiling
+
+    def may_begin(self, job: Job) -> bool:
+        """Whether there is a worker for a job, or one may be started."""
+        return self._run.may_start_on(self._compiling_device()) or self.reusable(job) is not None
+
+    def start_compiling(self, job: Job) -> None:
+        """Has a job compiled by a worker that is done with others, or by a new one."""
+        run = self._run
+        if job.is_alone:
+            job.limit_bytes = run.plan.memory.alone_bytes(run.memory.available_memory())
+        job.close_executable()
+        job.first_run, job.held_s, job.was_disturbed = None, 0.0, False
+        worker = self.reusable(job)
+        task = self._task(job, last=(worker.used if worker else 0) + 1 >= self.numbers.compiles_per_worker)
+        fds = [job.executable_fd] if job.executable_fd >= 0 else []
+        if worker is None:
+            run.workers.start(task, WorkerState.COMPILING, job=job, device=self._compiling_device(), fds=fds)
+        else:
+            worker.take(job, run.workers.startup_deadline())
+            run.workers.send_next(worker, task, fds)  # it reads the task as soon as it is ready
+
+    def _task(self, job: Job, *, last: bool) -> Compile:
+        """Returns the task to compile a job, whose worker takes no further config if this is the `last` one."""
+        plan = self._run.plan
+        return Compile(
+            trial=job.index,
+            config=as_json(job.config),
+            shows_program=plan.proof.wants(job.index),
+            known=() if job.runs else plan.recall.known,
+        )
+
+    def _compiling_device(self) -> DeviceState | None:
+        """Returns the device of the next worker that compiles; None for one that needs none."""
+        return self._run.least_used_device()
+
+    def reusable(self, job: Job) -> Worker | None:
+        """Returns a worker that is done with other configs and may take a job; None where that needs a fresh one."""
+        if job.was_lost or job.needs_fresh or job.is_alone:
+            return None
+        return next(iter(self._run.workers.in_state(WorkerState.BETWEEN)), None)
+
+    def retire_unneeded(self) -> None:
+        """Ends the workers that are done with a config where there is no other that they may take."""
+        run, pending = self._run, self._run.jobs.pending
+        is_next = self.reusable(pending[0]) is not None if pending else self._may_come()
+        if is_next and run.worker_count.most > 1:
+            return
+        for worker in run.workers.in_state(WorkerState.BETWEEN):
+            run.workers.retire(worker)
+
+    def _may_come(self) -> bool:
+        """Returns whether workers wait for configs that the source may give."""
+        return self._run.jobs.may_come
+
+    def stopped(self, worker: Worker) -> None:
+        """Takes its job from a worker that has only lowered it, so that it may compile another."""
+        worker.release()
+        worker.transition(WorkerState.BETWEEN)
+
+    def free(self, worker: Worker) -> None:
+        """Takes its job and its device from a worker, which may compile another config or ends."""
+        run = self._run
+        worker.release()
+        # Where configs end the workers that compile them, those must be repeated that were not the first.
+        few_are_lost = _MOST_LOST * run.jobs.lost_compilers <= run.jobs.compiled
+        if worker.used < self.numbers.compiles_per_worker and few_are_lost:
+            worker.transition(WorkerState.BETWEEN)
+        else:
+            run.workers.retire(worker)
+
+    def may_fit_alone(self, worker: Worker) -> bool:
+        """Returns whether workers that are done with a config may hold the device memory that another one lacked."""
+        is_reused = self.numbers.compiles_per_worker > 1
+        return is_reused and worker.device is not None and self._run.workers.on(worker.device) > 1
+
+    # What they share: measuring
+
+    def enter(self, job: Job, phase: str) -> None:
+        """Announces the phase that a job enters."""
+        self._run.on_phase(job.index, phase)
+
+    def on_ended_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
+        """Ends a job whose first run was ended, because it took too long."""
+        fastest_ms = self._run.fastest.fastest_ms or reply.run_ms
+        message = f"its first run was stopped after {reply.run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        self._end_as_slow(worker, job, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
+        self._run.workers.retire(worker)  # the run goes on in it
+
+    def _assign(self, device: DeviceState, worker: Worker, job: Job) -> None:
+        """Gives a worker a device to measure its job on; from now on its time counts."""
+        run = self._run
+        worker.transition(WorkerState.MEASURING)
+        device.measuring = worker
+        worker.phase = Phase.CHECK
+        worker.assigned_at = run.clock()
+        worker.deadline = worker.assigned_at + run.plan.timeout_s - job.held_s
+        task = Measure(
+            trial=job.index,
+            config=as_json(job.config),
+            load=job.is_saved,
+            checked=job.first_run is not None,
+            pause=self._pauses,
+            stop_ms=self._stop_ms(job),
+            # The fastest of those that are wrong must not rule out the right ones.
+            best_median_ms=None if run.reference.is_open else run.fastest.best_median_ms,
+            disturbed=tuple(run.fastest.disturbance.runs),
+            references=len(run.reference.fds),
+            standard=run.reference.standard,
+            keeps=run.reference.keeps,
+            # One that pauses may have to wait after its first run, so that it is ended later.
+            last=not self._pauses and worker.used + 1 >= self.numbers.configs_per_worker,
+        )
+        fds = [job.executable_fd, *run.reference.fds]
+        worker.close_output()
+        worker.offered = task.references
+        if task.keeps:
+            worker.output_fd = spool.create("output")
+            fds.append(worker.output_fd)
+        run.workers.send_next(worker, task, fds)
+
+    def _stop_ms(self, job: Job) -> float | None:
+        """Returns after how many milliseconds a job's first run is ended; None if it must not be."""
+        return None
+
+    def _note_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
+        """Records the first run of a worker's job, which waits for the device again."""
+        job.first_run = (reply.run_ms, reply.cpu_ms)
+        job.was_disturbed = job.was_disturbed or reply.is_disturbed
+        self._run.fastest.note_first_run(job.index, *job.first_run)
+        self._take_device(worker, job)
+
+    def _take_device(self, worker: Worker, job: Job) -> None:
+        job.held_s += self._run.clock() - worker.assigned_at
+        self.enter(job, READY)
+        worker.return_device()
+
+    def _rule_out(self, worker: Worker, job: Job) -> bool:
+        """Ends the job of a worker if its first run was too slow; returns whether it was."""
+        run = self._run
+        if job.first_run is None or job.was_disturbed or run.reference.is_open:
+            return False
+        run_ms, cpu_ms = job.first_run
+        if (fastest_ms := run.fastest.hopeless_beside_ms(run_ms, cpu_ms)) is None:
+            return False
+        message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        self._end_as_slow(worker, job, message, run_ms, cpu_ms, Phase.MEASURE)
+        return True
+
+    def _end_as_slow(self, worker: Worker, job: Job, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
+        times: Any = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
+        self._run.jobs.finish(job, worker, WorkerVerdict(Outcome.SLOW, message), phase, **times)
+        worker.job = None
+
+
+class WithoutDevice(TrialRoute):
+    """A route on which workers compile without their device.
+
+    Attributes:
+        target: the device that they compile for; None for the machine's own.
+    """
+
+    def __init__(self, numbers: Numbers, *, target: CompileTarget | None = None, confirms: bool = False) -> None:
+        super().__init__(numbers)
+        self.target = target
+        self.confirms = confirms
+
+    def environ(self) -> dict[str, str]:
+        """Returns the environment of workers that compile for a device they do not have: threads for their share.
+
+        Where the cores are the device, fewer threads would make another program.
+        """
+        if self.target is None or _THREADS in os.environ:
+            return {}
+        return {_THREADS: str(max(1, machine.available_cpus() // self.numbers.slots))}
+
+    def _task(self, job: Job, *, last: bool) -> Compile:
+        return dataclasses.replace(super()._task(job, last=last), target=self.target)
+
+    def _compiling_device(self) -> DeviceState | None:
+        return None
+
+    def _may_come(self) -> bool:
+        return False
+
+    def may_fit_alone(self, worker: Worker) -> bool:
+        """Returns False: workers that are done with a config hold no device memory."""
+        return False
+
+
+def compiles_apart(given: Conditions) -> int:
+    """Returns how many configs a worker compiles without the device."""
+    return 1 if given.platform == "cpu" else min(_COMPILES_PER_WORKER, given.configs_per_worker)

@@ -1,0 +1,73 @@
+"""Which routes the configs of a sweep take, one after another: each leaves to the next what it cannot do.
+
+A config is compiled apart from its device if that is possible, because most configs can then be compiled at the same
+time, and a bad one holds no device. What cannot be compiled so is compiled by several workers with the device. What
+cannot leave its process is compiled and measured by one worker. If this process measures, workers compile for it as
+long as they can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from quarantune.scheduler.plan import Mode
+from quarantune.scheduler.routes.apart import Apart, ApartInTurns
+from quarantune.scheduler.routes.base import Conditions, TrialRoute
+from quarantune.scheduler.routes.compiled_only import CompileCheck, CompiledOnly, CompiledOnlyApart
+from quarantune.scheduler.routes.handed_over import HandedOver
+from quarantune.scheduler.routes.here import CompiledApart, Here, MeasuredHere
+from quarantune.scheduler.routes.together import Together
+from quarantune.values.trial import Route
+
+
+def without_device(given: Conditions, unfit: Collection[Route], *, is_closed: bool) -> TrialRoute | None:
+    """Returns the route on which workers compile without the device; None if they cannot.
+
+    Args:
+        given: the conditions.
+        unfit: the routes that no config of the function could take in an earlier sweep of this process.
+        is_closed: whether no search adds configs.
+    """
+    on_cpu = given.platform == "cpu"
+    can_compile = given.is_jitted and Route.APART not in unfit and (on_cpu or given.target is not None)
+    # A worker without a device compiles for a single device.
+    match None if given.is_spread else given.mode:
+        case Mode.CHECKING:
+            return CompileCheck.of(given)
+        case Mode.COMPILING if can_compile or on_cpu:
+            return CompiledOnlyApart.of(given)
+        case Mode.MEASURING_HERE if can_compile or on_cpu:
+            return CompiledApart.of(given, is_closed=is_closed)
+        case Mode.IN_WORKERS if can_compile and not on_cpu:
+            return Apart.of(given, is_closed=is_closed)
+        # A CPU worker is cheap: to hand over an executable saves time only if the next worker takes several configs.
+        case Mode.IN_WORKERS if can_compile and given.configs_per_worker > 1:
+            return ApartInTurns.of(given, is_closed=is_closed)
+    return None
+
+
+def with_device(given: Conditions, unfit: Collection[Route], *, count: int, is_closed: bool) -> Iterator[TrialRoute]:
+    """Yields the routes of configs that must be compiled with their device; the last one can take any config.
+
+    There is none for configs that are only compiled, if workers cannot use the device.
+
+    Args:
+        given: the conditions.
+        unfit: as for `without_device`.
+        count: how many configs there are.
+        is_closed: whether no search adds configs.
+    """
+    match given.mode:
+        case Mode.COMPILING:
+            if not given.is_taken:
+                yield CompiledOnly.of(given)
+        case Mode.MEASURING_HERE if not given.is_taken:
+            yield MeasuredHere.of(given, is_closed=is_closed)
+        case Mode.IN_WORKERS:
+            is_gpu = given.platform not in ("cpu", "tpu")  # a TPU belongs to one process
+            can_leave = given.is_jitted and Route.HANDED_OVER not in unfit and not given.is_spread
+            if is_gpu and can_leave and given.configs_per_worker > 1 and (count > 1 or not is_closed):
+                yield HandedOver.of(given, is_closed=is_closed)
+            yield Together.of(given, is_closed=is_closed)
+        case _:
+            yield Here.of(given, is_closed=is_closed)

@@ -1,0 +1,89 @@
+"""The routes on which this process measures: what workers have compiled, or what it compiles itself."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Self
+
+from quarantune.sandbox.messages import Compiled, FirstRun
+from quarantune.scheduler.bursts import Admission, Batches
+from quarantune.scheduler.routes.base import Conditions, WithoutDevice, compiles_apart
+from quarantune.scheduler.routes.split import Split
+from quarantune.scheduler.routes.together import Together
+from quarantune.scheduler.workers import DeviceState, Job, Worker
+from quarantune.values.trial import READY, Route
+
+
+class MeasuredHere(Split):
+    """Workers compile with the device, and this process stands for a standby worker that takes one config.
+
+    All configs run once, then those that may still win go on, the fastest first.
+    """
+
+    label = Route.TOGETHER
+    _pauses = True
+    as_data = True
+
+    @classmethod
+    def of(cls, given: Conditions, *, is_closed: bool) -> Self:
+        """Returns the route under some conditions; `is_closed` says that no search adds configs."""
+        return cls(given.in_files(given.slots_with_device, is_closed=is_closed))
+
+    def admission(self) -> Admission:
+        """Returns what decides when the next config is compiled or measured: in batches."""
+        return Batches(self._run, self.waiting, self.may_begin)
+
+    def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
+        """Has a job wait again after an informative first run."""
+        self._note_first_run(worker, job, reply)
+        self._run.jobs.ready.append(job)
+        self.free(worker)
+
+    def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
+        """Takes note that a job was compiled here, which may take as long as in a worker."""
+        job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
+        worker.deadline += job.compile_s
+
+    def _give_next(self, device: DeviceState, worker: Worker) -> None:
+        """Gives this process the next config. Configs that hung or crashed before run last."""
+        run = self._run
+        if not run.reference.is_awaited:
+            begun = {job.index: place for place, job in enumerate(run.jobs.begun)}
+            order = sorted(run.jobs.ready, key=lambda job: (job.first_run is not None, job.first_ms, begun[job.index]))
+            run.jobs.ready = collections.deque(order)
+        run.jobs.ready[0].route = run.jobs.ready[0].route or Route.COMPILED_APART
+        super()._give_next(device, worker)
+
+
+class CompiledApart(WithoutDevice, MeasuredHere):
+    """The same with workers that compile without the device."""
+
+    label = Route.APART
+
+    @classmethod
+    def of(cls, given: Conditions, *, is_closed: bool) -> Self:
+        """Returns the route under some conditions; `is_closed` says that no search adds configs."""
+        numbers = given.in_files(given.slots, is_closed=is_closed, compiles_per_worker=compiles_apart(given))
+        return cls(numbers, target=given.target, confirms=given.confirms)
+
+
+class Here(Together):
+    """This process compiles each config and measures it."""
+
+    label = Route.IN_PROCESS
+
+    @classmethod
+    def of(cls, given: Conditions, *, is_closed: bool) -> Self:
+        """Returns the route under some conditions."""
+        numbers = given.in_workers(1, is_closed=is_closed, configs_per_worker=given.configs_per_worker)
+        return cls(dataclasses.replace(numbers, parked=1))
+
+    def enter(self, job: Job, phase: str) -> None:
+        """Announces the phase that a job enters; nothing waits if configs are compiled one by one."""
+        if phase != READY:
+            super().enter(job, phase)
+
+    def _stop_ms(self, job: Job) -> float | None:
+        """Returns None: to end a run would end this process."""
+        return None
