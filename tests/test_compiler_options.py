@@ -75,8 +75,8 @@ def test_a_parameter_of_that_name_is_an_ordinary_tunable() -> None:
 def test_a_config_without_options_has_none_where_others_have_some() -> None:
     listed = [{"n": 2}, {"n": 2, "compiler_options": UNOPTIMISED}]
     tuned = quarantune.autotune(listed)(scale)
-    assert list(tuned._configs) == [{"n": 2, "compiler_options": {}}, {"n": 2, "compiler_options": UNOPTIMISED}]
-    assert len({text_of(config) for config in tuned._configs}) == 2
+    assert list(tuned.function.configs) == [{"n": 2, "compiler_options": {}}, {"n": 2, "compiler_options": UNOPTIMISED}]
+    assert len({text_of(config) for config in tuned.function.configs}) == 2
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_objects_in_configs_reach_workers_caller_and_cache_unchanged(cache_dir: 
 
 def test_objects_in_configs_reach_compile_only_and_in_process_runs() -> None:
     fn, x = planned(), jnp.ones(4)
-    configs = [{"config": config["config"]} for config in fn._configs[:2]]  # type: ignore[attr-defined]
+    configs = [{"config": config["config"]} for config in fn.function.configs[:2]]  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match=r"tile=1.* did not compile: error: ArithmeticError: not this one"):
         failed, compiled = quarantune.compile_configs(fn, configs, x)
     assert failed is None
@@ -170,7 +170,7 @@ def test_objects_in_configs_reach_compile_only_and_in_process_runs() -> None:
     np.testing.assert_array_equal(compiled(x), np.full(4, 2.0))
     with quarantune.settings(isolation="none"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert fn.tune(x).best_config == fn._configs[1]  # type: ignore[attr-defined]
+        assert fn.tune(x).best_config == fn.function.configs[1]  # type: ignore[attr-defined]
 
 
 def test_an_interrupted_sweeps_trial_is_recalled_with_its_objects(cache_dir: Path) -> None:

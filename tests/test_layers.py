@@ -198,7 +198,7 @@ def test_the_nearest_entry_stands_in_with_one_warning_and_is_not_saved(
             np.testing.assert_array_equal(fn(X), fn(X))
         assert len(caught) == 1
         assert fn.lookup(X) is None
-        tuner = quarantune.AutoTuner(fn, fn._configs, name="scale", prune_fn=fn._options.prune_fn)
+        tuner = quarantune.AutoTuner(fn, fn.function.configs, name="scale", prune_fn=fn._options.prune_fn)
         result = tuner.run(X)
         assert (result.best_config, result.from_cache, result.trials) == ({"n": 2}, "nearest", ())
         assert np.isnan(result.time_ms)

@@ -30,10 +30,9 @@ from quarantune import jax_internals
 from quarantune.api.tuner import Tuned, Tuner
 from quarantune.calls.call import TunedFunction
 from quarantune.functions.binding import assignment_in_force, bind_config, jitted_with, register_kernel, split_config
-from quarantune.host.process import hide_own_frames, module_name, own_frames_hidden
+from quarantune.host.process import cache_name, hide_own_frames, own_frames_hidden
 from quarantune.values.configs import Config, MadeConfigs, as_given
 from quarantune.values.settings import OptionKeywords, Options, checked_options, forget_choices, on_forgetting, settings
-from quarantune.values.space import Space
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -127,10 +126,9 @@ class TunedCallable(Tuned, Generic[_P, _R]):
     _last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
     """The choice for the last call with JAX's arrays alone."""
 
-    def __init__(self, fn: Callable[_P, _R], signature: inspect.Signature, name: str, options: Options) -> None:
+    def __init__(self, fn: Callable[_P, _R], options: Options) -> None:
         functools.update_wrapper(cast("Any", self), fn)
-        self.name = name
-        self._signature = signature
+        self.name = options.name or cache_name(fn)
         self._options = options
         self._jit_options = jax_internals.jit_options(fn) if jax_internals.is_jitted(fn) else None
         self._memo = {}
@@ -155,7 +153,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
 
     def _tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
-            with own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
+            with own_frames_hidden(), on_engine(self.function.signature, kwargs) as (kwargs, resume):
                 return self._tuner.tune(self._tuner.bind(args, kwargs), resume=resume)
         finally:
             self.forget()
@@ -194,12 +192,8 @@ class Autotuned(TunedCallable[_P, _R]):
                 f"autotune wraps a function that jax.jit has wrapped, and {_name_of(fn)!r} is a {type(fn).__name__}: "
                 f"put @jax.jit(static_argnames=[...]) between @autotune(...) and the function"
             )
-        label = getattr(fn, "__qualname__", "fn")
-        signature = inspect.signature(inspect.unwrap(fn))
-        self._configs = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
-        super().__init__(fn, signature, options.name or f"{module_name(fn)}.{label}", options)
-        options = dataclasses.replace(options, name=self.name)
-        self._tuner = Tuner(TunedFunction.of(fn, self._configs, options, need_defaults=True))
+        super().__init__(fn, options)
+        self._tuner = Tuner(TunedFunction.of(fn, configs, options, need_defaults=True))
         register_kernel(self)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -331,7 +325,7 @@ class Autotuned(TunedCallable[_P, _R]):
         return f"<autotuned {self.name}>"
 
     def _parts(self) -> tuple[Any, ...]:
-        return self._configs, *super()._parts()
+        return self.function.configs, *super()._parts()
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""

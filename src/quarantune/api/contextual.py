@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overload
 
 from quarantune.api.autotune import Autotuned, TunedCallable, memo_key, read_context, remember
 from quarantune.api.tuner import Tuner
 from quarantune.functions.binding import assignment_in_force, describe_function
-from quarantune.host.process import cache_name, lazy, own_frames_hidden
+from quarantune.host.process import lazy, own_frames_hidden
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.values.codec import is_whole
@@ -98,18 +99,15 @@ class Contextual(TunedCallable[_P, _R]):
             raise TypeError(
                 f"{fn!r} is tuned already: contextual_autotune goes on a function that calls autotuned kernels"
             )
-        _, signature, self._static_names = describe_function(fn)
-        super().__init__(fn, signature, options.name or cache_name(fn), options)
+        describe_function(fn)
+        super().__init__(fn, options)
 
     @lazy
     def _tuner(self) -> Tuner:
         from quarantune.tuning.contextual_job import ContextualFunction, ContextualJob
 
-        signature, static_names = self._signature, self._static_names
-        function = ContextualFunction(
-            self.__wrapped__, name=self.name, signature=signature, static_names=static_names, options=self._options
-        )
-        return Tuner(function, make_job=ContextualJob)
+        options = dataclasses.replace(self._options, name=self.name)
+        return Tuner(ContextualFunction(self.__wrapped__, options), make_job=ContextualJob)
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str) -> _R:
         function = cast("ContextualFunction", self.function)

@@ -54,12 +54,12 @@ class TunedFunction:
     Attributes:
         fn: the function, jitted or not; configs reach it as keyword arguments.
         configs: the space of configs, or a callable that makes them for a call.
-        name: the function's name in the cache.
+        options: its author's options.
+        need_defaults: whether every tunable must have a default, because the function is also called without it.
+        name: the function's name in the cache, which its options hold, too.
         signature: its signature.
         static_names: its static parameters; None for a function that is not jitted, whose arguments without an
             array count by value.
-        options: its author's options.
-        need_defaults: whether every tunable must have a default, because the function is also called without it.
         tunables: the names that its configs set; empty for a callable that makes configs and has not been called.
         most_configs: how many configs a sweep may try; None for the size of its config space.
     """
@@ -67,11 +67,11 @@ class TunedFunction:
     fn: Callable[..., Any]
     configs: Space | Callable[..., Any]
     _: dataclasses.KW_ONLY
-    name: str
-    signature: inspect.Signature
-    static_names: frozenset[str] | None
     options: Options
     need_defaults: bool = False
+    name: str = dataclasses.field(init=False)
+    signature: inspect.Signature = dataclasses.field(init=False)
+    static_names: frozenset[str] | None = dataclasses.field(init=False)
     tunables: frozenset[str] = dataclasses.field(init=False)
     most_configs: ClassVar[int | None] = None
 
@@ -79,8 +79,11 @@ class TunedFunction:
         """Checks the options; nothing is read or started.
 
         Raises:
-            TypeError: an option needs a jitted function, and this one is not jitted.
+            TypeError: it cannot be called, or an option needs a jitted function, and this one is not jitted.
         """
+        self.fn, self.signature, self.static_names = describe_function(self.fn)
+        self.name = self.options.name or cache_name(self.fn)
+        self.options = dataclasses.replace(self.options, name=self.name)
         for option, does in (("time_grad", "differentiates"), ("max_device_memory", "bounds the compiled program of")):
             if getattr(self.options, option) and not self.is_jitted:
                 raise TypeError(
@@ -124,9 +127,6 @@ class TunedFunction:
         function = cls(
             fn,
             configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature),
-            name=options.name or label,
-            signature=signature,
-            static_names=static_names,
             options=options,
             need_defaults=need_defaults,
         )

@@ -16,7 +16,7 @@ from quarantune import jax_internals
 from quarantune.answers.answer import Answer
 from quarantune.cache import store as cache
 from quarantune.cache.store import Entry
-from quarantune.calls.call import BoundCall, TunedFunction, space_of
+from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.rebuilt import described_arguments
 from quarantune.engine.place import place_of
 from quarantune.functions.binding import Arguments, kernels
@@ -38,7 +38,7 @@ from quarantune.tuning.job import TuningJob
 from quarantune.tuning.outcome import call_result, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
-from quarantune.values.settings import SURROGATE
+from quarantune.values.settings import SURROGATE, Options
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
 
@@ -472,13 +472,13 @@ class ContextualFunction(TunedFunction):
 
     most_configs = _MOST_CONFIGS
 
-    def __init__(self, fn: Callable[..., Any], **about: Any) -> None:
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune.
 
         Raises:
             TypeError: as for `TunedFunction`, or `time_grad` needs a function that can be jitted anew.
         """
-        super().__init__(fn, Space([{KEY: assignment.encode({}, others=OWN)}]), **about)
+        super().__init__(fn, Space([{KEY: assignment.encode({}, others=OWN)}]), options=options)
         self.runner = Runner(fn)
         if self.options.time_grad and not jax_internals.is_jitted(self.compiled_fn):
             bound = " and ".join(jax_internals.jit_options(fn).cannot_travel)
@@ -519,8 +519,8 @@ class ContextualFunction(TunedFunction):
 
 def _is_offered(name: str, space: Any) -> bool:
     """Returns whether a kernel still has its configs; true for one not defined yet, or that makes its configs."""
-    listed = [kernel._configs for kernel in kernels(name) if not callable(kernel._configs)]
-    return not listed or any(space_of(configs) == space for configs in listed)
+    listed = [known for kernel in kernels(name) if (known := kernel.function.listed_space)]
+    return not listed or space in listed
 
 
 def shown_together(chosen: Mapping[Slot, Config]) -> Config:
