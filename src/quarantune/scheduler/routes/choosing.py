@@ -28,12 +28,12 @@ def without_device(given: Conditions, unfit: Collection[Route], *, is_closed: bo
         unfit: the routes that no config of the function could take in an earlier sweep of this process.
         is_closed: whether no search adds configs.
     """
+    if given.mode is Mode.CHECKING:
+        return CompileCheck.of(given)
     on_cpu = given.platform == "cpu"
     can_compile = given.is_jitted and Route.APART not in unfit and (on_cpu or given.target is not None)
     # A worker without a device compiles for a single device.
     match None if given.is_spread else given.mode:
-        case Mode.CHECKING:
-            return CompileCheck.of(given)
         case Mode.COMPILING if can_compile or on_cpu:
             return CompiledOnlyApart.of(given)
         case Mode.MEASURING_HERE if can_compile or on_cpu:
