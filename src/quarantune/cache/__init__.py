@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from quarantune.cache.entries import MergeReport as MergeReport
 
 _MODULES = {
+    **dict.fromkeys(("Claim", "Holder", "wait"), "quarantune.cache.claims"),
     **dict.fromkeys(("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport"), "quarantune.cache.entries"),
+    **dict.fromkeys(("Journal", "conclusions", "remember_trouble", "troublesome"), "quarantune.cache.journal"),
     "TuningCache": "quarantune.api.tuning_cache",  # which users find here, too
 }
 """The modules of the names that a cached call does not need, imported with their first use."""
