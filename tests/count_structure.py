@@ -19,6 +19,44 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1] / "src" / "quarantune"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FLAGS = frozenset(
+    [
+        "is_check",
+        "compile_only",
+        "_compile_only",
+        "measures_here",
+        "_measures_here",
+        "_is_alone",
+        "is_alone",
+        "_on_cpu",
+        "on_cpu",
+        "_on_tpu",
+        "on_many_devices",
+        "_on_many_devices",
+        "is_spread",
+        "exclusive",
+        "errors_are_final",
+        "confirms",
+        "_confirms",
+        "may_exceed_alone",
+        "is_share",
+        "has_final",
+        "waits_in_files",
+        "prepares_ahead",
+        "_compiles_on_device",
+        "compiles_with_device",
+        "with_device",
+        "_saves",
+        "_pauses",
+        "as_data",
+        "must_save",
+        "is_taken",
+        "_device_is_taken",
+        "only_compiles",
+    ]
+)
+"""Names that say where a trial runs, or how."""
+_ENUMS = ("Route", "Isolation", "Mode")
 
 
 class Import(NamedTuple):
@@ -81,6 +119,11 @@ class Structure:
         deferred = {(each.importer, each.imported) for each in self.imports if each.is_deferred}
         counts["files imported in functions"] = collections.Counter(_package(importer) for importer, _ in deferred)
         return counts
+
+    def asking_lines(self) -> collections.Counter[str]:
+        """Returns by file how many lines ask a route, or a flag, where a trial runs: in conditions of all kinds."""
+        found = {file: _asking_lines(tree) for file, tree in self._trees.items()}
+        return +collections.Counter({file: len(lines) for file, lines in found.items()})
 
     def _imports(self, file: str, node: ast.AST, is_deferred: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -160,6 +203,37 @@ def _decides_here_or_engine(node: ast.AST) -> bool:
     return isinstance(node, ast.Compare) and getattr(node.left, "attr", "") == "executor"
 
 
+def _is_flag(node: ast.AST) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id in _FLAGS
+    if not isinstance(node, ast.Attribute):
+        return False
+    owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+    asked = (node.attr == "route" and owner == "plan") or (
+        node.attr in ("mode", "runs") and owner.lstrip("_") in ("request", "given")
+    )
+    is_of_job = node.attr == "is_alone" and owner != "self"  # a config that runs when no other does
+    return owner in _ENUMS or asked or (node.attr in _FLAGS and not is_of_job)
+
+
+def _asking_lines(tree: ast.AST) -> set[int]:
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.If() | ast.IfExp() | ast.While() | ast.Assert():
+                asked: list[ast.AST] = [node.test]
+            case ast.BoolOp() | ast.Compare() | ast.MatchValue() | ast.UnaryOp(op=ast.Not()):
+                asked = [node]
+            case ast.comprehension():
+                asked = [*node.ifs]
+            case ast.match_case(guard=ast.expr() as guard):
+                asked = [guard]
+            case _:
+                continue
+        found |= {part.lineno for each in asked for part in ast.walk(each) if _is_flag(part)}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=Path, default=PACKAGE)
@@ -170,6 +244,10 @@ def main() -> None:
         print(f"  {' '.join(circle)}", *structure.names_between(circle), sep="\n    ")
     for title, counts in structure.counts().items():
         print(f"{title:44}{counts.total():6}  {', '.join(f'{name} {count}' for name, count in sorted(counts.items()))}")
+    asking = structure.asking_lines()
+    print(f"{'lines that ask where a trial runs':44}{asking.total():6}")
+    for file, count in asking.most_common():
+        print(f"  {count:4}  {file}")
 
 
 if __name__ == "__main__":

@@ -57,3 +57,24 @@ def test_repeated_decisions_are_counted(tmp_path: Path) -> None:
         "tests of .executor (here or engine)": {"low": 1},
         "files imported in functions": {"low": 1},
     }
+
+
+def test_lines_that_ask_where_a_trial_runs_are_counted(tmp_path: Path) -> None:
+    source = """
+    def asks(plan, request, job, kind):
+        if plan.route is Route.APART and not request.runs:
+            return [each for each in kind if each.exclusive]
+        match kind:
+            case Mode.HERE:
+                return job.is_alone and job.runs
+        return Route.TOGETHER, request.mode
+    """
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "a.py").write_text(textwrap.dedent(source))
+    assert dict(Structure(tmp_path / "pack").asking_lines()) == {"a.py": 3}
+
+
+def test_few_lines_ask_where_a_trial_runs() -> None:
+    asking = Structure().asking_lines()
+    assert asking.total() <= 75, asking.most_common()
+    assert asking["scheduler/routes/choosing.py"] >= 10, "it is the place that asks"

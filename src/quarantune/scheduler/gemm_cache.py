@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 
 from quarantune.sandbox.messages import Proceed
-from quarantune.scheduler.workers import NEVER, Job, Worker, Workers, WorkerState
+from quarantune.scheduler.workers import Job, Worker, Workers, WorkerState
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,7 +45,7 @@ class GemmCache:
     def add(self, worker: Worker, job: Job, products: Collection[str]) -> None:
         """Adds the program of a worker, which waits; its time does not count meanwhile."""
         self._programs.append(_LoweredProgram(worker, job, frozenset(products), self._clock()))
-        worker.deadline = NEVER
+        worker.wait()
 
     def update(self) -> None:
         """Has all go on that wait for nothing.
@@ -68,8 +68,5 @@ class GemmCache:
     def _proceed(self, program: _LoweredProgram) -> None:
         worker, now = program.worker, self._clock()
         program.is_begun = True
-        worker.deadline = now + program.job.slack_s
-        if worker.began_at is not None:
-            worker.began_at += now - program.lowered_at
         self._workers.send(worker, Proceed(trial=program.job.index))
-        worker.was_heard = True  # its end would be its own doing
+        worker.proceed(now, program.job.slack_s, now - program.lowered_at)

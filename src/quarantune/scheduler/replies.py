@@ -42,7 +42,7 @@ class Replies:
         expected = None if worker.job is None else worker.job.index
         if worker.verdict is not None or frame.get("trial") != expected:
             return  # late, or of a trial that is over
-        worker.was_heard = True
+        worker.heard()
         try:
             reply = codec.decode(frame, *messages.REPLIES)
             self._run.memory.note(worker, reply)
@@ -54,7 +54,7 @@ class Replies:
         self._run.memory.check_limit()  # at once, since a quick config ends before the next look at the memory
 
     def _apply(self, worker: Worker, reply: messages.Reply) -> None:
-        worker.phase = reply.phase
+        worker.heard(reply.phase)
         job, device, state = worker.job, worker.device, worker.state
         if job is not None and isinstance(reply, messages.Judged) and reply.judgement is not None:
             group, noise = reply.judgement.group, reply.judgement.noise
@@ -85,10 +85,10 @@ class Replies:
             case messages.Measured() if state is WorkerState.MEASURING and job is not None:
                 self._on_measured(worker, job, reply)
             case messages.ReferenceComputed(is_compared=False) if state is WorkerState.SIDE_TASK and not worker.reply:
-                worker.reply = reply  # comparing shapes comes next
-                worker.deadline = self._run.clock() + min(_SHAPES_S, self._run.plan.compile_timeout_s)
+                # Comparing shapes comes next.
+                worker.answer(reply, self._run.clock() + min(_SHAPES_S, self._run.plan.compile_timeout_s))
             case messages.ReferenceComputed() | messages.Compared() if state is WorkerState.SIDE_TASK:
-                worker.reply = reply
+                worker.answer(reply)
                 self._run.workers.retire(worker)
             case messages.Failed():
                 self._on_failed(worker, reply)
@@ -98,8 +98,7 @@ class Replies:
         if worker.job is not None:
             self._route.enter(worker.job, worker.phase.value)
         if worker.state in (WorkerState.COMPILING, WorkerState.SIDE_TASK) and worker.began_at is None:
-            worker.began_at = self._run.clock()
-            worker.deadline = worker.began_at + (worker.side_task_s or self._run.plan.compile_timeout_s)
+            worker.begin(self._run.clock(), self._run.plan.compile_timeout_s)
 
     def _on_ready(self, worker: Worker, device: DeviceState, reply: messages.Ready) -> None:
         worker.transition(WorkerState.IDLE)
@@ -109,9 +108,8 @@ class Replies:
 
     def _on_lowered(self, worker: Worker, job: Job, reply: messages.Lowered) -> None:
         """Ends a worker whose config lowered to the program of another one, or to one that was measured earlier."""
-        job.slack_s = worker.deadline - self._run.clock()
+        job.lowered(reply.program, worker.deadline - self._run.clock())
         self._route.on_lowered(reply.outputs)
-        job.program = reply.program
         jobs = self._run.jobs
         lowered = lowered_half(reply.program)
         first = jobs.first_with(lowered, job) if lowered else job
@@ -128,7 +126,7 @@ class Replies:
             self._run.gemm_cache.add(worker, job, reply.products)
 
     def _on_compiled(self, worker: Worker, job: Job, reply: messages.Compiled) -> None:
-        job.compile_s, job.figures, job.needs_fresh = reply.compile_s, reply.figures, False
+        job.compiled(reply.compile_s, reply.figures)
         self._run.jobs.compiled += 1
         self._note_compile_time(worker, job)
         self._route.enter(job, READY)
@@ -184,9 +182,9 @@ class Replies:
         run = self._run
         if reply.outcome == "unfit" and self._route.on_unfit(worker, reply):
             return
-        worker.traceback, worker.raised_at, job, verdict = reply.traceback, reply.place, worker.job, raised(reply)
+        worker.failed(reply.traceback, reply.place)
+        job, verdict = worker.job, raised(reply)
         if job is not None:
-            job.raised_at = reply.place
             self._note_compile_time(worker, job)
             may_compile = worker.is_compiling and run.numbers.compiles_per_worker > 1
             is_reused = may_compile or worker.state is WorkerState.MEASURING

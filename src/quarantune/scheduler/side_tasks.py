@@ -39,8 +39,7 @@ def start_on(run: RunState, device: DeviceState, task: Task, fds: Sequence[int],
         worker = run.workers.start(task, WorkerState.SIDE_TASK, device=device, fds=fds)
     else:
         return None
-    device.measuring = worker
-    worker.deadline, worker.side_task_s = run.workers.startup_deadline(), seconds
+    worker.begin_side_task(device, run.workers.startup_deadline(), seconds)
     return worker
 
 

@@ -140,15 +140,14 @@ class MemoryWatch:
         """Records the memory that the process tree of each worker holds now."""
         for worker in workers:
             pid = self._workforce.pid(worker.number)
-            worker.used_bytes = worker.memory_meter.held_bytes(
+            used_bytes = worker.memory_meter.held_bytes(
                 [] if pid is None else [pid, *worker.descendants],
                 baseline_bytes=baseline,
                 limit_bytes=self._limit_bytes(worker),
                 foreign=self._foreign_files,
                 exactly=exactly,
             )
-            worker.measured_as = worker.state
-            worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
+            worker.weigh(used_bytes)
 
     def _foreign_files(self) -> set[machine.FileId]:
         """Returns the files in memory that no worker answers for."""

@@ -145,6 +145,30 @@ class Job:
         """Whether it is tried again if its worker is lost."""
         return self.losses < _MOST_LOSSES
 
+    def begin(self, limit_bytes: int | None) -> None:
+        """Begins to be compiled, with its own memory limit if it has one, as if it had never run."""
+        self.limit_bytes = limit_bytes
+        self.close_executable()
+        self.first_run, self.held_s, self.was_disturbed = None, 0.0, False
+
+    def lowered(self, program: str, slack_s: float) -> None:
+        """Was lowered to a program, with so much of its deadline left."""
+        self.program, self.slack_s = program, slack_s
+
+    def compiled(self, compile_s: float, figures: CompilerFigures | None) -> None:
+        """Was compiled."""
+        self.compile_s, self.figures, self.needs_fresh = compile_s, figures, False
+
+    def ran_first(self, run_ms: float, cpu_ms: float, *, is_disturbed: bool) -> None:
+        """Has run once, long enough for its time to say something."""
+        self.first_run = (run_ms, cpu_ms)
+        self.was_disturbed |= is_disturbed
+
+    def was_unreliable(self, times: Measured) -> None:
+        """Was measured while other processes disturbed it, so that it is measured once more."""
+        self.unreliable_times, self.was_disturbed = times, True
+        self.first_run = (max(times.samples_ms), self.first_run[1] if self.first_run else 0.0)
+
     def forgive(self) -> None:
         """Forgets earlier losses, which another program may have caused, as it killed a worker before that began."""
         if self.forgiven < _MOST_FORGIVEN:
@@ -239,6 +263,62 @@ class Worker:
         self.state = state
         if state in _RESTING:
             self.deadline = NEVER
+
+    def heard(self, phase: Phase | None = None) -> None:
+        """Has sent a message, from a phase if one is given."""
+        self.was_heard = True
+        self.phase = phase or self.phase
+
+    def begin(self, now: float, limit_s: float) -> None:
+        """Begins with its task, whose deadline counts from now on."""
+        self.began_at = now
+        self.deadline = now + (self.side_task_s or limit_s)
+
+    def extend(self, seconds: float) -> None:
+        """Gets more time for what it does."""
+        self.deadline += seconds
+
+    def wait(self) -> None:
+        """Waits to be told to go on; its time does not count meanwhile."""
+        self.deadline = NEVER
+
+    def proceed(self, now: float, left_s: float, waited_s: float) -> None:
+        """Goes on after a wait, with so many seconds left; whatever ends it is its own doing."""
+        self.deadline, self.was_heard = now + left_s, True
+        if self.began_at is not None:
+            self.began_at += waited_s
+
+    def hold(self, device: DeviceState, now: float, limit_s: float) -> None:
+        """Gets a device to measure its job on, for so many seconds."""
+        self.transition(WorkerState.MEASURING)
+        device.measuring = self
+        self.phase, self.assigned_at, self.deadline = Phase.CHECK, now, now + limit_s
+
+    def offer(self, count: int, output_fd: int) -> None:
+        """Gets so many outputs to compare its own with, and a file for that; -1 for no file."""
+        self.close_output()
+        self.offered, self.output_fd = count, output_fd
+
+    def begin_side_task(self, device: DeviceState, deadline: float, seconds: float) -> None:
+        """Gets a device for something that is no trial, and so many seconds from its first phase on."""
+        device.measuring = self
+        self.deadline, self.side_task_s = deadline, seconds
+
+    def answer(self, reply: Reply, deadline: float | None = None) -> None:
+        """Has answered its side task; with a deadline, another answer follows."""
+        self.reply = reply
+        self.deadline = self.deadline if deadline is None else deadline
+
+    def failed(self, traceback: str, place: str) -> None:
+        """Has raised an exception at a place."""
+        self.traceback, self.raised_at = traceback, place
+        if self.job is not None:
+            self.job.raised_at = place
+
+    def weigh(self, used_bytes: int) -> None:
+        """Is seen to hold so much memory."""
+        self.used_bytes, self.measured_as = used_bytes, self.state
+        self.peak_bytes = max(self.peak_bytes, used_bytes)
 
     def take(self, job: Job, deadline: float) -> None:
         """Begins to compile a job, as if it had none before."""

@@ -195,10 +195,7 @@ class TrialRoute:
     def start_compiling(self, job: Job) -> None:
         """Has a job compiled by a worker that is done with others, or by a new one."""
         run = self._run
-        if job.is_alone:
-            job.limit_bytes = run.plan.memory.alone_bytes(run.memory.available_memory())
-        job.close_executable()
-        job.first_run, job.held_s, job.was_disturbed = None, 0.0, False
+        job.begin(run.plan.memory.alone_bytes(run.memory.available_memory()) if job.is_alone else None)
         worker = self.reusable(job)
         task = self._task(job, last=(worker.used if worker else 0) + 1 >= self.numbers.compiles_per_worker)
         fds = [job.executable_fd] if job.executable_fd >= 0 else []
@@ -278,11 +275,7 @@ class TrialRoute:
     def _assign(self, device: DeviceState, worker: Worker, job: Job) -> None:
         """Gives a worker a device to measure its job on; from now on its time counts."""
         run = self._run
-        worker.transition(WorkerState.MEASURING)
-        device.measuring = worker
-        worker.phase = Phase.CHECK
-        worker.assigned_at = run.clock()
-        worker.deadline = worker.assigned_at + run.plan.timeout_s - job.held_s
+        worker.hold(device, run.clock(), run.plan.timeout_s - job.held_s)
         task = Measure(
             trial=job.index,
             config=as_json(job.config),
@@ -300,10 +293,8 @@ class TrialRoute:
             last=not self._pauses and worker.used + 1 >= self.numbers.configs_per_worker,
         )
         fds = [job.executable_fd, *run.reference.fds]
-        worker.close_output()
-        worker.offered = task.references
+        worker.offer(task.references, spool.create("output") if task.keeps else -1)
         if task.keeps:
-            worker.output_fd = spool.create("output")
             fds.append(worker.output_fd)
         run.workers.send_next(worker, task, fds)
 
@@ -313,9 +304,8 @@ class TrialRoute:
 
     def _note_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Records the first run of a worker's job, which waits for the device again."""
-        job.first_run = (reply.run_ms, reply.cpu_ms)
-        job.was_disturbed = job.was_disturbed or reply.is_disturbed
-        self._run.fastest.note_first_run(job.index, *job.first_run)
+        job.ran_first(reply.run_ms, reply.cpu_ms, is_disturbed=reply.is_disturbed)
+        self._run.fastest.note_first_run(job.index, reply.run_ms, reply.cpu_ms)
         self._take_device(worker, job)
 
     def _take_device(self, worker: Worker, job: Job) -> None:

@@ -43,7 +43,7 @@ class MeasuredHere(Split):
     def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
         """Takes note that a job was compiled here, which may take as long as in a worker."""
         job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
-        worker.deadline += job.compile_s
+        worker.extend(reply.compile_s)
 
     def _give_next(self, device: DeviceState, worker: Worker) -> None:
         """Gives this process the next config. Configs that hung or crashed before run last."""

@@ -40,8 +40,7 @@ class Together(TrialRoute):
 
     def measure_again(self, worker: Worker, job: Job, reply: Measured) -> bool:
         """Parks a worker whose runs were disturbed, to measure its job once more after those that wait."""
-        job.unreliable_times, job.was_disturbed = reply, True
-        job.first_run = (max(reply.samples_ms), job.first_run[1] if job.first_run else 0.0)
+        job.was_unreliable(reply)
         self._take_device(worker, job)
         worker.transition(WorkerState.PARKED)
         return True
