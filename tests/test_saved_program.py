@@ -22,7 +22,8 @@ from quarantune import CacheMissError, CacheWarning, TuningCache
 from quarantune.scheduler.recall import NO_REFERENCE, Recall, comparable
 from quarantune.transport import programs
 from quarantune.transport.program_text import ProgramText
-from quarantune.values.trial import Outcome, Trial, is_same, lowered_half
+from quarantune.transport.programs import is_same
+from quarantune.values.trial import Outcome, Trial, lowered_half
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

@@ -13,9 +13,10 @@ from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.calls.program import CallProgram, program_of
 from quarantune.functions.binding import arguments_of
+from quarantune.transport.programs import is_same
 from quarantune.values.codec import JsonObject, canonical_json, short_hash
 from quarantune.values.configs import Config
-from quarantune.values.trial import Trial, is_same
+from quarantune.values.trial import Trial
 
 OTHERS = "other_programs"
 """The results for the same key that other programs have, within the entry of the latest."""

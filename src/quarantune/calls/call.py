@@ -17,8 +17,8 @@ from quarantune.cache.store import Entry, report_once
 from quarantune.functions.binding import (
     Arguments,
     arguments_of,
+    check_compiler_options,
     check_complete,
-    check_configs,
     describe_function,
     fitted,
     signature_of,
@@ -32,6 +32,7 @@ from quarantune.values.configs import (
     COMPILER_OPTIONS,
     NO_OPTIONS,
     Config,
+    check_parameters,
     checked_config,
     configs_made_by,
     format_config,
@@ -201,9 +202,26 @@ class TunedFunction:
         return format_config(config)
 
     def check(self, configs: Sequence[Config]) -> None:
-        """Raises if the function cannot take the keys of a config."""
-        signature, need_defaults = self.signature, self.need_defaults
-        check_configs(self.fn, configs, name=self.name, signature=signature, need_defaults=need_defaults)
+        """Raises if the function cannot take the keys of its configs.
+
+        Args:
+            configs: its configs, or a few in which every value occurs.
+
+        Raises:
+            TypeError: a key is no parameter that can be passed by keyword, or has no default.
+            ValueError: a key is not static.
+        """
+        # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
+        statics = frozenset(jax_internals.jit_options(self.fn).static_argnames) if self.is_jitted else None
+        check_parameters(
+            configs,
+            parameters=self.signature,
+            static_names=statics,
+            fn_name=self.name,
+            need_defaults=self.need_defaults,
+        )
+        if self.is_jitted:
+            check_compiler_options(self.fn, configs, name=self.name)
 
 
 def space_of(configs: Space) -> JsonObject:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from quarantune import jax_internals
 from quarantune.host.process import warn
 from quarantune.values.configs import COMPILER_OPTIONS as OPTIONS
-from quarantune.values.configs import NO_OPTIONS, Config, check_parameters
+from quarantune.values.configs import NO_OPTIONS, Config
 from quarantune.values.texts import shown
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -158,32 +158,6 @@ def function_inside(bound: Callable[..., Any]) -> Any:
     if isinstance(bound, (functools.partial, _WithOptions)):
         return bound.func
     return getattr(bound, "__wrapped__", bound)
-
-
-def check_configs(
-    fn: Callable[..., Any], configs: Sequence[Config], *, name: str, signature: inspect.Signature, need_defaults: bool
-) -> None:
-    """Raises if a function cannot take the keys of its configs.
-
-    Args:
-        fn: the function.
-        configs: its configs, or a few in which every value occurs.
-        name: its name in messages.
-        signature: its signature.
-        need_defaults: whether every tunable must have a default, because the function is also called without it.
-
-    Raises:
-        TypeError: a key is no parameter that can be passed by keyword, or has no default.
-        ValueError: a key is not static.
-    """
-    is_jitted = jax_internals.is_jitted(fn)
-    # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
-    static_names = frozenset(jax_internals.jit_options(fn).static_argnames) if is_jitted else None
-    check_parameters(
-        configs, parameters=signature, static_names=static_names, fn_name=name, need_defaults=need_defaults
-    )
-    if is_jitted:
-        check_compiler_options(fn, configs, name=name)
 
 
 def check_compiler_options(fn: Callable[..., Any], configs: Sequence[Config], *, name: str) -> None:

@@ -29,6 +29,7 @@ from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
+from quarantune.transport.programs import is_same
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
 from quarantune.tuning.outcome import call_result, entry_for, findings_now, more_thorough
 from quarantune.tuning.reuse import CompilationSeeds
@@ -47,7 +48,6 @@ from quarantune.values.trial import (
     Trial,
     TuningFailedError,
     count_outcomes,
-    is_same,
     pruned_trial,
 )
 

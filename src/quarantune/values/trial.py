@@ -210,12 +210,6 @@ def lowered_half(program: str) -> str:
     return program.partition(".")[2]
 
 
-def is_same(program: str, other: str) -> bool:
-    """Returns whether two identities are of one program, as far as they can be compared."""
-    (traced, _, lowered), (other_traced, _, other_lowered) = program.partition("."), other.partition(".")
-    return lowered == other_lowered if lowered and other_lowered else traced == other_traced
-
-
 # --- trials ---
 
 
