@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import gc
 import logging
 import os
 import sys
 import textwrap
+import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +20,8 @@ import numpy as np
 import pytest
 from helpers import python
 
+import quarantune
+import quarantune.functions.fingerprint as fingerprint_module
 from quarantune.functions.fingerprint import Fingerprint, code_text, fingerprint
 
 BASE = """
@@ -483,3 +489,29 @@ def test_the_code_of_another_languages_kernel_counts(module: str, held_as: str) 
     other.__name__, other.__qualname__ = body.__name__, body.__qualname__
     assert fingerprint_with(body) == fingerprint_with(body)
     assert fingerprint_with(body) != fingerprint_with(other)
+
+
+def test_code_is_described_alike_however_many_threads_describe_it() -> None:
+    # Python 3.11 raises SystemError in a thread that builds a syntax tree while another one does.
+    def switch(*_: object) -> None:
+        time.sleep(0)
+
+    function, thresholds, found = quarantune.AutoTuner.run, gc.get_threshold(), collections.Counter[str]()
+    expected = fingerprint_module._code_text(function, with_decorators=True)
+
+    def describe() -> None:
+        for _ in range(20):
+            found[fingerprint_module._code_text(function, with_decorators=True)] += 1
+
+    threads = [threading.Thread(target=describe) for _ in range(4)]
+    gc.callbacks.append(switch)
+    gc.set_threshold(50)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.callbacks.remove(switch)
+        gc.set_threshold(*thresholds)
+    assert found == {expected: 80}

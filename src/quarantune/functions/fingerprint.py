@@ -33,7 +33,15 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from quarantune import jax_internals
-from quarantune.host.process import PROGRAMS, is_installed, is_runner, module_of, pickled_parts, without_caches
+from quarantune.host.process import (
+    PROGRAMS,
+    is_installed,
+    is_runner,
+    module_of,
+    new_lock,
+    pickled_parts,
+    without_caches,
+)
 from quarantune.values.codec import Around, bounded, canonical_json, in_order, short_hash
 
 _LARGEST_HASHED_BYTES = 1 << 24
@@ -443,10 +451,26 @@ def _written_in(thing: Any) -> _Written:
     return _written_in_file(file) if isinstance(file, str) and not is_installed(file) else _Written()
 
 
+_parsing = new_lock()
+_MOST_PARSED = 100
+
+
+def _parsed(text: str) -> ast.Module:
+    """Returns the syntax tree of a source, whatever other threads parse.
+
+    Python 3.11 counts the depth of a tree for all threads together, and raises SystemError if two of them build one.
+    """
+    with _parsing:
+        for _ in range(_MOST_PARSED):
+            with contextlib.suppress(SystemError):
+                return ast.parse(text)
+        return ast.parse(text)
+
+
 @functools.lru_cache(maxsize=256)
 def _written_in_file(file: str) -> _Written:
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        tree = _parsed("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return _Written()
     names, attributes = set[str](), set[str]()
@@ -864,7 +888,7 @@ def code_text(function: types.FunctionType, *, with_decorators: bool = True) -> 
 
 def _code_text(function: types.FunctionType, *, with_decorators: bool) -> str:
     with contextlib.suppress(Exception):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        (definition,) = _parsed(textwrap.dedent(inspect.getsource(function))).body
         if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(definition, function):
             if not with_decorators:
                 definition.decorator_list = []
@@ -878,7 +902,7 @@ def _code_text(function: types.FunctionType, *, with_decorators: bool) -> str:
 def _is_source_of(definition: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> bool:
     code = function.__code__
     # In a shell whose parameters are its free variables, the definition compiles to the code it has in its module.
-    shell = ast.parse(f"def shell({', '.join(code.co_freevars)}): pass")
+    shell = _parsed(f"def shell({', '.join(code.co_freevars)}): pass")
     body: list[ast.stmt] = [definition]
     if definition.name not in code.co_freevars:
         body.insert(0, ast.Global(names=[definition.name]))
