@@ -70,7 +70,9 @@ def _compile_here(bench: Bench, config: Config, hooks: CompileHooks, *, director
         return Program(config, bind_config(bench.call.fn, config), 0.0)
     work = _Work(bench, config)
     args = call_as_structs(bench.call) if away else bench.arguments.shared()
-    work.lower(_trace(bench, config, args, bench.options.platform), hooks)
+    traced = _trace(bench, config, args, bench.options.platform)
+    hooks.show(traced.jaxpr)
+    work.lower(traced)
     # XLA leaves a file for each product once it has tried kernels for it, also in earlier sweeps.
     tried = [Path(directory, name) for name in products(work.jaxpr.jaxpr)] if directory else []
     work.announce(hooks, tuple(file.name for file in tried if not file.exists()))
@@ -99,7 +101,7 @@ def compile_for(bench: Bench, config: Config, target: CompileTarget, hooks: Comp
         hooks.show(traced.jaxpr)
         if reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform):
             raise NeedsDeviceError(reason)
-        work.lower(traced, NOBODY, target.platform)
+        work.lower(traced, target.platform)
     if programs.calls_cudnn(work.text):
         raise NeedsDeviceError("cuDNN plans its kernels with the device")
     work.announce(hooks)
@@ -113,7 +115,8 @@ def check_for(bench: Bench, config: Config, target: CompileTarget, hooks: Compil
         return compile_here(bench, config)
     work = _Work(bench, config)
     with traced_for(bench, config, target, is_check=True) as (traced, _):
-        work.lower(traced, hooks, target.platform)
+        hooks.show(traced.jaxpr)
+        work.lower(traced, target.platform)
     work.announce(hooks)
     programs.remove_notes(work.lowered)
     if target.platform != "cuda":
@@ -161,9 +164,8 @@ class _Work:
         self._config = restore(config, bench.call.config_values)
         self._began = time.perf_counter()
 
-    def lower(self, traced: Any, hooks: CompileHooks, platform: str | None = None) -> None:
+    def lower(self, traced: Any, platform: str | None = None) -> None:
         """Lowers a traced program, for another platform than that of this worker if one is given."""
-        hooks.show(traced.jaxpr)
         self.jaxpr = traced.jaxpr
         self.lowered = traced.lower(lowering_platforms=None if platform is None else (platform,))
         self.text = self.lowered.as_text()
