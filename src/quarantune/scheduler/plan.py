@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from quarantune.devices.discovery import Device
 from quarantune.measure.objective import Objective
@@ -107,8 +107,10 @@ class MemoryLimits:
     Attributes:
         worker_bytes: host memory of one worker and its children.
         device_bytes: the most device memory of a config's program; None for no bound.
+        grows_alone: whether a config that runs alone may take more.
     """
 
+    grows_alone: ClassVar[bool] = False
     worker_bytes: int
     device_bytes: int | None = None
 
@@ -139,6 +141,8 @@ class SharedMemoryLimits(MemoryLimits):
 
     A config over it is tried once more, alone, with nearly all of the memory.
     """
+
+    grows_alone: ClassVar[bool] = True
 
     def alone_bytes(self, available_bytes: int) -> int:
         """Returns nearly all of the free memory."""

@@ -305,7 +305,7 @@ class Replies:
         if outcome is Outcome.DEVICE_OOM:
             return self._route.may_fit_alone(worker)
         if job.peak_bytes > memory.worker_bytes:
-            return memory.alone_bytes(0) is not None
+            return memory.grows_alone
         return any(other is not job for other in self._run.workers.jobs())
 
     def _make_room(self, device: DeviceState) -> bool:
