@@ -185,8 +185,8 @@ class Routes:
             raised_at |= left.raised_at
             if not left.unfit:
                 break
-        else:
-            for index, config in {} if self._request.runs else left.unfit.items():
+        if not self._request.runs:
+            for index, config in left.unfit.items():
                 self._finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
         left.raised_at = raised_at
         return left
