@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Self
 
-from quarantune.scheduler.bursts import Admission, Stream
+from quarantune.scheduler.bursts import Stream
 from quarantune.scheduler.plan import Numbers
 from quarantune.scheduler.routes.base import Conditions, WithoutDevice, compiles_apart
 from quarantune.scheduler.routes.prepared_ahead import PreparedAhead
@@ -18,6 +18,7 @@ class Apart(WithoutDevice, PreparedAhead):
     """Workers compile for an accelerator while standby workers measure on it."""
 
     label = Route.APART
+    _admits = Stream
 
     @classmethod
     def of(cls, given: Conditions, *, is_closed: bool) -> Self:
@@ -25,10 +26,6 @@ class Apart(WithoutDevice, PreparedAhead):
         numbers = _numbers(given, is_closed=is_closed)
         numbers = dataclasses.replace(numbers, workers=given.slots + given.devices)
         return cls(numbers, target=given.target, confirms=given.confirms)
-
-    def admission(self) -> Admission:
-        """Returns what decides when the next config is compiled or measured: at the same time."""
-        return Stream(self._run, self.waiting, self.may_begin)
 
     def may_confirm_on(self, device: DeviceState) -> bool:
         """Returns whether a further worker may confirm an error on a device while other configs go on."""

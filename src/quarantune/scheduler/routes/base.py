@@ -117,6 +117,8 @@ class TrialRoute:
 
     label: Route
     confirms = False
+    _admits: type[Admission] = Bursts
+    """How compiling and measuring share the machine; by default, the two alternate."""
     _pauses = True
     """Whether all configs run once before those that may still win go on."""
 
@@ -128,11 +130,11 @@ class TrialRoute:
         """Begins to steer a run."""
         self._run = run
 
-    # What differs between routes
-
     def admission(self) -> Admission:
-        """Returns what decides when the next config is compiled or measured; by default the two alternate."""
-        return Bursts(self._run, self.waiting, self.may_begin)
+        """Returns what decides when the next config is compiled or measured."""
+        return self._admits(self._run, self.waiting, self.may_begin)
+
+    # What differs between routes
 
     def environ(self) -> dict[str, str]:
         """Returns the environment variables of workers that compile without a device."""

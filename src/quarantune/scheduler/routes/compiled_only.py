@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Self
 
-from quarantune.sandbox.messages import Compile, Failed
-from quarantune.scheduler.bursts import Admission, Stream
+from quarantune.sandbox.messages import Compile
+from quarantune.scheduler.bursts import Stream
 from quarantune.scheduler.plan import Numbers
 from quarantune.scheduler.routes.base import Conditions, TrialRoute, WithoutDevice, compiles_apart
 from quarantune.scheduler.routes.split import Split
+from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerVerdict
 from quarantune.values.trial import Outcome, Phase, Route
 
@@ -18,6 +19,7 @@ class CompiledOnly(Split):
     """Workers compile with the device, for this process, and nothing runs."""
 
     label = Route.TOGETHER
+    _admits = Stream
     as_data = True
 
     @classmethod
@@ -25,21 +27,13 @@ class CompiledOnly(Split):
         """Returns the route under some conditions."""
         return cls(_numbers(given, given.slots_with_device))
 
-    def admission(self) -> Admission:
-        """Returns what decides when the next config is compiled."""
-        return Stream(self._run, self.waiting, self.may_begin)
-
     def measure_on(self, device: DeviceState) -> None:
         """Measures nothing."""
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Keeps the executable of a job, which ends."""
         self._run.fastest.keep_compiled(job)
-        self._end(worker, job)
-
-    def _end(self, worker: Worker, job: Job) -> None:
-        self._run.jobs.finish(job, worker, WorkerVerdict(Outcome.OK, ""), Phase.COMPILE)
-        self.free(worker)
+        _end(self, self._run, worker, job)
 
 
 class CompiledOnlyApart(WithoutDevice, CompiledOnly):
@@ -54,8 +48,11 @@ class CompiledOnlyApart(WithoutDevice, CompiledOnly):
         return cls(numbers, target=given.target, confirms=given.confirms)
 
 
-class CompileCheck(CompiledOnlyApart):
+class CompileCheck(WithoutDevice):
     """Workers compile for a device that need not exist here, and keep no executable."""
+
+    label = Route.APART
+    _admits = Stream
 
     @classmethod
     def of(cls, given: Conditions) -> Self:
@@ -66,15 +63,20 @@ class CompileCheck(CompiledOnlyApart):
         return cls(_numbers(given, given.slots, compiles_per_worker=compiles), target=given.target)
 
     def _task(self, job: Job, *, last: bool) -> Compile:
-        return dataclasses.replace(TrialRoute._task(self, job, last=last), target=self.target, last=last, is_check=True)
+        return dataclasses.replace(super()._task(job, last=last), last=last, is_check=True)
 
-    def on_unfit(self, worker: Worker, reply: Failed) -> bool:
-        """Raises ValueError: there is no other route."""
-        return TrialRoute.on_unfit(self, worker, reply)
+    def waiting(self) -> int:
+        """Returns 0: no config waits for a device."""
+        return 0
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Ends a job that has compiled."""
-        self._end(worker, job)
+        _end(self, self._run, worker, job)
+
+
+def _end(route: TrialRoute, run: RunState, worker: Worker, job: Job) -> None:
+    run.jobs.finish(job, worker, WorkerVerdict(Outcome.OK, ""), Phase.COMPILE)
+    route.free(worker)
 
 
 def _numbers(given: Conditions, slots: int, **numbers: int) -> Numbers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from quarantune.scheduler.bursts import Admission, Batches
+from quarantune.scheduler.bursts import Batches
 from quarantune.scheduler.routes.base import DEVICE_PARKED, Conditions
 from quarantune.scheduler.routes.prepared_ahead import PreparedAhead
 from quarantune.values.trial import Route
@@ -21,13 +21,10 @@ class HandedOver(PreparedAhead):
     """
 
     label = Route.HANDED_OVER
+    _admits = Batches
 
     @classmethod
     def of(cls, given: Conditions, *, is_closed: bool) -> Self:
         """Returns the route under some conditions; `is_closed` says that no search adds configs."""
         slots, each = min(given.slots, given.devices * DEVICE_PARKED), given.configs_per_worker
         return cls(given.in_files(slots, is_closed=is_closed, configs_per_worker=each, compiles_per_worker=each))
-
-    def admission(self) -> Admission:
-        """Returns what decides when the next config is compiled or measured: in batches."""
-        return Batches(self._run, self.waiting, self.may_begin)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Self
 
 from quarantune.sandbox.messages import Compiled, FirstRun
-from quarantune.scheduler.bursts import Admission, Batches
+from quarantune.scheduler.bursts import Batches
 from quarantune.scheduler.routes.base import Conditions, WithoutDevice, compiles_apart
 from quarantune.scheduler.routes.split import Split
 from quarantune.scheduler.routes.together import Together
@@ -22,6 +22,7 @@ class MeasuredHere(Split):
     """
 
     label = Route.TOGETHER
+    _admits = Batches
     _pauses = True
     as_data = True
 
@@ -29,10 +30,6 @@ class MeasuredHere(Split):
     def of(cls, given: Conditions, *, is_closed: bool) -> Self:
         """Returns the route under some conditions; `is_closed` says that no search adds configs."""
         return cls(given.in_files(given.slots_with_device, is_closed=is_closed))
-
-    def admission(self) -> Admission:
-        """Returns what decides when the next config is compiled or measured: in batches."""
-        return Batches(self._run, self.waiting, self.may_begin)
 
     def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
         """Has a job wait again after an informative first run."""

@@ -11,7 +11,7 @@ from quarantune.sandbox.messages import Expect, Prepare
 from quarantune.scheduler.plan import Numbers
 from quarantune.scheduler.routes.split import Split
 from quarantune.scheduler.run_state import RunState
-from quarantune.scheduler.workers import DeviceState, Worker, WorkerState
+from quarantune.scheduler.workers import DeviceState, Worker
 from quarantune.values.trial import ArrayKind
 
 _STANDBY_WORKERS = 10
@@ -101,13 +101,9 @@ class PreparedAhead(Split):
         is_idle = not (run.jobs.pending or run.jobs.may_come) and run.workers.compiling() < self.numbers.slots
         return run.plan.has_final and is_idle and device is run.devices[0] and len(run.jobs.begun) > 1
 
-    def _start_standby(self, device: DeviceState) -> Worker:
+    def _start_standby(self, device: DeviceState) -> None:
         """Starts a standby worker, with the programs that compare outputs if another one has left them."""
-        run = self._run
         has_programs = self._has_comparisons()
-        fds = [*([self._comparisons_fd] if has_programs else []), *run.reference.fds]
-        task = Prepare(has_programs=has_programs)
-        worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=fds)
-        worker.is_ahead = run.workers.on(device) > 1
+        fds = [self._comparisons_fd] if has_programs else []
+        worker = self._prepare(device, Prepare(has_programs=has_programs), *fds)
         self._expect_outputs(worker, has_programs=has_programs)
-        return worker

@@ -106,9 +106,12 @@ class Split(TrialRoute):
         to_come = self.numbers.slots if run.jobs.may_grow else 0
         return len(run.jobs.ready) + len(run.jobs.pending) + run.workers.compiling() + to_come
 
-    def _start_standby(self, device: DeviceState) -> Worker:
-        """Starts a standby worker."""
+    def _start_standby(self, device: DeviceState) -> None:
+        self._prepare(device, Prepare())
+
+    def _prepare(self, device: DeviceState, task: Prepare, *fds: int) -> Worker:
+        """Starts a standby worker, with the descriptors of its task and those of the outputs to compare with."""
         run = self._run
-        worker = run.workers.start(Prepare(), WorkerState.PREPARING, device=device, fds=run.reference.fds)
+        worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=[*fds, *run.reference.fds])
         worker.is_ahead = run.workers.on(device) > 1
         return worker
