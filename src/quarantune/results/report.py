@@ -120,6 +120,8 @@ def shown_ms(trial: Trial) -> float | None:
 def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, moved_bytes: float | None) -> Figures:
     """Returns the table's columns of numbers, by their headings; device memory has one where it differs."""
     figures = {"ms": [_time_text(trial) for trial in trials]}
+    if any(trial.is_ruled_out for trial in trials):
+        figures["cheap ms"] = [_number(trial.cheap_ms) for trial in trials]
     figures |= {heading: list(map(_number, values)) for heading, _, values in beside_time(trials).values()}
     if result.default_time_ms is not None or result.default_config is not None:
         figures["speed-up"] = [_speedup_text(trial, result) for trial in trials]
@@ -167,7 +169,7 @@ def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
     """Returns trials with a reason, by that; messages that differ in nothing but numbers are one reason."""
     groups: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
-        if (message := _reason(trial)) and trial.outcome is not Outcome.SLOW:
+        if (message := _reason(trial)) and (trial.outcome is not Outcome.SLOW or trial.is_ruled_out):
             groups.setdefault((trial.outcome, trial.phase, _NUMBER.sub("#", message)), []).append(trial)
     return list(groups.values())
 
@@ -310,6 +312,8 @@ def explain(trials: Sequence[Trial], result: PlainResult) -> list[str]:
             notes.append(f"{result.default_label} are far behind, so that they took part in {rounds}")
         if interval := finals.speedup_interval(best.samples_ms, timed.samples_ms):
             notes.append(f"speed-up of *: {interval_text(interval)}, as far as the noise of the final tells")
+    if any(trial.is_ruled_out for trial in trials):
+        notes.append("cheap ms: the time of a program that was compiled cheaply, to find the configs that may win")
     if any(trial.outcome is Outcome.SLOW and trial.merit is not None for trial in trials):
         notes.append("> stopped early: even its fastest run took this long")
     return notes

@@ -67,6 +67,10 @@ class ConfigSource:
 
     def reason_to_stop(self) -> str:
         """Returns why configs that are not being measured should not go on; empty while they should."""
+        return self.why_late()
+
+    def why_late(self) -> str:
+        """Returns that the time is over in which configs may be tried; empty while it is not."""
         return ""
 
 
@@ -200,6 +204,10 @@ class Plan:
     proof: Proof = dataclasses.field(default_factory=Proof)
     objective: Objective = TIME
     recall: Recall = dataclasses.field(default_factory=Recall)
+
+    def ranking(self) -> Plan:
+        """Returns the plan of a run that only ranks configs."""
+        return dataclasses.replace(self, has_final=False, proof=Proof(), recall=self.recall.ranked())
 
 
 @dataclasses.dataclass

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from quarantune.measure.finals import Final
 from quarantune.sandbox.messages import tail_of
-from quarantune.values.trial import Trial, lowered_half
+from quarantune.values.trial import Outcome, Trial, lowered_half
 
 _MOST_KNOWN = 2048
 """Each task to compile a config lists the known programs; this many take 30 kB."""
@@ -48,10 +48,15 @@ class Recall:
             has_reference: whether outputs are compared with the output of the defaults.
         """
         self.reference: str | None = None if has_reference else NO_REFERENCE
-        self._trials = dict(trials or {})
+        self._trials = {each: trial for each, trial in (trials or {}).items() if not trial.is_ruled_out}
+        self._ranked = {each: trial for each, trial in (trials or {}).items() if trial.cheap_ms is not None}
         self.known = tuple(dict.fromkeys(tail_of(lowered) for lowered, _ in self._trials))[-_MOST_KNOWN:]
         self._known = frozenset(self.known)
         self._finals = finals
+
+    def ranked(self) -> Recall:
+        """Returns the trials of programs that were compiled cheaply, too, which no reference judges."""
+        return Recall({(lowered, NO_REFERENCE): _as_cheap(trial) for (lowered, _), trial in self._ranked.items()})
 
     def knows(self, program: str) -> bool:
         """Returns whether a program has a trial, whatever its reference."""
@@ -79,3 +84,8 @@ class Recall:
                 if rounds_ms.keys() >= set(programs.values()):
                     return Final({index: rounds_ms[program] for index, program in programs.items()})
         return Final()
+
+
+def _as_cheap(trial: Trial) -> Trial:
+    """Returns the trial of the cheaply compiled program."""
+    return dataclasses.replace(trial, outcome=Outcome.OK, time_ms=trial.cheap_ms, own_ms=trial.cheap_ms, cheap_ms=None)

@@ -37,9 +37,11 @@ from quarantune.scheduler.plan import (
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.routes import choosing
 from quarantune.scheduler.routes.base import Conditions, TrialRoute
+from quarantune.scheduler.screening import CheapTrials, Screening
 from quarantune.scheduler.side_tasks import settle
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
+from quarantune.values.settings import AUTO
 from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -82,6 +84,7 @@ class Routes:
         self._finish = finish
         self._proof = proof
         self._fastest = Fastest(by_time=request.options.is_by_time)
+        self._latest: Scheduler | None = None
         self._opened: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
@@ -102,6 +105,7 @@ class Routes:
             devices=len(devices),
             slots=request.limits.compile_slots,
             each=request.limits.configs_per_worker,
+            ranks=request.options.fidelity == AUTO and request.options.is_by_time,
         )
 
     def run(self, configs: dict[int, Config]) -> Swept:
@@ -173,9 +177,41 @@ class Routes:
         apart = choosing.without_device(self._given, self._unfit(), is_closed=source.is_closed)
         if apart is not None:
             left = self._run_route(apart, left.unfit, source)
-        if left.unfit:
-            self._run_with_device(left.unfit, source)
+        if unranked := self._run_ranked(left.unfit, source):
+            self._run_with_device(unranked, source)
         settle(left, self._finish, self._run_with_device, source)
+
+    def _run_ranked(self, configs: dict[int, Config], source: ConfigSource) -> dict[int, Config]:
+        """Ranks configs by a cheap compile, and runs those that may win.
+
+        Returns:
+            The configs that have yet to run: all, with those that the source has given meanwhile, if one of them could
+            not be ranked.
+        """
+        route = choosing.cheaply(self._given, count=len(configs), is_closed=source.is_closed) if configs else None
+        if route is None:
+            return configs
+        cheap = CheapTrials(configs, self._finish)
+        ranking = self._plan(route).ranking()
+        left = self._scheduler(ranking, route, cheap.end, Reference(), Fastest(), source).run(configs)
+        configs = cheap.configs | left.unfit
+        if left.unfit:
+            return configs
+        default = self._problem.default
+        screening = Screening(
+            configs,
+            {index: trial.time_ms for index, trial in cheap.trials.items() if trial.time_ms is not None},
+            defaults=default if default in configs else UNTUNED,
+            best_ms=self._fastest.best_median_ms or math.inf,
+            source=source,
+        )
+        finish, self._finish = self._finish, cheap.finish_fully
+        self._run_with_device(screening.take(len(configs)), screening)
+        self._finish = finish
+        cheap.rule_out(screening)
+        if screening.why_it_did_not_pay:
+            _logger.info("%s: %s", self._problem.name, screening.why_it_did_not_pay)
+        return {}
 
     def _run_with_device(self, configs: dict[int, Config], source: ConfigSource) -> Leftovers:
         raised_at: dict[int, str] = {}
@@ -210,25 +246,39 @@ class Routes:
         return left
 
     def _new_scheduler(self, route: TrialRoute, source: ConfigSource = NOTHING_MORE) -> Scheduler:
-        if self._opened:
-            self._opened[-1].free_devices()
-        ledger = self._request.ledger
-        scheduler = Scheduler(
+        plan = self._plan(route)
+        scheduler = self._scheduler(plan, route, self._finish, self._reference, self._fastest, source)
+        self._opened.append(scheduler)
+        return scheduler
+
+    def _scheduler(
+        self,
+        plan: Plan,
+        route: TrialRoute,
+        finish: Finish,
+        reference: Reference,
+        fastest: Fastest,
+        source: ConfigSource,
+    ) -> Scheduler:
+        """Returns a scheduler, which takes over the workers that the latest one has made ready."""
+        ledger, latest = self._request.ledger, self._latest
+        if latest is not None:
+            latest.free_devices()
+        self._latest = scheduler = Scheduler(
             self._workforce,
-            self._plan(route),
+            plan,
             route,
-            on_trial=self._finish,
+            on_trial=finish,
             on_tick=ledger.tick,
             on_phase=ledger.enter,
-            reference=self._reference,
-            fastest=self._fastest,
+            reference=reference,
+            fastest=fastest,
             source=source,
             lease_on=self._lease_on,
             stops=self._stops,
         )
-        if self._opened:
-            scheduler.take_standby_workers(self._opened[-1])
-        self._opened.append(scheduler)
+        if latest is not None:
+            scheduler.take_standby_workers(latest)
         self._schedulers.callback(scheduler.close)
         self._schedulers.callback(scheduler.free_devices)
         return scheduler

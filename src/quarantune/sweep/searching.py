@@ -163,6 +163,10 @@ class Searching(ConfigSource):
         """Returns why configs that are not being measured should not go on; empty while they should."""
         if self._stopped == NO_GAIN and self._is_usable:
             return f"the search expected no gain of {LEAST_GAIN:.1%}"
+        return self.why_late()
+
+    def why_late(self) -> str:
+        """Returns that the time budget is over; empty while it is not, and a little longer if no config has worked."""
         now = self._clock()
         if now < self._ends_at or not (self._is_usable or now >= self._ends_at + self._trial_s):
             return ""

@@ -214,7 +214,7 @@ class ClaimAndJournal:
             if (index := configs.find(trial.config)) is None:
                 continue
             self._ended[index] = ended_processes(self._ended[index], trial)
-            if counts:
+            if counts and not trial.is_ruled_out:  # the config that was faster may be none of these
                 when = trial.recalled_from or trial.ended_s
                 trials[index] = dataclasses.replace(trial, config=configs[index], recalled_from=when)
         for index, times in self._ended.items():

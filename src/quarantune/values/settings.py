@@ -16,7 +16,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar, Unpack, runtime_checkable
 
 from quarantune.host import shared_files
 from quarantune.host.process import warn
@@ -60,6 +60,7 @@ class Isolation(enum.Enum):
 
 
 AUTO, EXHAUSTIVE, RANDOM, SURROGATE = "auto", "exhaustive", "random", "surrogate"
+FULL = "full"
 OPTUNA = "optuna:"
 """The prefix of the name of one of Optuna's samplers."""
 
@@ -276,6 +277,8 @@ class Options:
         check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
         time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
             floating arguments, so that the winner suits training.
+        fidelity: `auto` ranks configs whose products XLA tunes on an NVIDIA GPU by a cheap compile first, and compiles
+            only those fully that may win; `full` compiles, and times, all of them.
         search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` until its model
             expects no gain, for at most 400 trials), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an
             object with the methods of `Search`, which serves one problem.
@@ -309,6 +312,7 @@ class Options:
     max_mismatched_ratio: float | None = _option(None, *_SHARE)
     check_grad: bool = _option(False, *_YES_OR_NO)
     time_grad: bool = _option(False, *_YES_OR_NO)
+    fidelity: Literal["auto", "full"] = _option(AUTO, lambda it: it in (AUTO, FULL), f"{AUTO!r} or {FULL!r}")
     search: str | Search = _option(AUTO, check_search)
     max_trials: int | None = _option(None, *_whole(1))
     time_budget: float | None = _option(None, *_DURATION)
@@ -387,6 +391,7 @@ class ContextualKeywords(TypedDict, total=False):
     max_mismatched_ratio: float | None
     check_grad: bool
     time_grad: bool
+    fidelity: Literal["auto", "full"]
     search: str | Search
     max_trials: int | None
     time_budget: float | None

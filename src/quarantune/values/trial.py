@@ -234,7 +234,7 @@ Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Observed: TypeAlias = Annotated[Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]], _few_names]
 """The figures of observers by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "recalled_from")
+_LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
@@ -269,6 +269,8 @@ class Trial(Record):
         observed: the figures of other observers, by name.
         score: what the author's objective made of it, less being better; None where that is time.
         program: the identity of its program; empty if it was not lowered, or has none.
+        cheap_ms: the time of its program in milliseconds if that is compiled cheaply, which only ranks it; None if it
+            was not ranked. Its own time was not measured where only this one was.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
     """
 
@@ -292,6 +294,7 @@ class Trial(Record):
     observed: Observed = dataclasses.field(default_factory=dict)
     score: Score | None = None
     program: str = ""
+    cheap_ms: Milliseconds | None = None
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
 
     def to_json(self) -> JsonObject:
@@ -314,6 +317,11 @@ class Trial(Record):
     def is_usable(self) -> bool:
         """Whether its config worked and was timed, so that it may win."""
         return self.outcome is Outcome.OK and self.time_ms is not None
+
+    @property
+    def is_ruled_out(self) -> bool:
+        """Whether its cheap time has shown that it cannot win, so that it was not compiled fully."""
+        return self.outcome is Outcome.SLOW and self.time_ms is None and self.cheap_ms is not None
 
     @property
     def merit(self) -> float | None:

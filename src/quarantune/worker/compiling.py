@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,9 @@ class CompileHooks:
 NOBODY = CompileHooks()
 
 
-def compile_here(bench: Bench, config: Config, hooks: CompileHooks = NOBODY, *, away: bool = False) -> Program:
+def compile_here(
+    bench: Bench, config: Config, hooks: CompileHooks = NOBODY, *, away: bool = False, is_cheap: bool = False
+) -> Program:
     """Compiles a config for this worker's own device.
 
     Args:
@@ -54,9 +56,10 @@ def compile_here(bench: Bench, config: Config, hooks: CompileHooks = NOBODY, *, 
         config: the config.
         hooks: is told of the program.
         away: whether another worker will run it, so that no argument need be made here.
+        is_cheap: as for `compile_for`.
     """
     directory = bench.options.compilation_cache if bench.options.on_gpu else None
-    return _compile_here(bench, config, hooks, directory=directory, away=away)
+    return _compile_here(bench, config, hooks, directory=directory, away=away, is_cheap=is_cheap)
 
 
 def confirm_here(bench: Bench, config: Config, hooks: CompileHooks = NOBODY) -> Program:
@@ -64,7 +67,9 @@ def confirm_here(bench: Bench, config: Config, hooks: CompileHooks = NOBODY) -> 
     return _compile_here(bench, config, hooks, directory=None, away=True)
 
 
-def _compile_here(bench: Bench, config: Config, hooks: CompileHooks, *, directory: str | None, away: bool) -> Program:
+def _compile_here(
+    bench: Bench, config: Config, hooks: CompileHooks, *, directory: str | None, away: bool, is_cheap: bool = False
+) -> Program:
     if bench.is_plain:
         config = restore(config, bench.call.config_values)
         return Program(config, bind_config(bench.call.fn, config), 0.0)
@@ -77,17 +82,36 @@ def _compile_here(bench: Bench, config: Config, hooks: CompileHooks, *, director
     tried = [Path(directory, name) for name in products(work.jaxpr.jaxpr)] if directory else []
     work.announce(hooks, tuple(file.name for file in tried if not file.exists()))
     with compilation_cache_in_memory({}, named=bench.options.compilation_cache) as cache:
-        compiled = work.lowered.compile()
+        compiled = work.compile(is_cheap=is_cheap)
     for file in tried:
         with contextlib.suppress(OSError):
             file.touch()
     # With its gradient, the caller compiles another program.
     entries = {} if bench.options.time_grad else cache.programs
-    return work.program(compiled, bench.options.platform, is_named=bench.options.on_gpu, cache_entries=entries)
+    is_named = bench.options.on_gpu and not is_cheap
+    return work.program(compiled, bench.options.platform, is_named=is_named, cache_entries=entries)
 
 
-def compile_for(bench: Bench, config: Config, target: CompileTarget, hooks: CompileHooks = NOBODY) -> Program:
+CHEAP_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+"""With these options, cuBLAS chooses the kernels of products by its own rules, and XLA tries none.
+
+On an H100 with jax 0.11.2, that takes a twentieth of the time, and ranks most programs nearly as a full compile does.
+The second option alone ranks products in no useful order, as XLA then takes the first Triton kernel that it knows.
+examples/benchmarks/fidelity.py measures this.
+"""
+
+
+def compile_for(
+    bench: Bench, config: Config, target: CompileTarget, hooks: CompileHooks = NOBODY, *, is_cheap: bool = False
+) -> Program:
     """Compiles a config for a device without touching it, for another worker, which has it.
+
+    Args:
+        bench: the bench.
+        config: the config.
+        target: the device, which need not be here.
+        hooks: is told of the program.
+        is_cheap: whether the program is only for ranking the config, and is compiled with `CHEAP_OPTIONS`.
 
     Raises:
         NeedsDeviceError: this program must be compiled on its device.
@@ -99,14 +123,14 @@ def compile_for(bench: Bench, config: Config, target: CompileTarget, hooks: Comp
     work = _Work(bench, config)
     with traced_for(bench, config, target) as (traced, _):
         hooks.show(traced.jaxpr)
-        if reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform):
+        if reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform, is_cheap=is_cheap):
             raise NeedsDeviceError(reason)
         work.lower(traced, target.platform)
     if programs.calls_cudnn(work.text):
         raise NeedsDeviceError("cuDNN plans its kernels with the device")
     work.announce(hooks)
     programs.remove_notes(work.lowered)
-    return work.program(work.lowered.compile(), target.platform)
+    return work.program(work.compile(is_cheap=is_cheap), target.platform, is_named=not is_cheap)
 
 
 def check_for(bench: Bench, config: Config, target: CompileTarget, hooks: CompileHooks = NOBODY) -> Program:
@@ -120,7 +144,7 @@ def check_for(bench: Bench, config: Config, target: CompileTarget, hooks: Compil
     work.announce(hooks)
     programs.remove_notes(work.lowered)
     if target.platform != "cuda":
-        return work.program(work.lowered.compile(), target.platform)
+        return work.program(work.compile(), target.platform)
     compiled, figures = compiler_figures.compiled(work.lowered, target)
     return work.program(compiled, target.platform, figures=figures)
 
@@ -173,14 +197,22 @@ class _Work:
     def announce(self, hooks: CompileHooks, found: tuple[str, ...] = ()) -> None:
         """Announces the program with its products. If gradients are checked, it does not say how they are computed."""
         lowered_at, options = time.perf_counter(), self._bench.options
-        _, compiler_options = split_config(self._bench.jitted, self._config)
         is_all = options.time_grad or not options.check_grad
         self._identity = programs.identity(
-            self.lowered, self.text, ProgramText(self.jaxpr), compiler_options, is_shared=is_all
+            self.lowered, self.text, ProgramText(self.jaxpr), self._own_options(), is_shared=is_all
         )
         arrays = jax.tree.leaves(self.lowered.out_info)
         hooks.announce(self._identity, tuple(ArrayKind(array.shape, array.dtype.name) for array in arrays), found)
         self._began += time.perf_counter() - lowered_at
+
+    def compile(self, *, is_cheap: bool = False) -> Any:
+        """Compiles the lowered program, if cheaply with `CHEAP_OPTIONS` but for those that the config has itself."""
+        own = self._own_options()
+        cheap = {name: value for name, value in CHEAP_OPTIONS.items() if name not in own}
+        return self.lowered.compile(compiler_options=cheap if is_cheap else None)
+
+    def _own_options(self) -> Mapping[str, Any]:
+        return split_config(self._bench.jitted, self._config)[1]
 
     def program(self, compiled: Any, platform: str | None, *, is_named: bool = True, **more: Any) -> Program:
         """Returns the compiled program; `is_named` says that it is for an accelerator, and is kept by its identity."""

@@ -30,9 +30,8 @@ _LIBTPU_ENVIRON = LIBTPU_LOGS | {
     "TPU_WORKER_HOSTNAMES": "localhost",  # else it warns that it knows none
 }
 """With this environment, libtpu compiles without a TPU; the caller's own variables have priority."""
-_BETTER_WITH_GPU = frozenset(
-    {"dot_general", "conv_general_dilated", "scaled_dot", "ragged_dot", "ragged_dot_general", "sort"}
-)
+_PRODUCTS = frozenset({"dot_general", "scaled_dot", "ragged_dot", "ragged_dot_general"})
+_BETTER_WITH_GPU = frozenset({"conv_general_dilated", "sort"}) | _PRODUCTS
 """What XLA compiles better with its GPU at hand: it times its own choices for products and convolutions, and asks CUB,
 which sorts a million numbers 4 to 12 times as fast on an H200 as XLA's own code."""
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
@@ -131,15 +130,22 @@ def topology(target: CompileTarget) -> Any:
         ) from error
 
 
-def why_device_is_needed(jaxpr: Any, platform: str | None) -> str | None:
+def why_device_is_needed(jaxpr: Any, platform: str | None, *, is_cheap: bool = False) -> str | None:
     """Returns why a traced program must be compiled on its device, or None where it need not.
 
     Some come out slower without their GPU; a host callback is bound to the process that compiled it. Neither applies
     inside a Pallas kernel.
+
+    Args:
+        jaxpr: the traced program.
+        platform: the device's platform.
+        is_cheap: whether it is only compiled to rank it, for which products need no device. Convolutions and sorts do:
+            on an H100, cuDNN's kernel for a convolution is up to 500 times slower if it was not chosen there.
     """
+    better = _BETTER_WITH_GPU - _PRODUCTS if is_cheap else _BETTER_WITH_GPU
     for equation in jax_internals.equations(jaxpr, closed={"pallas_call"}):
         name = equation.primitive.name
-        if name in _BETTER_WITH_GPU and platform != "tpu":
+        if name in better and platform != "tpu":
             return f"XLA compiles its {name} better with the device"
         if name in _CALLBACKS:
             return f"its {name} belongs to the process that compiles it"

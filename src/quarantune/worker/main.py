@@ -205,11 +205,12 @@ class TaskRunner:
         hooks = CompileHooks(show, functools.partial(self._announce, task.known))
         with contextlib.suppress(_KnownProgramError):
             if target is not None:
-                compile_config = _checked if task.is_check else compile_for
-                return compile_config(bench, config, target, hooks)
+                if task.is_check:
+                    return _checked(bench, config, target, hooks)
+                return compile_for(bench, config, target, hooks, is_cheap=task.is_cheap)
             if task.is_check:
                 return confirm_here(bench, config, hooks)
-            return compile_here(bench, config, hooks, away=away)
+            return compile_here(bench, config, hooks, away=away, is_cheap=task.is_cheap)
         return None
 
     def _announce(

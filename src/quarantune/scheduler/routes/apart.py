@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import Self
 
+from quarantune.sandbox.messages import Compile
 from quarantune.scheduler.bursts import Stream
 from quarantune.scheduler.plan import Numbers
 from quarantune.scheduler.routes.base import Conditions, WithoutDevice, compiles_apart
 from quarantune.scheduler.routes.prepared_ahead import PreparedAhead
 from quarantune.scheduler.routes.split import Split
-from quarantune.scheduler.workers import DeviceState
-from quarantune.values.trial import Route
+from quarantune.scheduler.workers import DeviceState, Job
+from quarantune.values.trial import CompileTarget, Route
 
 
 class Apart(WithoutDevice, PreparedAhead):
@@ -30,6 +31,17 @@ class Apart(WithoutDevice, PreparedAhead):
     def may_confirm_on(self, device: DeviceState) -> bool:
         """Returns whether a further worker may confirm an error on a device while other configs go on."""
         return not device.is_cramped and self._run.may_start_on(device)
+
+
+class Cheaply(Apart):
+    """The same with programs that are compiled cheaply; their times rank the configs, and are nobody's result."""
+
+    def __init__(self, numbers: Numbers, *, target: CompileTarget | None = None, confirms: bool = False) -> None:
+        # An error is met again where the config is compiled fully.
+        super().__init__(numbers, target=target, confirms=False)
+
+    def _task(self, job: Job, *, last: bool) -> Compile:
+        return dataclasses.replace(super()._task(job, last=last), is_cheap=True)
 
 
 class ApartInTurns(WithoutDevice, Split):

@@ -55,6 +55,7 @@ class Conditions:
         devices: how many devices there are to measure on.
         slots: how many configs compile at a time.
         each: how many configs a measuring worker takes; None chooses by platform.
+        ranks: whether configs may be ranked by a cheap compile, and only those compiled fully that may win.
     """
 
     platform: str
@@ -66,6 +67,7 @@ class Conditions:
     devices: int
     slots: int
     each: int | None
+    ranks: bool = False
 
     @property
     def configs_per_worker(self) -> int:

@@ -11,13 +11,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from quarantune.scheduler.plan import Mode
-from quarantune.scheduler.routes.apart import Apart, ApartInTurns
+from quarantune.scheduler.routes.apart import Apart, ApartInTurns, Cheaply
 from quarantune.scheduler.routes.base import Conditions, TrialRoute
 from quarantune.scheduler.routes.compiled_only import CompileCheck, CompiledOnly, CompiledOnlyApart
 from quarantune.scheduler.routes.handed_over import HandedOver
 from quarantune.scheduler.routes.here import CompiledApart, Here, MeasuredHere
 from quarantune.scheduler.routes.together import Together
 from quarantune.values.trial import Route
+
+_FEWEST_RANKED = 8
+"""Fewer configs compile nearly at the same time, and some are compiled fully anyway."""
 
 
 def without_device(given: Conditions, unfit: Collection[Route], *, is_closed: bool) -> TrialRoute | None:
@@ -44,6 +47,20 @@ def without_device(given: Conditions, unfit: Collection[Route], *, is_closed: bo
         case Mode.IN_WORKERS if can_compile and given.configs_per_worker > 1:
             return ApartInTurns.of(given, is_closed=is_closed)
     return None
+
+
+def cheaply(given: Conditions, *, count: int, is_closed: bool) -> TrialRoute | None:
+    """Returns the route that ranks configs whose products XLA would tune on the device; None if that cannot pay.
+
+    Args:
+        given: the conditions.
+        count: as for `with_device`, which describes the routes that follow.
+        is_closed: whether no search adds configs.
+    """
+    can_rank = given.ranks and given.platform == "cuda" and given.mode is Mode.IN_WORKERS and given.target is not None
+    can_leave = given.is_jitted and not given.is_spread and given.configs_per_worker > 1
+    is_worth = count >= _FEWEST_RANKED or not is_closed
+    return Cheaply.of(given, is_closed=is_closed) if can_rank and can_leave and is_worth else None
 
 
 def with_device(given: Conditions, unfit: Collection[Route], *, count: int, is_closed: bool) -> Iterator[TrialRoute]:

@@ -1,27 +1,92 @@
-"""Chooses which configs are compiled fully after a cheap compile of all: branch and bound on their cheap times.
+"""Rank configs by a cheap compile, and compile fully those that may win: branch and bound on cheap times.
 
-No sweep does so yet; fidelity_replay.py shows what it would save and cost.
+XLA tries many kernels for a product of matrices, on the device, while it compiles; most of that time is spent on
+programs that lose. Compiled without trying any, they rank nearly as they do compiled fully. How nearly is measured: the
+bound comes from the ratios of full to cheap time in this sweep.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 
-from quarantune.scheduler.plan import ConfigSource
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish
 from quarantune.values.configs import Config
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import UNTUNED, Outcome, Trial
 
 MARGIN = 0.8
 """Factor on the smallest ratio of full to cheap time seen so far: an unseen ratio may be smaller by this much.
 
-On an H100 (fidelity_h100.json.gz, 27 programs), it compiles half of the work of all programs, and one winner is more
-than 1% slower than the best (2.1%, a product with 8 rows). fidelity_replay.py shows what other margins cost.
+On an H100 (examples/benchmarks/fidelity_h100.json.gz, 27 programs), half of the work of all compiles is left, and one
+winner is more than 1% slower than the best (2.1%, a product with 8 rows). fidelity_replay.py shows what other margins
+cost.
 """
 _LEAST = 3
 """Number of configs, fastest by cheap time, that are compiled fully before any is ruled out."""
 _WORTH = 0.25
 """Share of the configs that must be ruled out, or they are compiled fully as well."""
+_SAME_AT_EACH_FIDELITY = frozenset({Outcome.TIMEOUT, Outcome.CRASHED, Outcome.OOM})
+"""How a config may end before it is compiled, so that it would end so again. Errors are confirmed on the device."""
+
+
+class CheapTrials:
+    """The trials of configs whose programs were compiled cheaply; none is the result of its config.
+
+    Attributes:
+        trials: the trials that have a time, by index.
+        configs: the configs that must be compiled fully, or ruled out, by index.
+    """
+
+    def __init__(self, configs: Mapping[int, Config], finish: Finish) -> None:
+        """Takes the configs that are known from the start, and receives the trials of those that are not ranked."""
+        self.trials: dict[int, Trial] = {}
+        self.configs = dict(configs)
+        self._finish = finish
+
+    def end(self, index: int, trial: Trial, log: str) -> None:
+        """Receives the trial of a config."""
+        self.configs[index] = trial.config
+        if trial.outcome in _SAME_AT_EACH_FIDELITY and not trial.program:
+            del self.configs[index]
+            self._finish(index, trial, log)
+        elif trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.time_ms is not None:
+            self.trials[index] = trial
+
+    def finish_fully(self, index: int, trial: Trial, log: str) -> None:
+        """Receives the trial of a config that was compiled fully, and notes its cheap time there."""
+        cheap = self.trials.get(index)
+        self._finish(index, trial if cheap is None else dataclasses.replace(trial, cheap_ms=cheap.time_ms), log)
+
+    def rule_out(self, screening: Screening) -> None:
+        """Ends the configs that were not compiled fully.
+
+        Args:
+            screening: has chosen those that were.
+        """
+        for index, at_least_ms in screening.left.items():
+            if at_least_ms:
+                message = f"cheap compile: at least {at_least_ms:.3g} ms"
+                self._finish(index, _ruled_out(self.trials[index], message), "")
+            else:
+                config, message = self.configs[index], "the sweep ended before it was compiled fully"
+                self._finish(index, Trial(config=config, outcome=Outcome.NOT_RUN, message=message), "")
+
+
+def _ruled_out(cheap: Trial, message: str) -> Trial:
+    """Returns the trial of a config whose cheap one has ruled it out; nothing was measured of its own program."""
+    return dataclasses.replace(
+        cheap,
+        outcome=Outcome.SLOW,
+        message=message,
+        cheap_ms=cheap.time_ms,
+        time_ms=None,
+        own_ms=None,
+        samples_ms=(),
+        clock="",
+        figures=None,
+        recalled_from=None,
+    )
 
 
 class Screening(ConfigSource):
@@ -40,7 +105,9 @@ class Screening(ConfigSource):
         cheap_ms: Mapping[int, float],
         *,
         defaults: int | None = None,
+        best_ms: float = math.inf,
         margin: float = MARGIN,
+        source: ConfigSource = NOTHING_MORE,
     ) -> None:
         """Ranks the configs.
 
@@ -48,18 +115,21 @@ class Screening(ConfigSource):
             configs: the configs by index.
             cheap_ms: the time of each config's cheap program in milliseconds, without those that failed.
             defaults: the index of the function's own defaults; None if they are not among the configs.
+            best_ms: the time of the fastest config that needs no screening, in milliseconds.
             margin: factor on the smallest ratio, at most 1.
+            source: has given the configs, and says when the time for them is over.
         """
         self._configs = configs
         self._cheap_ms = {index: cheap_ms[index] for index in configs if index in cheap_ms}
         self._margin = margin
+        self._source = source
         ranked = sorted(self._cheap_ms, key=lambda index: self._cheap_ms[index])
         first = [index for index in configs if index == defaults]
         self._surely = {*first, *ranked[:_LEAST]}
         self._waiting = dict.fromkeys([*first, *ranked, *configs])
         self._running: set[int] = set()
         self._ratios: list[float] = []
-        self._best_ms = math.inf
+        self._best_ms = best_ms
         self._takes_all = False
 
     @property
@@ -68,13 +138,9 @@ class Screening(ConfigSource):
         return not (self._running and self._waiting) and not self._candidates()
 
     @property
-    def ruled_out(self) -> dict[int, str]:
-        """For each config that cannot win, the reason with the least time that it takes."""
-        return {
-            index: f"cheap compile: at least {self._bound * self._cheap_ms[index]:.3g} ms"
-            for index in self._waiting
-            if not self._can_win(index)
-        }
+    def left(self) -> dict[int, float]:
+        """For each config that was not given, the least time that it takes, in milliseconds; 0 if it may win."""
+        return {index: 0.0 if self._can_win(index) else self._bound * self._cheap_ms[index] for index in self._waiting}
 
     @property
     def why_it_did_not_pay(self) -> str:
@@ -97,12 +163,12 @@ class Screening(ConfigSource):
 
     def ended(self, index: int, trial: Trial) -> None:
         """Learns from the full trial of a config."""
-        if index not in self._configs:  # the defaults, if they are not in the list
+        if index not in self._configs:
             return
         self._waiting.pop(index, None)
         self._running.discard(index)
         if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.time_ms is not None:
-            if trial.outcome is Outcome.OK:
+            if trial.outcome is Outcome.OK and index != UNTUNED:
                 self._best_ms = min(self._best_ms, trial.time_ms)
             if index in self._cheap_ms:
                 self._ratios.append(trial.time_ms / self._cheap_ms[index])
@@ -112,6 +178,10 @@ class Screening(ConfigSource):
         self._surely.discard(index)
         if not self._running and not self._candidates():
             self._takes_all = len(self._waiting) < _WORTH * len(self._configs)
+
+    def why_late(self) -> str:
+        """Returns that the time for configs is over, once one has worked: the cheap ones alone are no result."""
+        return self._source.why_late() if self._best_ms < math.inf else ""
 
     @property
     def _bound(self) -> float:
