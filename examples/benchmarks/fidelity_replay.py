@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from screening import Screening
-
+from quarantune.scheduler.screening import Screening
 from quarantune.values.trial import Outcome, Trial
 
 MARGINS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -71,7 +70,7 @@ def replay(configs: Sequence[Mapping[str, Any]], name: str, *, margin: float, at
     found = [works[index] for index in taken if index in works]
     regret = min(found) / min(works.values()) - 1 if found else None
     share = sum(full_s[index] for index in taken) / (sum(full_s.values()) or 1.0)
-    return Replayed(taken, regret, share, bool(screening.ruled_out))
+    return Replayed(taken, regret, share, any(screening.left.values()))
 
 
 def main() -> None:

@@ -49,14 +49,19 @@ class Recall:
         """
         self.reference: str | None = None if has_reference else NO_REFERENCE
         self._trials = {each: trial for each, trial in (trials or {}).items() if not trial.is_ruled_out}
-        self._ranked = {each: trial for each, trial in (trials or {}).items() if trial.cheap_ms is not None}
+        self._ranked = {lowered: trial for (lowered, _), trial in (trials or {}).items() if trial.cheap_ms is not None}
         self.known = tuple(dict.fromkeys(tail_of(lowered) for lowered, _ in self._trials))[-_MOST_KNOWN:]
         self._known = frozenset(self.known)
         self._finals = finals
 
     def ranked(self) -> Recall:
         """Returns the trials of programs that were compiled cheaply, too, which no reference judges."""
-        return Recall({(lowered, NO_REFERENCE): _as_cheap(trial) for (lowered, _), trial in self._ranked.items()})
+        return Recall({(lowered, NO_REFERENCE): _as_cheap(trial) for lowered, trial in self._ranked.items()})
+
+    def time_ms(self, program: str) -> float | None:
+        """Returns the time of a program that was ranked, in milliseconds; None if only a cheap one is known."""
+        trial = self._ranked.get(lowered_half(program))
+        return None if trial is None else trial.time_ms
 
     def knows(self, program: str) -> bool:
         """Returns whether a program has a trial, whatever its reference."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish
 from quarantune.values.configs import Config
-from quarantune.values.trial import UNTUNED, Outcome, Trial
+from quarantune.values.trial import READY, UNTUNED, Outcome, Trial
 
 MARGIN = 0.8
 """Factor on the smallest ratio of full to cheap time seen so far: an unseen ratio may be smaller by this much.
@@ -38,11 +38,18 @@ class CheapTrials:
         configs: the configs that must be compiled fully, or ruled out, by index.
     """
 
-    def __init__(self, configs: Mapping[int, Config], finish: Finish) -> None:
-        """Takes the configs that are known from the start, and receives the trials of those that are not ranked."""
+    def __init__(self, configs: Mapping[int, Config], finish: Finish, enter: Callable[[int, str], None]) -> None:
+        """Begins without trials.
+
+        Args:
+            configs: the configs that are known from the start.
+            finish: receives the trials that end a config.
+            enter: called with the index of each other config, and `READY`.
+        """
         self.trials: dict[int, Trial] = {}
         self.configs = dict(configs)
         self._finish = finish
+        self._enter = enter
 
     def end(self, index: int, trial: Trial, log: str) -> None:
         """Receives the trial of a config."""
@@ -50,7 +57,9 @@ class CheapTrials:
         if trial.outcome in _SAME_AT_EACH_FIDELITY and not trial.program:
             del self.configs[index]
             self._finish(index, trial, log)
-        elif trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.time_ms is not None:
+            return
+        self._enter(index, READY)
+        if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.time_ms is not None:
             self.trials[index] = trial
 
     def finish_fully(self, index: int, trial: Trial, log: str) -> None:
@@ -105,6 +114,7 @@ class Screening(ConfigSource):
         cheap_ms: Mapping[int, float],
         *,
         defaults: int | None = None,
+        known_ms: Mapping[int, float] | None = None,
         best_ms: float = math.inf,
         margin: float = MARGIN,
         source: ConfigSource = NOTHING_MORE,
@@ -115,6 +125,8 @@ class Screening(ConfigSource):
             configs: the configs by index.
             cheap_ms: the time of each config's cheap program in milliseconds, without those that failed.
             defaults: the index of the function's own defaults; None if they are not among the configs.
+            known_ms: the times of configs whose full programs have a time, in milliseconds. They are given first, and
+                need not be compiled.
             best_ms: the time of the fastest config that needs no screening, in milliseconds.
             margin: factor on the smallest ratio, at most 1.
             source: has given the configs, and says when the time for them is over.
@@ -125,17 +137,19 @@ class Screening(ConfigSource):
         self._source = source
         ranked = sorted(self._cheap_ms, key=lambda index: self._cheap_ms[index])
         first = [index for index in configs if index == defaults]
-        self._surely = {*first, *ranked[:_LEAST]}
+        self._known = dict(known_ms or {})
+        self._surely = {*first, *ranked[:_LEAST]} - self._known.keys()
         self._waiting = dict.fromkeys([*first, *ranked, *configs])
         self._running: set[int] = set()
-        self._ratios: list[float] = []
-        self._best_ms = best_ms
+        self._ratios = [ms / self._cheap_ms[index] for index, ms in self._known.items()]
+        self._best_ms = min([best_ms, *(ms for index, ms in self._known.items() if index != UNTUNED)])
         self._takes_all = False
 
     @property
     def is_closed(self) -> bool:
         """Whether no further config can win."""
-        return not (self._running and self._waiting) and not self._candidates()
+        may_lower_the_bound = self._running - self._known.keys()
+        return not (may_lower_the_bound and self._waiting) and not self._candidates()
 
     @property
     def left(self) -> dict[int, float]:
@@ -189,11 +203,14 @@ class Screening(ConfigSource):
         return self._margin * min(self._ratios, default=0.0)
 
     def _can_win(self, index: int) -> bool:
-        return index not in self._cheap_ms or self._bound * self._cheap_ms[index] <= self._best_ms
+        return self._needs_no_bound(index) or self._bound * self._cheap_ms[index] <= self._best_ms
+
+    def _needs_no_bound(self, index: int) -> bool:
+        return index in self._known or index not in self._cheap_ms
 
     def _candidates(self) -> list[int]:
         """Returns the configs that may be compiled fully now, in the order of their cheap times."""
-        # The first bound waits for the ratios of all in `_surely`. Configs without a cheap time need no bound.
+        # The first bound waits for the ratios of all in `_surely`.
         if not self._surely.isdisjoint(self._running | self._waiting.keys()):
-            return [index for index in self._waiting if index in self._surely or index not in self._cheap_ms]
+            return [index for index in self._waiting if index in self._surely or self._needs_no_bound(index)]
         return [index for index in self._waiting if self._takes_all or self._can_win(index)]

@@ -191,17 +191,19 @@ class Routes:
         route = choosing.cheaply(self._given, count=len(configs), is_closed=source.is_closed) if configs else None
         if route is None:
             return configs
-        cheap = CheapTrials(configs, self._finish)
+        cheap = CheapTrials(configs, self._finish, self._request.ledger.enter)
         ranking = self._plan(route).ranking()
         left = self._scheduler(ranking, route, cheap.end, Reference(), Fastest(), source).run(configs)
         configs = cheap.configs | left.unfit
         if left.unfit:
             return configs
-        default = self._problem.default
+        default, recall = self._problem.default, self._request.recall
+        full_ms = {index: recall.time_ms(trial.program) for index, trial in cheap.trials.items()}
         screening = Screening(
             configs,
             {index: trial.time_ms for index, trial in cheap.trials.items() if trial.time_ms is not None},
             defaults=default if default in configs else UNTUNED,
+            known_ms={index: ms for index, ms in full_ms.items() if ms is not None},
             best_ms=self._fastest.best_median_ms or math.inf,
             source=source,
         )
