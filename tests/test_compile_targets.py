@@ -318,6 +318,49 @@ def test_an_error_after_asking_for_the_device_says_nothing_about_the_config() ->
     assert python("-c", textwrap.dedent(code)).split() == [*ends, "cpu"]
 
 
+@needs_cuda
+def test_products_are_compiled_cheaply_without_the_device_and_convolutions_are_not() -> None:
+    code = """
+        import jax
+        import jax.numpy as jnp
+        from quarantune.devices import targets
+        from quarantune.transport import payload
+        from quarantune.values.settings import Options
+        from quarantune.worker.arguments import BenchOptions
+        from quarantune.worker.bench import Bench
+        from quarantune.worker.compiling import CHEAP_OPTIONS, compile_for
+        from quarantune.worker.failures import NeedsDeviceError
+        target = targets.find("H100").for_compiling
+
+        def end_of(fn, *shapes, dtype=jnp.bfloat16, config=(), **options):
+            args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+            packed = payload.pack_call(jax.jit(fn), tuple(args), {}, {})
+            bench = Bench(packed.call, arrays_fd=-1, options=BenchOptions.of("cuda", Options(), observers=[]))
+            try:
+                program = compile_for(bench, dict(config), target, **options)
+            except NeedsDeviceError as error:
+                return str(error).split(" better")[0]
+            text = program.call.as_text()
+            return "Triton" if "__triton" in text else "cuBLAS" if "cublas" in text else "neither"
+
+        square = (512, 512), (512, 512)
+        print(end_of(jnp.matmul, *square))
+        print(end_of(jnp.matmul, *square, is_cheap=True))
+        own = {"compiler_options": {"xla_gpu_enable_triton_gemm": True}}
+        print(end_of(jnp.matmul, *square, is_cheap=True, config=own))
+        print(end_of(jnp.sort, (512, 512), is_cheap=True))
+        conv = lambda x, y: jax.lax.conv(x, y, (1, 1), "SAME")
+        print(end_of(conv, (8, 8, 32, 32), (8, 8, 3, 3), is_cheap=True))
+    """
+    assert python("-c", textwrap.dedent(code)).splitlines() == [
+        "XLA compiles its dot_general",
+        "cuBLAS",
+        "Triton",
+        "XLA compiles its sort",
+        "XLA compiles its conv_general_dilated",
+    ]
+
+
 @functools.partial(jax.jit, static_argnames=["version"])
 def for_version(x: Any, version: int = 0) -> Any:
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import tuned_block_sizes

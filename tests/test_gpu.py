@@ -547,6 +547,34 @@ def centred_product(x, chunks: int = 1):
     return jnp.concatenate([part @ x for part in parts])
 
 
+def centred_product_or_worse(x, mode: str = "good", chunks: int = 1):
+    if mode == "fail":
+        raise ArithmeticError("this config is no good")
+    if mode == "hang":
+        x = jax.lax.while_loop(lambda y: y[0, 0] < jnp.inf, lambda y: y * 0.5, x)
+    if mode == "starve":
+        x = x + jnp.cumsum(jnp.broadcast_to(x, (1 << 16, *x.shape)) * x[:1], axis=0)[-1]
+    if mode == "wrong":
+        x = x + 1
+    return centred_product(x, chunks=chunks)
+
+
+@pytest.mark.timeout(400)
+def test_configs_are_ranked_by_a_cheap_compile_and_bad_ones_get_their_outcomes(held):
+    good = [{"mode": "good", "chunks": chunks} for chunks in (1, 2, 4, 64, 256, 512, 1024)]
+    bad = [{"mode": mode, "chunks": 2} for mode in ("fail", "hang", "starve", "wrong")]
+    jitted = jax.jit(centred_product_or_worse, static_argnames=["mode", "chunks"])
+    with quarantune.settings(timeout=20):
+        result = quarantune.autotune([*good, *bad], rep=5)(jitted).tune(held.reshape(1024, 1024))
+    ranked, others = result.trials[: len(good)], result.trials[len(good) :]
+    assert all(trial.cheap_ms is not None for trial in ranked), result.table()
+    assert any(trial.is_ruled_out for trial in ranked), result.table()
+    assert {trial.route for trial in ranked if trial.time_ms is not None} == {Route.HANDED_OVER}, result.table()
+    assert result.best_config["mode"] == "good"
+    assert [trial.outcome for trial in others] == ["error", "timeout", "device_oom", "wrong"], result.table()
+    assert still_computes(held)
+
+
 def tuned_matmul(configs=None, **options):
     kernels = pytest.importorskip("kernels", reason="needs examples/benchmarks")
     problem = kernels.PROBLEMS["gpu"]

@@ -86,3 +86,41 @@ def test_a_route_that_no_config_could_take_is_not_tried_again() -> None:
 def test_one_config_alone_is_not_handed_over_unless_a_search_may_add_others() -> None:
     assert routes_of(conditions("cuda"), count=1)[1] == ["Together"]
     assert routes_of(conditions("cuda"), count=1, is_closed=False)[1] == ["HandedOver", "Together"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "count", "expected"),
+    [
+        ("cuda", {}, 8, "Cheaply"),
+        ("cuda", {}, 7, None),
+        ("cuda", {"ranks": False}, 8, None),
+        ("cuda", {"target": None}, 8, None),
+        ("cuda", {"each": 1}, 8, None),
+        ("cuda", {"is_spread": True, "devices": 2}, 8, None),
+        ("cuda", {"is_jitted": False}, 8, None),
+        ("cuda", {"mode": Mode.MEASURING_HERE}, 8, None),
+        ("cuda", {"mode": Mode.COMPILING}, 8, None),
+        ("rocm", {}, 8, None),
+        ("tpu", {}, 8, None),
+        ("cpu", {"each": 4}, 8, None),
+    ],
+)
+def test_configs_are_ranked_where_workers_may_compile_for_an_nvidia_gpu(
+    platform: str, changes: dict[str, Any], count: int, expected: str | None
+) -> None:
+    given = conditions(platform, **{"ranks": True, **changes})
+    route = choosing.cheaply(given, count=count, is_closed=True)
+    assert (None if route is None else type(route).__name__) == expected
+    search = choosing.cheaply(given, count=1, is_closed=False)
+    assert (search is None) is (expected is None and count == 8)
+
+
+def test_errors_without_the_device_are_met_again_after_ranking_and_need_no_confirmation() -> None:
+    given = conditions("cuda", ranks=True)
+    apart, cheaply = (
+        choosing.without_device(given, (), is_closed=True),
+        choosing.cheaply(given, count=9, is_closed=True),
+    )
+    assert apart is not None
+    assert cheaply is not None
+    assert (apart.confirms, cheaply.confirms) == (True, False)

@@ -80,8 +80,8 @@ function drawMap() {
   clear($("map-chart")).append(table);
   roving(table);
   const flat = cells.flat().filter((cell) => cell.n), dead = flat.filter((cell) => !cell.best).length;
-  $("map-finding").textContent = dead === flat.length ? "No config works in any cell." : dead ? `In ${dead} of ${plural(flat.length, "cell")} no config works; elsewhere the best one counts, whatever the other tunables.`
-    : `Some config works in every cell; the best one counts, whatever the other tunables.`;
+  $("map-finding").textContent = dead === flat.length ? "No config has a time in any cell." : dead ? `In ${dead} of ${plural(flat.length, "cell")} no config has a time; elsewhere the best one counts, whatever the other tunables.`
+    : `Some config has a time in every cell; the best one counts, whatever the other tunables.`;
   mapLegend(p, flat);
 }
 
