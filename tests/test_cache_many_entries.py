@@ -272,6 +272,7 @@ def test_an_entry_that_no_file_may_hold_is_refused_and_the_others_stay(store: St
     assert list(store.directory.rglob(".*.tmp")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("bounded")
 def test_a_table_that_nobody_could_read_is_not_exported(store: Store, tmp_path: Path) -> None:
     for number in range(600):
@@ -330,7 +331,13 @@ def grown(journal_directory: Path, megabytes: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("large", [False, True], ids=["many small files", "one file over 256 MiB"])
+@pytest.mark.parametrize(
+    "large",
+    [
+        pytest.param(False, id="many small files"),
+        pytest.param(True, id="one file over 256 MiB", marks=pytest.mark.long),
+    ],
+)
 def test_a_sweep_goes_on_from_a_very_large_journal(
     cache_dir: Path, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:

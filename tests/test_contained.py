@@ -88,6 +88,10 @@ ENDS = {
 
 
 LONG = (
+    "kill_its_parent",
+    "fail_without_a_class",
+    "flood_and_seal",
+    "hold_shared_memory_and_die",
     "starve_in_a_child",
     "starve_in_shared_memory",
     "starve_in_a_memfd",
@@ -254,7 +258,13 @@ class TestReusedWorkers:
         assert len(set(journal.read_text().split())) == 2  # in two processes
 
     @pytest.mark.parametrize(
-        ("act", "outcome"), [("hang", "timeout"), ("exit", "crashed"), ("fail", "error"), ("starve", "oom")]
+        ("act", "outcome"),
+        [
+            pytest.param("hang", "timeout", marks=pytest.mark.slow),
+            ("exit", "crashed"),
+            ("fail", "error"),
+            ("starve", "oom"),
+        ],
     )
     def test_a_failure_in_a_reused_worker_affects_only_its_config(
         self, tune: Callable[..., dict[str, Trial]], act: str, outcome: str
@@ -263,7 +273,9 @@ class TestReusedWorkers:
             trials = tune("good", act, "good again")
         assert ends(trials.values()) == ["ok", outcome, "ok"]
 
-    @pytest.mark.parametrize("misdeed", ["segfault", "leave_a_daemon", "close_everything", "hang"])
+    @pytest.mark.parametrize(
+        "misdeed", ["segfault", "leave_a_daemon", "close_everything", pytest.param("hang", marks=pytest.mark.slow)]
+    )
     def test_misdeeds_during_tracing_are_contained(self, misdeed: str) -> None:
         (outcome, _), _ = ENDS[misdeed]
         with nothing_is_left(), quarantune.settings(**haste() if outcome == "timeout" else {}):
@@ -316,8 +328,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "method",
     [
-        "fork",
-        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("fork", marks=pytest.mark.slow),
+        pytest.param("spawn", marks=pytest.mark.long),
         pytest.param("forkserver", marks=pytest.mark.long),
     ],
 )
@@ -338,6 +350,7 @@ KILLS_ITS_OWNER = NAMES.replace("import glob,", "import time,").replace(
 KILLS_ITS_OWNER = KILLS_ITS_OWNER.replace("    return x", "        time.sleep(60)\n    return x", 1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_semaphores_and_sockets_of_configs_go_with_a_program_that_is_killed(tmp_path: Path) -> None:
     (script := tmp_path / "killed.py").write_text(

@@ -213,6 +213,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_have_the_state_of_the_process(tmp_path: Path) -> None:
     path = tmp_path / "state.py"
     path.write_text(_STATE)

@@ -213,8 +213,9 @@ result = quarantune.AutoTuner(work, {{"n": [0, 1, 2, 3]}}, rep=1, timeout=3, com
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "whole_tree",
-    [pytest.param(False, id="the caller", marks=pytest.mark.long), pytest.param(True, id="all its processes")],
+    [pytest.param(False, id="the caller"), pytest.param(True, id="all its processes")],
 )
+@pytest.mark.long
 def test_stopping_and_resuming_the_caller_costs_no_config_its_result(tmp_path: Path, whole_tree: bool) -> None:
     script, mark = tmp_path / "program.py", uuid.uuid4().hex
     script.write_text(STOPPED.format(here=str(tmp_path)), encoding="utf-8")
@@ -314,7 +315,7 @@ def _kill_the_sweeps_template() -> None:
 
 
 @pytest.mark.usefixtures("quiet_place")
-@pytest.mark.parametrize("kill", [_kill_the_template, _kill_the_sweeps_template])
+@pytest.mark.parametrize("kill", [_kill_the_template, pytest.param(_kill_the_sweeps_template, marks=pytest.mark.slow)])
 def test_a_sweep_whose_template_is_killed_finishes(kill: Callable[[], None]) -> None:
     with nothing_is_left(), watching(kill) as watcher:
         result = misdeeds.kernel.tune(X, space=(GOOD,) * 8)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import collections
-import graphlib
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import quarantune
@@ -42,31 +40,6 @@ def test_users_install_the_package_and_nothing_else() -> None:
     assert page
     assert targets
     assert set(found) - page - targets == {Path("py.typed")}
-
-
-def _imported(tree: ast.AST) -> Iterator[str]:
-    """Returns the names that a file imports as it is loaded and for typing; not those that a function imports later."""
-    for node in ast.iter_child_nodes(tree):
-        match node:
-            case ast.Import():
-                yield from (alias.name for alias in node.names)
-            case ast.ImportFrom(module=str(module)):
-                yield from (f"{module}.{alias.name}" for alias in node.names)
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-                pass
-            case _:
-                yield from _imported(node)
-
-
-def test_no_files_import_each_other() -> None:
-    source = ROOT / "src"
-    files = {".".join(path.relative_to(source).with_suffix("").parts): path for path in source.rglob("*.py")}
-    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    graph = {}
-    for module, path in files.items():
-        names = _imported(ast.parse(path.read_text(encoding="utf-8")))
-        graph[module] = {name if name in files else name.rpartition(".")[0] for name in names} & files.keys()
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the names
 
 
 def test_no_class_or_module_has_the_name_of_another() -> None:

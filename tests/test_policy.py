@@ -724,6 +724,7 @@ def test_an_impossible_time_in_the_journal_is_measured_again(
     assert again.lookup(X) == {"n": 20}
 
 
+@pytest.mark.slow
 def test_a_config_that_timed_out_runs_again_under_a_longer_deadline(name: str, tmp_path: Path) -> None:
     quick = tmp_path / "quick"
 

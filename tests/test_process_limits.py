@@ -176,7 +176,8 @@ def test_a_limit_on_processes_costs_no_config_its_outcome(
     assert not re.search("crashed|Resource temporarily", program.journal())
 
 
-@pytest.mark.parametrize("limit", [2, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize("limit", [2, 12])
+@pytest.mark.long
 def test_a_limit_too_low_for_one_worker_is_named_and_nothing_is_remembered(limit: int, tmp_path: Path) -> None:
     program = Limited(tmp_path)
     with limited("user", limit) as command:
@@ -211,7 +212,8 @@ def _await_child(pid: int, of: subprocess.Popen[str]) -> int | None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("depth", [0, *(pytest.param(depth, marks=pytest.mark.long) for depth in (1, 2, 3))])
+@pytest.mark.parametrize("depth", range(4))
+@pytest.mark.long
 def test_whatever_of_a_sweep_is_killed_under_a_limit_no_result_is_wrong_or_lost(depth: int, tmp_path: Path) -> None:
     """Kills the caller, its template, the sweep's template or a worker, while two callers share a limit."""
     program = Limited(tmp_path)

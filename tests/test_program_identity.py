@@ -237,7 +237,9 @@ def test_a_result_is_used_for_its_program_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_script", [False, True], ids=["modules", "script"])
+@pytest.mark.parametrize(
+    "is_script", [pytest.param(False, id="modules", marks=pytest.mark.long), pytest.param(True, id="script")]
+)
 def test_whatever_changes_a_program_its_result_is_used_for_no_other(tmp_path: Path, is_script: bool) -> None:
     assert len(PROGRAMS) >= 40
     check([*PROGRAMS], tmp_path, is_script=is_script)

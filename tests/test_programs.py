@@ -344,6 +344,7 @@ for rows in (1, 2, 2):
 """
 
 
+@pytest.mark.slow
 def test_products_have_the_same_names_in_every_process() -> None:
     told = [python("-c", _NAMES_OF_A_STEP, PYTHONHASHSEED=seed).splitlines() for seed in ("1", "2")]
     assert told[0] == told[1]

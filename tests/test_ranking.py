@@ -194,6 +194,7 @@ def test_a_config_that_was_ruled_out_may_win_a_shorter_list(compiles: Compiles) 
     assert result.trials[0].time_ms is not None
 
 
+@pytest.mark.slow
 def test_cheap_times_are_recalled_by_program(compiles: Compiles) -> None:
     """The edit changes no program: what was measured is recalled, and what was ruled out is so again."""
     first = tuned({"turns": TURNS}).tune(X)

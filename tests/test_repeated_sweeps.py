@@ -104,8 +104,9 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    [pytest.param("fork", marks=pytest.mark.long), pytest.param("spawn", marks=pytest.mark.long), "forkserver"],
+    ["fork", "spawn", "forkserver"],
 )
+@pytest.mark.long
 def test_daemonic_children_tune(tmp_path: Path, method: str) -> None:
     program = tmp_path / "daemons.py"
     program.write_text(DAEMONS.format(tests=str(Path(__file__).parent), method=method), encoding="utf-8")

@@ -182,6 +182,7 @@ def test_if_the_fastest_third_is_wrong_the_winner_is_still_right(isolation: str,
     np.testing.assert_array_equal(kernel(X)["doubled"], 2 * X)
 
 
+@pytest.mark.slow
 def test_how_far_results_may_be_off_is_the_authors_word() -> None:
     def off(x: Any, do: tuple[float, int]) -> Any:
         share, count = do
@@ -232,7 +233,7 @@ def noting(notes: Notes) -> Callable[[Any, int], Any]:
         (boom, "error: ArithmeticError: there is no reference today"),
         (crash, "crashed: .*SIGSEGV"),
         (vanish, "crashed: .*code 0 without a result"),
-        (hang, "timeout: it took longer than 3 s"),
+        pytest.param(hang, "timeout: it took longer than 3 s", marks=pytest.mark.slow),
     ],
 )
 def test_a_failing_reference_is_the_callers_error_and_nothing_runs(ref_fn: Any, told: str, notes: Notes) -> None:

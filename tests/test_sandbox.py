@@ -779,7 +779,7 @@ def test_a_plugin_that_makes_a_template_unfit_is_loaded_by_no_later_one(
     template.shared()  # the next tests' one does not have the plugin
 
 
-@pytest.mark.parametrize(("is_installed", "imports"), [(True, 3), (False, 4)])
+@pytest.mark.parametrize(("is_installed", "imports"), [(True, 3), pytest.param(False, 4, marks=pytest.mark.slow)])
 def test_an_installed_package_is_imported_once_for_all_later_sweeps(
     is_installed: bool, imports: int, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

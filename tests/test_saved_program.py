@@ -361,6 +361,7 @@ print(programs.identity(lowered, lowered.as_text(), ProgramText(traced.jaxpr), {
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_is_the_same_wherever_its_lines_stand(tmp_path: Path) -> None:
     def told(place: str, lines: str, factor: float, seed: str) -> str:
         path = tmp_path / place / "program.py"

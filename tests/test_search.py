@@ -375,6 +375,7 @@ def test_a_wrong_choice_of_search_is_refused_with_the_choices() -> None:
         check_search(Backwards)  # the class instead of an object
 
 
+@pytest.mark.long
 @pytest.mark.clients
 def test_samplers_of_optuna_search_and_repeat_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")

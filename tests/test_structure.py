@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from pathlib import Path
 
 from count_structure import Structure
 
 
+@functools.cache
+def of_package() -> Structure:
+    return Structure()
+
+
 def test_imports_make_no_circle() -> None:
-    structure = Structure()
+    structure = of_package()
     found = structure.circles()
     assert not found, "\n".join(line for circle in found for line in structure.names_between(circle))
 
@@ -75,6 +81,6 @@ def test_lines_that_ask_where_a_trial_runs_are_counted(tmp_path: Path) -> None:
 
 
 def test_few_lines_ask_where_a_trial_runs() -> None:
-    asking = Structure().asking_lines()
+    asking = of_package().asking_lines()
     assert asking.total() <= 75, asking.most_common()
     assert asking["scheduler/routes/choosing.py"] >= 10, "it is the place that asks"

@@ -39,7 +39,7 @@ def run(script: str, *args: str, cwd: Path, environ: dict[str, str | None] | Non
     python("-c", script, *args, cwd=cwd, **(environ or {}))
 
 
-@pytest.mark.parametrize("where", ["environment", "module"])
+@pytest.mark.parametrize("where", [pytest.param("environment", marks=pytest.mark.slow), "module"])
 def test_a_program_that_disables_jit_tunes(where: str, tmp_path: Path) -> None:
     disables = "import jax\njax.config.update('jax_disable_jit', True)\n" if where == "module" else ""
     (tmp_path / "without_jit.py").write_text(disables + KERNEL)
@@ -384,7 +384,9 @@ attempt(fn)  # the next sweep is not affected
     run(script, cwd=tmp_path)
 
 
-@pytest.mark.parametrize("handler", ["handler", "functools.partial(functools.partial(handler))"])
+@pytest.mark.parametrize(
+    "handler", ["handler", pytest.param("functools.partial(functools.partial(handler))", marks=pytest.mark.slow)]
+)
 def test_an_exception_of_a_signal_handler_while_the_caller_traces_is_raised_unchanged(
     tmp_path: Path, handler: str
 ) -> None:
@@ -560,7 +562,7 @@ if __name__ == "__main__":
     "command",
     [
         ("program/pools.py", "fork"),
-        pytest.param(("-m", "program.pools", "spawn", "forkserver"), marks=pytest.mark.slow),
+        pytest.param(("-m", "program.pools", "spawn", "forkserver"), marks=pytest.mark.long),
         pytest.param(("program/pools.py", "spawn", "forkserver"), marks=pytest.mark.long),
     ],
 )
@@ -624,6 +626,7 @@ for method in ("fork", "spawn"):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_children_that_run_a_program_again_start_no_sweeps(tmp_path: Path) -> None:
     (script := tmp_path / "unguarded.py").write_text(UNGUARDED)

@@ -347,6 +347,7 @@ def test_a_result_without_its_function_is_not_saved_over_a_complete_one(tmp_path
     np.testing.assert_array_equal(quarantune.TuningResult.load(tmp_path, trusted=True).fn(INTS, 2), 2 * INTS)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_program_that_calls_lapack_is_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     (tmp_path / "lapack.py").write_text(
