@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import quarantune
-from quarantune.sweep import sweep
+from quarantune.sweep import processes
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
@@ -42,7 +42,7 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
 @contextlib.contextmanager
 def isolated(isolation: str) -> Iterator[None]:
     """Runs configs in workers (`process`, in part `compile`), or in this process (`none`), which must warn."""
-    sweep._warn.cache_clear()
+    processes._warn.cache_clear()
     warns = pytest.warns(RuntimeWarning, match="in this process") if isolation == "none" else contextlib.nullcontext()
     with quarantune.settings(isolation=isolation), warns:
         yield

@@ -258,7 +258,7 @@ class FakeSandbox:
 
     def _give(self, worker: FakeWorker, frame: codec.JsonObject, fds: Sequence[int]) -> None:
         task: Task = codec.decode(json.loads(json.dumps(frame)), *messages.TASKS)
-        worker.task, worker.do, worker.trial = task, type(task).__name__, task.trial
+        worker.task, worker.do, worker.trial = task, type(task).__name__.removesuffix("Alone"), task.trial
         if task.trial is not None:
             self.written[worker.number].append(task.trial)
         for fd in fds:

@@ -300,9 +300,9 @@ def test_an_error_after_asking_for_the_device_says_nothing_about_the_config() ->
 
         ask = "assert jax.local_devices()[0].platform == jax.extend.backend.get_default_device().platform == 'gpu'"
 
-        def end_of(asker, is_check):
+        def end_of(asker, stand_in):
             try:
-                with deviceless.abstract_device(target, is_check=is_check):
+                with stand_in(target):
                     if asker:
                         exec(ask, {"__name__": asker, "jax": jax})
                     raise ValueError("it fails")
@@ -311,7 +311,8 @@ def test_an_error_after_asking_for_the_device_says_nothing_about_the_config() ->
 
         # JAX's own kernels ask for nothing that a description cannot answer.
         askers = ("someones.kernels", "", "jax.experimental.pallas.ops.gpu.a_matmul")
-        print(*(end_of(asker, is_check) for asker in askers for is_check in (False, True)))
+        stand_ins = deviceless.abstract_device, deviceless.checked_device
+        print(*(end_of(asker, stand_in) for asker in askers for stand_in in stand_ins))
         print(jax.local_devices()[0].platform)
     """
     ends = ["ValueError", "UncheckableError", *["ValueError"] * 4]

@@ -30,7 +30,7 @@ from aftermath import eventually, nothing_is_left, quiet_place  # noqa: F401
 from helpers import ends, isolated, python
 
 import quarantune
-from quarantune.sweep import sweep
+from quarantune.sweep import processes, sweep
 from quarantune.transport import assignment
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -488,7 +488,7 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
         return two(one(x))
 
     for isolation in ("none", "compile"):  # there is nothing to compile in workers
-        sweep._warn.cache_clear()  # it warns once in a process
+        processes._warn.cache_clear()  # it warns once in a process
         with (
             quarantune.settings(isolation=isolation),
             pytest.warns(RuntimeWarning, match="configs run in this process"),

@@ -418,7 +418,7 @@ class TestRealCompiler:
 
             @contextlib.contextmanager
             def trace():
-                with deviceless.abstract_device(target, is_check=True) as sharding:
+                with deviceless.checked_device(target) as sharding:
                     x = jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=sharding)
                     yield matmul.trace(x, x), sharding
 

@@ -380,7 +380,8 @@ def test_a_worker_compiles_a_program_with_products_once_it_is_told_to(is_check: 
     replies: list[messages.Reply] = []
 
     def work() -> None:
-        replies.extend(runner.do(messages.Compile(trial=1, config={}, is_check=is_check), []))
+        kind = messages.CompileAlone if is_check else messages.Compile
+        replies.extend(runner.do(kind(trial=1, config={}), []))
 
     def lowered() -> messages.Lowered:
         while True:  # both messages may come together

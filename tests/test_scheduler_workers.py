@@ -31,6 +31,7 @@ from scripted import (
 )
 
 from quarantune.devices.discovery import Device
+from quarantune.sandbox.messages import CompileAlone
 from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import CompileTarget, Outcome, Route
@@ -159,7 +160,7 @@ def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
     ended |= {index: error.trial.outcome.value for index, error in left.items()}
     assert sorted(index for index, outcome in ended.items() if outcome == "error") == [2, 5, 7]
     assert len(ended) == 12
-    assert all(worker.task.is_check is is_check for worker in result.given("Compile"))
+    assert all(isinstance(worker.task, CompileAlone) is is_check for worker in result.given("Compile"))
     taken = collections.Counter(worker.number for worker in result.given("Compile"))
     assert sum(taken.values()) == 13, "only the first exception was raised in a used worker, and repeated"
     assert len(taken) == 4

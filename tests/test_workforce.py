@@ -22,7 +22,7 @@ from quarantune.sandbox.pool import Sandbox
 from quarantune.sandbox.template_messages import Ended
 from quarantune.sandbox.workforce import Event, Said, Workforce
 from quarantune.scheduler.plan import Mode
-from quarantune.sweep import sweep
+from quarantune.sweep import processes, sweep
 from quarantune.sweep.ledger import Ledger
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import Problem, SweepRequest
@@ -53,7 +53,7 @@ def _made(kind: str) -> Iterator[Workforce]:
     assert request.mode is Mode.IN_WORKERS
     packed, of_bench = sweep.pack(problem, [{"n": 2}], options), BenchOptions.of("cpu", options)
     with contextlib.ExitStack() as stack:
-        payload_fd, arrays_fd = stack.enter_context(sweep._spooled(packed, of_bench))
+        payload_fd, arrays_fd = stack.enter_context(processes._spooled(packed, of_bench))
         device = Device("", "") if kind == "this process" else Device("cpu", "any")
         own = (request, packed.call, device, Stops(time.monotonic), of_bench, arrays_fd)
         if kind == "this process":

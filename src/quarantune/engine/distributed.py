@@ -43,10 +43,10 @@ def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
         ValueError: the settings want trials in this process, or the objective is not time.
         EngineError: the engine, or its machines, cannot run the sweep.
     """
-    problem, source, is_check = request.problem, request.source, request.target is not None
+    problem, source = request.problem, request.source
     executor, isolation = request.settings.executor, request.settings.isolation
     assert executor is not None
-    if request.runs and not request.options.is_by_time:
+    if request.target is None and not request.options.is_by_time:
         raise ValueError(f"{problem.name}: with executor=, time is the only objective: leave out one of them")
     if isolation not in (AUTO, Isolation.PROCESS.value):
         raise ValueError(
@@ -65,13 +65,14 @@ def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
         check=(lambda: None) if whole is None else whole.check,
     )
     is_small = whole is not None or len(configs) <= shards.LEAST
-    is_whole = is_small and bool(configs) and source.is_closed and not is_check and _has_all(configs, problem, measured)
+    is_all = bool(configs) and source.is_closed and _has_all(configs, problem, measured)
+    is_whole = is_small and is_all and request.target is None
     first = [Shard(indices=[*configs], is_whole=True)]
     if not is_whole:
         first = shards.partition([*configs], [index for index in configs if index in request.troubled])
     with contextlib.closing(given):
         ends = given.run(first, request.ledger.end, source)
-        if is_check:
+        if request.target is not None:
             return Swept()
         if is_whole and len(ends) == 1 and _has_all(ends[0][0].given, problem, measured):
             return ends[0][1].swept

@@ -93,7 +93,6 @@ class Compile(Task):
         config: the config.
         target: the device to compile for; None for the worker's own.
         as_data: whether the executable is for the caller, who runs no code of a worker to load it.
-        is_check: whether the only purpose is to find out if the config compiles, perhaps for a device that is not here.
         is_cheap: whether XLA chooses kernels without trying any, so that no product needs the device.
         shows_program: whether the traced program is told, in `Traced`.
         known: the last digits of the identities of programs that need not be compiled: `Lowered` ends the task.
@@ -102,10 +101,14 @@ class Compile(Task):
     config: EncodedConfig
     target: CompileTarget | None = None
     as_data: bool = False
-    is_check: bool = False
     is_cheap: bool = False
     shows_program: bool = False
     known: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileAlone(Compile):
+    """Find out if one config compiles, perhaps for a device that is not here; nobody will run the program."""
 
 
 def tail_of(program: str) -> str:
@@ -180,7 +183,7 @@ class Compare(Task):
     entries: tuple[Finalist, ...]
 
 
-TASKS = (Probe, Prepare, Expect, Compile, Proceed, Measure, ComputeReference, Compare)
+TASKS = (Probe, Prepare, Expect, Compile, CompileAlone, Proceed, Measure, ComputeReference, Compare)
 """Every task, for `codec.decode`."""
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import Compile, ComputeReference, ReferenceComputed, Task
+from quarantune.sandbox.messages import CompileAlone, ComputeReference, ReferenceComputed, Task
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish, Leftovers
 from quarantune.scheduler.routes.base import TrialRoute
 from quarantune.scheduler.run_state import RunState
@@ -137,7 +137,7 @@ class SideTasks:
         if not self._route.may_confirm_on(device):
             return
         config = left.unconfirmed[left.first_at[place]].trial.config
-        task = Compile(config=as_json(config), is_check=True, last=True)
+        task = CompileAlone(config=as_json(config), last=True)
         self._confirming[place] = run.workers.start(task, WorkerState.SIDE_TASK, device=device)
 
     @property

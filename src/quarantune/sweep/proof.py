@@ -45,8 +45,8 @@ def comparison(request: SweepRequest, call: Call) -> CompareProgram | None:
         request: the sweep.
         call: its call in the form that travels, as it is in this process.
     """
-    is_spread = call.devices_needed > 1 or bool(jax_internals.bound_axes())
-    if request.target is not None or is_spread or not jax_internals.is_jitted(call.fn):
+    on_one_device = call.devices_needed <= 1 and not jax_internals.bound_axes()
+    if request.target is not None or not on_one_device or not jax_internals.is_jitted(call.fn):
         return None
     return functools.partial(_compare, request.problem.name, call, request.options.time_grad)
 

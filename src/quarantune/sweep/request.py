@@ -122,11 +122,6 @@ class SweepRequest:
             found = Mode.COMPILING
         object.__setattr__(self, "mode", found)
 
-    @property
-    def runs(self) -> bool:
-        """Whether configs run, and are not only compiled."""
-        return self.mode not in (Mode.COMPILING, Mode.CHECKING)
-
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""
         return list(configs.values()) if self.space is None else self.space.examples()

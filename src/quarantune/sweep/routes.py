@@ -29,7 +29,6 @@ from quarantune.scheduler.plan import (
     Finish,
     Leftovers,
     MemoryLimits,
-    Mode,
     Plan,
     Proof,
     SharedMemoryLimits,
@@ -99,8 +98,7 @@ class Routes:
             is_jitted=jax_internals.is_jitted(request.problem.fn),
             is_spread=is_spread,
             # A TPU belongs to the process that uses it.
-            is_taken=platform == "tpu"
-            and (request.mode is Mode.MEASURING_HERE or jax_internals.backends_initialized()),
+            is_taken=platform == "tpu" and self._holds_devices(),
             target=target,
             devices=len(devices),
             slots=request.limits.compile_slots,
@@ -113,8 +111,6 @@ class Routes:
         if not self._load(configs):
             return Swept()
         with self._schedulers:
-            if not self._request.runs:
-                return self._compile(configs)
             self._reference, configs = self._reference_for(configs, self._request.ledger.trials)
             self._schedulers.callback(self._reference.close)
             needs_ref_fn = callable(self._request.options.ref_fn) and not self._request.outputs
@@ -146,15 +142,6 @@ class Routes:
         # The last route may have run nothing but the config that confirms an error.
         comparing = next((scheduler for scheduler in self._opened if scheduler.has_idle_worker), last)
         return comparing.compare(contenders)
-
-    def _compile(self, configs: dict[int, Config]) -> Swept:
-        """Compiles configs without running them, and returns their executables, but none in a check.
-
-        If no worker can compile a program, its trial is that of a config that was compiled, without an executable.
-        """
-        self._run_routes(configs)
-        # The caller runs a program without the gradient that it was compiled with.
-        return Swept(executables={} if self._request.options.time_grad else self._fastest.executables()[0])
 
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
@@ -223,11 +210,12 @@ class Routes:
             raised_at |= left.raised_at
             if not left.unfit:
                 break
-        if not self._request.runs:
-            for index, config in left.unfit.items():
-                self._finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
+        self._on_unfit(left.unfit)
         left.raised_at = raised_at
         return left
+
+    def _on_unfit(self, configs: Mapping[int, Config]) -> None:
+        """Takes note of configs that no route could take; the last one takes all that run."""
 
     def _with_device(self, count: int, source: ConfigSource) -> Iterator[TrialRoute]:
         return choosing.with_device(self._given, self._unfit(), count=count, is_closed=source.is_closed)
@@ -288,13 +276,13 @@ class Routes:
     def _plan(self, route: TrialRoute) -> Plan:
         """Returns the plan of a scheduler."""
         limits, request = self._request.limits, self._request
-        is_endless = request.mode is Mode.HERE  # there is no worker that could be ended
+        compile_timeout_s, timeout_s = self._deadlines()
         share_bytes = int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, route.numbers.workers))
         device_bytes = request.options.device_memory_bytes
         return Plan(
             devices=tuple(self._devices),
-            compile_timeout_s=math.inf if is_endless else limits.compile_timeout_s,
-            timeout_s=math.inf if is_endless else limits.timeout_s,
+            compile_timeout_s=compile_timeout_s,
+            timeout_s=timeout_s,
             memory=SharedMemoryLimits(worker_bytes=share_bytes, device_bytes=device_bytes)
             if limits.memory_limit_bytes is None
             else MemoryLimits(worker_bytes=limits.memory_limit_bytes, device_bytes=device_bytes),
@@ -335,11 +323,57 @@ class Routes:
         return make(default=UNTUNED), {UNTUNED: problem.untuned, **configs}
 
     def _ordered(self, configs: dict[int, Config]) -> dict[int, Config]:
-        """Orders configs, those that were in trouble before last; in this process, the others keep their order."""
+        """Orders configs, those that were in trouble before last."""
+        return _from_both_ends(configs, self._request.troubled)
+
+    def _holds_devices(self) -> bool:
+        """Returns whether this process holds its devices."""
+        return jax_internals.backends_initialized()
+
+    def _deadlines(self) -> tuple[float, float]:
+        """Returns the seconds for compiling a config, and for checking and measuring one."""
+        return self._request.limits.compile_timeout_s, self._request.limits.timeout_s
+
+
+class RoutesHere(Routes):
+    """The routes of a sweep whose configs are measured in this process; they keep their order."""
+
+    def _holds_devices(self) -> bool:
+        return True
+
+    def _ordered(self, configs: dict[int, Config]) -> dict[int, Config]:
         troubled = self._request.troubled
-        if self._request.mode in (Mode.MEASURING_HERE, Mode.HERE):
-            return {index: configs[index] for index in sorted(configs, key=lambda index: index in troubled)}
-        return _from_both_ends(configs, troubled)
+        return {index: configs[index] for index in sorted(configs, key=lambda index: index in troubled)}
+
+
+class RoutesAllHere(RoutesHere):
+    """The same if this process compiles, too: there is no worker that could be ended."""
+
+    def _holds_devices(self) -> bool:
+        return jax_internals.backends_initialized()
+
+    def _deadlines(self) -> tuple[float, float]:
+        return math.inf, math.inf
+
+
+class CompilingRoutes(Routes):
+    """The routes of a sweep whose configs are only compiled."""
+
+    def run(self, configs: dict[int, Config]) -> Swept:
+        """Compiles configs without running them, and returns their executables, but none in a check.
+
+        If no worker can compile a program, its trial is that of a config that was compiled, without an executable.
+        """
+        if not self._load(configs):
+            return Swept()
+        with self._schedulers:
+            self._run_routes(configs)
+            # The caller runs a program without the gradient that it was compiled with.
+            return Swept(executables={} if self._request.options.time_grad else self._fastest.executables()[0])
+
+    def _on_unfit(self, configs: Mapping[int, Config]) -> None:
+        for index, config in configs.items():
+            self._finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
 
 
 def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dict[int, Config]:

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -25,8 +26,11 @@ from quarantune.values.trial import ArrayKind, CompileTarget, lowered_half
 from quarantune.worker import compiler_figures
 from quarantune.worker.arguments import Program
 from quarantune.worker.bench import Bench
-from quarantune.worker.deviceless import abstract_device, products, why_device_is_needed
+from quarantune.worker.deviceless import abstract_device, checked_device, products, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
+
+StandIn: TypeAlias = Callable[[CompileTarget], AbstractContextManager[Any]]
+"""Stands in for a device while a program is traced and lowered for it, as `abstract_device`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +142,7 @@ def check_for(bench: Bench, config: Config, target: CompileTarget, hooks: Compil
     if bench.is_plain:
         return compile_here(bench, config)
     work = _Work(bench, config)
-    with traced_for(bench, config, target, is_check=True) as (traced, _):
+    with traced_for(bench, config, target, checked_device) as (traced, _):
         hooks.show(traced.jaxpr)
         work.lower(traced, target.platform)
     work.announce(hooks)
@@ -151,7 +155,7 @@ def check_for(bench: Bench, config: Config, target: CompileTarget, hooks: Compil
 
 @contextlib.contextmanager
 def traced_for(
-    bench: Bench, config: Config, target: CompileTarget, *, is_check: bool = False
+    bench: Bench, config: Config, target: CompileTarget, device: StandIn = abstract_device
 ) -> Iterator[tuple[Any, Any]]:
     """Yields the traced program of a config and the sharding of its arguments; the block lowers for the target.
 
@@ -159,9 +163,9 @@ def traced_for(
         bench: the bench.
         config: the config.
         target: the device, which need not be here.
-        is_check: whether nobody will run it.
+        device: stands in for the device.
     """
-    with abstract_device(target, is_check=is_check) as sharding:
+    with device(target) as sharding:
         args = call_as_structs(bench.call, sharding=sharding)
         yield _trace(bench, config, args, target.platform, target.device_kind), sharding
 

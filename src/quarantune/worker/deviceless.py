@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -66,7 +66,9 @@ def answers_at_import(target: CompileTarget) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterator[SingleDeviceSharding]:
+def abstract_device(
+    target: CompileTarget, on_question: Callable[[str], None] = lambda name: None
+) -> Iterator[SingleDeviceSharding]:
     """Stands in for the accelerator while a program is traced and lowered for it.
 
     The description of the device answers what a function asks of `jax.devices()`: its kind and its number of cores, but
@@ -78,34 +80,44 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
 
     Args:
         target: describes the accelerator to compile for.
-        is_check: whether no process will compile the program on the accelerator itself.
+        on_question: called with the name of each such function of JAX that is asked.
 
     Yields:
         The sharding that the program's arguments have on the accelerator.
-
-    Raises:
-        UncheckableError: in a check, there was an error after such a question, or because the program has a mesh of its
-            own.
     """
     jax.config.update("jax_platforms", "cpu")
     described = topology(target).devices[0]
-    device = AbstractDevice(device_kind=target.device_kind, num_cores=target.num_cores, platform=target.platform)
-    mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(_mesh_of(target)), answer_for_device(described, on_question):
+        yield SingleDeviceSharding(described)
+
+
+@contextlib.contextmanager
+def checked_device(target: CompileTarget) -> Iterator[SingleDeviceSharding]:
+    """Stands in likewise if no process will compile the program on the accelerator itself.
+
+    Raises:
+        UncheckableError: there was an error after such a question, or because the program has a mesh of its own.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    topology(target)  # whose own error is none of the config
     asked = [*asked_at_import]
     try:
-        with jax.sharding.use_abstract_mesh(mesh), answer_for_device(described, asked.append):
-            yield SingleDeviceSharding(described)
+        with abstract_device(target, asked.append) as sharding:
+            yield sharding
     except Exception as error:
-        if not is_check:
-            raise
         what = f"{type(error).__name__}: {error}"
-        if str(mesh) in str(error):
+        if str(_mesh_of(target)) in str(error):
             reason = "a check is for one device, and the function has a mesh of its own"
             raise UncheckableError(f"{reason}: {what}") from error
         if asked:
             caution = f"perhaps only where the device is not: it calls jax.{asked[0]}() while it is traced"
             raise UncheckableError(f"{what} ({caution})") from error
         raise
+
+
+def _mesh_of(target: CompileTarget) -> AbstractMesh:
+    device = AbstractDevice(device_kind=target.device_kind, num_cores=target.num_cores, platform=target.platform)
+    return AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
 @functools.cache

@@ -122,7 +122,7 @@ class TaskRunner:
 
     def run(self, task: Task, fds: list[int]) -> bool:
         """Does a task, and returns whether there may be a further one."""
-        only_compiles = isinstance(task, messages.Compile) and (bool(fds) or task.is_check)
+        is_for_others = isinstance(task, messages.CompileAlone) or (isinstance(task, messages.Compile) and bool(fds))
         try:
             for reply in self.do(task, fds):
                 self.send(reply)
@@ -136,7 +136,7 @@ class TaskRunner:
         finally:
             wire.close_all(fds)
         # A further config would find this process as the last one did.
-        return not task.last and (not only_compiles or self._is_as_it_was())
+        return not task.last and (not is_for_others or self._is_as_it_was())
 
     def _may_go_on_after(self, task: Task) -> bool:
         """Returns whether an exception that a task has raised leaves this process fit for another config."""
@@ -200,17 +200,19 @@ class TaskRunner:
 
     def _compiled(self, bench: Bench, task: messages.Compile, *, away: bool) -> Program | None:
         """Returns the program of a task; None if it is known, and need not be compiled."""
-        config, target = dict(task.config), task.target
+        config = dict(task.config)
         show = functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None
         hooks = CompileHooks(show, functools.partial(self._announce, task.known))
         with contextlib.suppress(_KnownProgramError):
-            if target is not None:
-                if task.is_check:
+            match task:
+                case messages.CompileAlone(target=CompileTarget() as target):
                     return _checked(bench, config, target, hooks)
-                return compile_for(bench, config, target, hooks, is_cheap=task.is_cheap)
-            if task.is_check:
-                return confirm_here(bench, config, hooks)
-            return compile_here(bench, config, hooks, away=away, is_cheap=task.is_cheap)
+                case messages.CompileAlone():
+                    return confirm_here(bench, config, hooks)
+                case messages.Compile(target=CompileTarget() as target):
+                    return compile_for(bench, config, target, hooks, is_cheap=task.is_cheap)
+                case _:
+                    return compile_here(bench, config, hooks, away=away, is_cheap=task.is_cheap)
         return None
 
     def _announce(
@@ -403,17 +405,17 @@ class WorkerRunner(TaskRunner):
 
     def _load_bench(self, task: Task) -> Callable[..., Bench]:
         """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
-        is_check = isinstance(task, messages.Compile) and task.is_check
-        load = functools.partial(load_bench, self._options.payload_fd, self._options.cwd, is_check=is_check)
-        if not isinstance(task, messages.Compile) or task.target is None:
-            return load()
-        try:
-            with deviceless.answers_at_import(task.target):
-                return load()
-        except NeedsDeviceError:
-            if not is_check:
-                raise
-            return load()  # in a check, there is no other worker that could import it
+        load = functools.partial(load_bench, self._options.payload_fd, self._options.cwd)
+        match task:
+            case messages.CompileAlone(target=CompileTarget() as target):
+                load = functools.partial(load, keeps_values=lambda: not deviceless.asked_at_import)
+                # There is no other worker that could import what this one cannot.
+                with contextlib.suppress(NeedsDeviceError), deviceless.answers_at_import(target):
+                    return load()
+            case messages.Compile(target=CompileTarget() as target):
+                with deviceless.answers_at_import(target):
+                    return load()
+        return load()
 
 
 def warm_up(task: JsonObject) -> None:
@@ -423,7 +425,9 @@ def warm_up(task: JsonObject) -> None:
     deviceless.topology(target)
 
 
-def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> Callable[..., Bench]:
+def load_bench(
+    payload_fd: int, cwd: str | None, *, keeps_values: Callable[[], bool] = lambda: True
+) -> Callable[..., Bench]:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it.
 
     Values that the caller's program has set in these modules are set here, too, except in a check whose modules have
@@ -432,13 +436,13 @@ def load_bench(payload_fd: int, cwd: str | None, *, is_check: bool = False) -> C
     Args:
         payload_fd: the payload.
         cwd: the working directory; None to leave it.
-        is_check: whether it is for a check.
+        keeps_values: returns whether the values are set, once the modules have been imported.
     """
     if cwd is not None:
         os.chdir(cwd)
     blob, options = spool.map_parts(payload_fd)
     call = payload.unpack_call(blob)
-    if not (is_check and deviceless.asked_at_import):
+    if keeps_values():
         program_values.adopt(call.program_values)
     jax.config.update("jax_disable_jit", False)  # which the environment, or a module, may have set: it compiles nothing
     loaded: BenchOptions = pickle.loads(options)
@@ -455,6 +459,8 @@ def _checked(bench: Bench, config: Config, target: CompileTarget, hooks: Compile
     from quarantune.worker import estimates  # it imports what few workers need
 
     # Before libtpu is loaded here, since it forks.
-    figures = estimates.estimate(functools.partial(traced_for, bench, config, target, is_check=True), target)
+    figures = estimates.estimate(
+        functools.partial(traced_for, bench, config, target, deviceless.checked_device), target
+    )
     program = check_for(bench, config, target, hooks)
     return dataclasses.replace(program, figures=program.figures or figures)

@@ -76,6 +76,11 @@ class Conditions:
         return self.each or by_platform.get(self.platform, _CONFIGS_PER_ACCELERATOR_WORKER)
 
     @property
+    def can_hand_over(self) -> bool:
+        """Whether a worker may measure several programs that others have compiled."""
+        return self.is_jitted and not self.is_spread and self.configs_per_worker > 1
+
+    @property
     def slots_with_device(self) -> int:
         """How many workers compile with the device at a time: only one can use a TPU."""
         return 1 if self.platform == "tpu" else self.slots
@@ -293,14 +298,17 @@ class TrialRoute:
             references=len(run.reference.fds),
             standard=run.reference.standard,
             keeps=run.reference.keeps,
-            # One that pauses may have to wait after its first run, so that it is ended later.
-            last=not self._pauses and worker.used + 1 >= self.numbers.configs_per_worker,
+            last=self._ends_with(worker),
         )
         fds = [job.executable_fd, *run.reference.fds]
         worker.offer(task.references, spool.create("output") if task.keeps else -1)
         if task.keeps:
             fds.append(worker.output_fd)
         run.workers.send_next(worker, task, fds)
+
+    def _ends_with(self, worker: Worker) -> bool:
+        """Returns whether a worker ends by itself after its next config; one that may pause is ended later."""
+        return False
 
     def _stop_ms(self, job: Job) -> float | None:
         """Returns after how many milliseconds a job's first run is ended; None if it must not be."""

@@ -57,10 +57,10 @@ def cheaply(given: Conditions, *, count: int, is_closed: bool) -> TrialRoute | N
         count: as for `with_device`, which describes the routes that follow.
         is_closed: whether no search adds configs.
     """
-    can_rank = given.ranks and given.platform == "cuda" and given.mode is Mode.IN_WORKERS and given.target is not None
-    can_leave = given.is_jitted and not given.is_spread and given.configs_per_worker > 1
+    is_apart = given.mode is Mode.IN_WORKERS and given.platform == "cuda" and given.target is not None
     is_worth = count >= _FEWEST_RANKED or not is_closed
-    return Cheaply.of(given, is_closed=is_closed) if can_rank and can_leave and is_worth else None
+    can_rank = given.ranks and is_apart and given.can_hand_over and is_worth
+    return Cheaply.of(given, is_closed=is_closed) if can_rank else None
 
 
 def with_device(given: Conditions, unfit: Collection[Route], *, count: int, is_closed: bool) -> Iterator[TrialRoute]:
@@ -82,8 +82,8 @@ def with_device(given: Conditions, unfit: Collection[Route], *, count: int, is_c
             yield MeasuredHere.of(given, is_closed=is_closed)
         case Mode.IN_WORKERS:
             is_gpu = given.platform not in ("cpu", "tpu")  # a TPU belongs to one process
-            can_leave = given.is_jitted and Route.HANDED_OVER not in unfit and not given.is_spread
-            if is_gpu and can_leave and given.configs_per_worker > 1 and (count > 1 or not is_closed):
+            can_leave = given.can_hand_over and Route.HANDED_OVER not in unfit
+            if is_gpu and can_leave and (count > 1 or not is_closed):
                 yield HandedOver.of(given, is_closed=is_closed)
             yield Together.of(given, is_closed=is_closed)
         case _:

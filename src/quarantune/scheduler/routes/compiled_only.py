@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Self
 
-from quarantune.sandbox.messages import Compile
+from quarantune.sandbox.messages import Compile, CompileAlone
 from quarantune.scheduler.bursts import Stream
 from quarantune.scheduler.plan import Numbers
 from quarantune.scheduler.routes.base import Conditions, TrialRoute, WithoutDevice, compiles_apart
@@ -63,7 +62,7 @@ class CompileCheck(WithoutDevice):
         return cls(_numbers(given, given.slots, compiles_per_worker=compiles), target=given.target)
 
     def _task(self, job: Job, *, last: bool) -> Compile:
-        return dataclasses.replace(super()._task(job, last=last), last=last, is_check=True)
+        return CompileAlone(**{**vars(super()._task(job, last=last)), "last": last})
 
     def waiting(self) -> int:
         """Returns 0: no config waits for a device."""

@@ -42,6 +42,9 @@ class MeasuredHere(Split):
         job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
         worker.extend(reply.compile_s)
 
+    def _ends_with(self, worker: Worker) -> bool:
+        return False
+
     def _give_next(self, device: DeviceState, worker: Worker) -> None:
         """Gives this process the next config. Configs that hung or crashed before run last."""
         run = self._run

@@ -27,6 +27,9 @@ class Split(TrialRoute):
         job.executable_fd = spool.create("executable")
         return dataclasses.replace(super()._task(job, last=last), last=last, as_data=self.as_data)
 
+    def _ends_with(self, worker: Worker) -> bool:
+        return worker.used + 1 >= self.numbers.configs_per_worker
+
     def waiting(self) -> int:
         """Returns how many configs wait, compiled, for a measuring worker."""
         return len(self._run.jobs.ready)
