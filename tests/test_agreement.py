@@ -112,7 +112,7 @@ def rerun(kinds: tuple[Rank, ...], rank: int, state: State) -> Rerun:
     own = own_answer(rank, Source.CACHE) if kinds[rank] is Rank.WARM else None
     tune = None if kinds[rank] is Rank.STRICT else steps.tune
     try:
-        answer = member.settle(own, last=nobody(rank), tune=tune, wait=steps.wait, deadline_s=DEADLINE_S)
+        answer = member.agree(own, last=nobody(rank), tune=tune, wait=steps.wait, deadline_s=DEADLINE_S)
         return Rerun("", (), answer)
     except LookupError as error:
         return Rerun("", (), error)
@@ -234,10 +234,10 @@ def test_four_ranks_agree_in_many_orders_of_their_steps() -> None:
         check_an_order(kinds, random.Random(number))
 
 
-def settle_alone(rank: int, tune: Callable[[], Offer | None], texts: dict[str, str]) -> Offer:
+def agree_alone(rank: int, tune: Callable[[], Offer | None], texts: dict[str, str]) -> Offer:
     store: Any = Store(rank, texts)
     member = Member(TOPIC, store, clock=lambda: 0.0)
-    return member.settle(None, last=nobody(0), tune=tune, wait=lambda *_: None, deadline_s=DEADLINE_S)
+    return member.agree(None, last=nobody(0), tune=tune, wait=lambda *_: None, deadline_s=DEADLINE_S)
 
 
 def test_control_c_while_tuning_gives_up_the_claim() -> None:
@@ -247,9 +247,9 @@ def test_control_c_while_tuning_gives_up_the_claim() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        settle_alone(0, interrupted, store)
+        agree_alone(0, interrupted, store)
     assert store == {f"{TOPIC}/claim/0": "0", f"{TOPIC}/out/0": "ended by an exception"}
-    assert settle_alone(1, lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
+    assert agree_alone(1, lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
 
 
 def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
@@ -260,7 +260,7 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
         store[f"{TOPIC}/answer"] = canonical_json(defaults.to_json())
         return own_answer(0, Source.TUNED)
 
-    assert settle_alone(0, tune, store) == defaults
+    assert agree_alone(0, tune, store) == defaults
 
 
 def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:

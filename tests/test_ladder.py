@@ -127,9 +127,9 @@ def test_of_threads_that_must_tune_together_one_does(monkeypatch: pytest.MonkeyP
 
 
 def waits_for_a_lock(thread: threading.Thread) -> bool:
-    """Returns whether a thread is in `Ladder.settled`, where it can only be waiting."""
+    """Returns whether a thread is in `Ladder.answer_of`, where it can only be waiting."""
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code.co_name == "settled"
+    return frame is not None and frame.f_code.co_name == "answer_of"
 
 
 def test_the_config_of_a_near_call_does_not_outlive_its_block() -> None:

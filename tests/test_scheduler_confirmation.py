@@ -195,7 +195,7 @@ def settled(
             finish(index, Trial(config=config, outcome=outcome, phase=phase, message="with", route=Route.TOGETHER), "")
         return Leftovers(raised_at=places)
 
-    side_tasks.settle(left, finish, run_there)
+    side_tasks.settle_errors(left, finish, run_there)
     return trials, runs
 
 

@@ -45,7 +45,7 @@ class Ladder:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is known, and `ON_MISS` is `error`.
         """
-        answer = self.settled(call, now, rungs)
+        answer = self.answer_of(call, now, rungs)
         if answer.origin is Origin.DEFAULTS and now.is_outside:
             if now.settings.on_miss != "tune":
                 self.allow_defaults(call, now, among=("default", "nearest"))
@@ -57,7 +57,7 @@ class Ladder:
                 )
         return answer
 
-    def settled(self, call: KeyedCall, now: Situation, rungs: Sequence[Rung]) -> Answer:
+    def answer_of(self, call: KeyedCall, now: Situation, rungs: Sequence[Rung]) -> Answer:
         """Returns the first answer for a call under its lock: of the threads that miss together, one tunes."""
         with self._lock_of(call.id):
             if now.may_tune and self._must_tune(call.id, now):  # no thread has done so meanwhile

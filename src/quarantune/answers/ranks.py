@@ -86,7 +86,7 @@ class Agreement:
         self._who = f"rank {self.coordination.rank} of {self.coordination.ranks}"
         self._label = f"{self.keyed.id.name}: {self._who}"
 
-    def settle(self, *, own: _Ask, near: _Ask, tune: _Ask | None) -> Answer:
+    def agree(self, *, own: _Ask, near: _Ask, tune: _Ask | None) -> Answer:
         """Returns the answer of all ranks.
 
         Args:
@@ -121,7 +121,7 @@ class Agreement:
                     return None
                 return None if self._own is None else _offer(self._own, rank)
 
-            offered = self._member.settle(
+            offered = self._member.agree(
                 offer,
                 last=last,
                 tune=None if tune is None else tune_for_all,
@@ -134,7 +134,7 @@ class Agreement:
         """Offers the answer that this rank has, if any, and returns the one of all ranks if there is one; never waits.
 
         Args:
-            own: as for `settle`.
+            own: as for `agree`.
             found: a result that this rank has just found, which it offers instead.
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
@@ -305,7 +305,7 @@ class Member:
                 return first
         return answer
 
-    def settle(self, own: Offer | None, *, last: Offer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Offer:
+    def agree(self, own: Offer | None, *, last: Offer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Offer:
         """Returns the answer, by whichever way it comes about.
 
         Args:
@@ -323,13 +323,13 @@ class Member:
                 self._write(out, "does not tune")
             elif self._read(out) is not None:
                 tune = None
-            return self._settle(last, tune, wait, deadline_s)
+            return self._agree(last, tune, wait, deadline_s)
         except BaseException:
             if self._claimed:  # an error that is not about the configs, or Ctrl-C: others need not wait for this rank
                 self._write(out, "ended by an exception")
             raise
 
-    def _settle(self, last: Offer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Offer:
+    def _agree(self, last: Offer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Offer:
         attempt, since, before = 0, self._clock(), ""
         claim: str | None = None
         while (answer := self.read()) is None:

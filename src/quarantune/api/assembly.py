@@ -88,7 +88,7 @@ class Rungs:
         if not now.may_tune:
             return agreement.compare(own)
         may_tune = now.tunes and self.memory.failure(call.id) is None
-        return agreement.settle(
+        return agreement.agree(
             own=own,
             near=functools.partial(self._nearest, call, dataclasses.replace(now, start_over=False)),
             tune=functools.partial(self._tuned, call, now) if may_tune else None,

@@ -84,7 +84,7 @@ class Tuner:
             RuntimeError: this process is a worker, and the call would be tuned.
         """
         described, now = self._to_tune(call)
-        answer = self.ladder.settled(described, now, self.rungs.in_order(self.result))
+        answer = self.ladder.answer_of(described, now, self.rungs.in_order(self.result))
         if answer.result is not None:
             return answer.result
         from quarantune.tuning.outcome import call_result  # a call that is found does not need it

@@ -96,8 +96,7 @@ class Fastest:
         """
         if os.fstat(job.executable_fd).st_size:
             job.protect_executable()
-            self._kept[job.index] = (merit, job.executable_fd)
-            job.executable_fd = -1
+            self._kept[job.index] = (merit, job.take_executable())
         if len(self._kept) > finals.MOST_FINALISTS + 1:
             worst = max(self._kept, key=lambda index: self._kept[index])
             os.close(self._kept.pop(worst)[1])

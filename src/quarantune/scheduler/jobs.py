@@ -156,7 +156,7 @@ class Jobs:
 
     def again_alone(self, job: Job) -> None:
         """Has a job tried again when no other runs."""
-        job.is_alone = True
+        job.wants_memory()
         self.release_same_program(job)
         if self._reference.is_awaited and self.may_be_compared(job):
             self.pending.appendleft(job)
@@ -213,14 +213,15 @@ class Jobs:
     def _end_held(self, job: Job, trial: Trial | None) -> None:
         self._held.remove(job)
         if trial is None:
-            job.runs = self.will_measure = True
+            job.must_run()
+            self.will_measure = True
             self._is_measuring |= not self._reference.is_default(job.index)
             self.again(job)
             return
         trial = dataclasses.replace(trial, config=job.config)
         if trial.is_usable and trial.own_ms is not None:
             self._fastest.note_time(job.index, trial.own_ms)
-        job.end = trial, ""
+        job.ended(trial, "")
         self._settle_as(job, trial, "")
         for other in job.same_program:
             self._finish_as(other, job)
@@ -282,7 +283,7 @@ class Jobs:
         ):
             self.release_same_program(job)  # a fault of the machinery, or of its own tracing, is none of its program
             return
-        job.end = trial, log
+        job.ended(trial, log)
         for other in job.same_program:
             self._finish_as(other, job)
 
@@ -316,8 +317,7 @@ class Jobs:
     def release_same_program(self, job: Job) -> None:
         """Has the jobs that wait for a job's outcome run by themselves."""
         self._forget_programs([job])
-        self.pending.extend(job.same_program)
-        job.same_program = []
+        self.pending.extend(job.release_same_program())
 
     def _forget_programs(self, jobs: Collection[Job]) -> None:
         """Makes jobs that will have no result stand for no others."""
@@ -339,7 +339,7 @@ class Jobs:
             dataclasses.replace(trial, config=job.config, message=message, program=job.program), self._plan.objective
         )
         self._reference.join(job.index, first.index)
-        job.raised_at = first.raised_at
+        job.failed_like(first)
         self._settle_as(job, trial, log)
 
     def _settle_as(self, job: Job, trial: Trial, log: str) -> None:

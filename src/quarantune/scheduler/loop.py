@@ -301,10 +301,7 @@ class Scheduler:
         """Gives back to all workers the time while this process, and perhaps they too, stood still."""
         _logger.info("this process was stopped for %.1f s: deadlines are extended by it", lost_s)
         for worker in self._run.workers:
-            worker.extend(lost_s)
-            worker.assigned_at += lost_s
-            if worker.job is not None:
-                worker.job.was_disturbed = True
+            worker.stood_still(lost_s)
 
 
 def _is_progress(event: Event) -> bool:

@@ -156,7 +156,7 @@ class Reference:
     # In the end
 
     def hold(self, finish: Finish, on_untuned: Callable[[Trial], None] = lambda trial: None) -> Finish:
-        """Returns a function to call instead of `finish`; it holds the trials that `settle` must judge.
+        """Returns a function to call instead of `finish`; it holds the trials that `judge_held` must judge.
 
         Args:
             finish: receives the trials of configs.
@@ -177,7 +177,7 @@ class Reference:
 
         return take
 
-    def settle(self, finish: Finish) -> None:
+    def judge_held(self, finish: Finish) -> None:
         """Judges the trials that were held, now that all outputs are known."""
         right = self._right()
         for index, (trial, log) in self._held.items():

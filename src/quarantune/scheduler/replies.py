@@ -28,7 +28,7 @@ _EXPLICABLE = (Outcome.CRASHED, Outcome.ERROR, Outcome.TIMEOUT, Outcome.LOST)
 
 
 class Replies:
-    """Applies the replies of workers, settles the jobs of those that end, and withdraws unusable devices."""
+    """Applies the replies of workers, ends or repeats the jobs of those that end, and withdraws unusable devices."""
 
     def __init__(self, run: RunState, route: TrialRoute) -> None:
         self._run = run
@@ -73,7 +73,7 @@ class Replies:
             case messages.Compiled() if state is WorkerState.COMPILING and job is not None:
                 self._on_compiled(worker, job, reply)
             case messages.Compiled() if state is WorkerState.MEASURING and job is not None:
-                job.figures = reply.figures
+                job.compiled_again(reply.figures)
                 self._route.on_compiled_again(worker, job, reply)
                 if (verdict := too_large(job, self._run.plan)) is not None:
                     self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
@@ -198,7 +198,7 @@ class Replies:
     # How workers end
 
     def on_exit(self, worker: Worker, status: int | None) -> None:
-        """Settles the job of a worker that has ended, or blames its device, and forgets the worker.
+        """Ends or repeats the job of a worker that has ended, or blames its device, and forgets the worker.
 
         Args:
             worker: the worker.
@@ -210,11 +210,11 @@ class Replies:
             text = f"{verdict.message}\n{run.workers.log(worker)}"
             lacked, message = shortages.lacking(text, has_device=device is not None)
             verdict = WorkerVerdict(Outcome.LOST, message, lacked) if lacked else verdict
-        worker.verdict = verdict
+        worker.judged(verdict)
         if verdict.lacked and run.devices and not run.worker_count.gives_up(worker, verdict):
             self._repeat_beside_fewer(worker)
         elif worker.job is not None:
-            self._settle(worker.job, worker, verdict)
+            self._end_or_repeat(worker.job, worker, verdict)
         elif device in self._run.devices and worker in run.workers.standby(device) and not worker.used:
             self._blame_device(device, worker, verdict)
         self._run.workers.remove(worker)
@@ -264,7 +264,7 @@ class Replies:
             if worker.job is not None and is_early and worker.job.unreliable_times is None:
                 run.workers.kill_with_verdict(worker, verdict)
 
-    def _settle(self, job: Job, worker: Worker, verdict: WorkerVerdict) -> None:
+    def _end_or_repeat(self, job: Job, worker: Worker, verdict: WorkerVerdict) -> None:
         """Ends a job, or has it tried again where its worker's end may not be its own doing."""
         run, outcome = self._run, verdict.outcome
         is_parked = worker.state is WorkerState.PARKED
@@ -272,7 +272,7 @@ class Replies:
             run.jobs.finish(job, worker, verdict, worker.phase)
         elif outcome is Outcome.LOST and (is_parked or job.may_be_repeated):
             # One that only waited did nothing that could have killed its template.
-            job.losses += not is_parked
+            job.lost_worker(counts=not is_parked)
             run.jobs.again(job)
         elif self._may_fit_alone(job, worker, outcome):
             run.jobs.again_alone(job)
@@ -280,7 +280,7 @@ class Replies:
             run.jobs.again(job)
         elif worker.used and outcome.is_failure and not run.jobs.fails_by_itself(job, worker, outcome):
             # An earlier config may have done something to this process: only a fresh one can tell.
-            job.needs_fresh = True
+            job.wants_fresh()
             run.jobs.again(job)
         else:
             run.jobs.finish(job, worker, verdict, worker.phase)

@@ -168,7 +168,7 @@ def _failed(verdict: WorkerVerdict) -> ReferenceFailedError:
     return ReferenceFailedError(text)
 
 
-def settle(
+def settle_errors(
     left: Leftovers,
     finish: Finish,
     run: Callable[[dict[int, Config], ConfigSource], Leftovers],

@@ -60,7 +60,7 @@ class MemoryWatch:
         """Takes note of the memory that a worker reports before a config begins in it."""
         if worker.is_bare:
             self._bare_bytes = max(self._bare_bytes, reply.held_bytes - self._workforce.baseline_bytes)
-            worker.is_bare = reply.phase is Phase.LOAD
+            worker.loaded(is_bare=reply.phase is Phase.LOAD)
 
     def over(self, now: float) -> list[tuple[Worker, WorkerVerdict]]:
         """Returns the workers that hold too much, each with the verdict that it deserves.
@@ -123,7 +123,7 @@ class MemoryWatch:
             self._next_close_look = now + _CLOSE_LOOK_S
             for worker in busy:
                 pid = self._workforce.pid(worker.number)
-                worker.descendants = [] if pid is None else machine.descendants(pid)
+                worker.has_descendants([] if pid is None else machine.descendants(pid))
             self._measure([*busy, *self._due(watched, now)], baseline, exactly=True)
             self._total_bytes = sum(worker.used_bytes for worker in watched)
         return is_fast

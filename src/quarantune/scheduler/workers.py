@@ -164,6 +164,65 @@ class Job:
         self.first_run = (run_ms, cpu_ms)
         self.was_disturbed |= is_disturbed
 
+    def held_device(self, seconds: float) -> None:
+        """Has held a device for so long, and gives it back."""
+        self.held_s += seconds
+
+    def compiled_again(self, figures: CompilerFigures | None) -> None:
+        """Was compiled where it is measured, because its program could not be passed on."""
+        self.figures = figures
+
+    def compiled_by(self, route: Route, compile_s: float) -> None:
+        """Was compiled on another route than the plan's."""
+        self.route, self.compile_s = route, compile_s
+
+    def measured_on(self, route: Route) -> None:
+        """Is measured on a route, unless it was compiled on another than the plan's."""
+        self.route = self.route or route
+
+    def lost_worker(self, *, counts: bool) -> None:
+        """Has lost its worker, which `counts` unless it only waited."""
+        self.losses += counts
+
+    def wants_fresh(self) -> None:
+        """Is tried again in a fresh worker."""
+        self.needs_fresh = True
+
+    def wants_memory(self) -> None:
+        """Is tried again when no other runs."""
+        self.is_alone = True
+
+    def must_run(self) -> None:
+        """Runs although its program has a trial."""
+        self.runs = True
+
+    def ended(self, trial: Trial, log: str) -> None:
+        """Has ended by itself."""
+        self.end = trial, log
+
+    def failed_like(self, first: Job) -> None:
+        """Shares the end of another job."""
+        self.raised_at = first.raised_at
+
+    def was_held_up(self) -> None:
+        """Stood still for a while, so that its first run says nothing."""
+        self.was_disturbed = True
+
+    def release_same_program(self) -> list[Job]:
+        """Returns the jobs that wait for its outcome, and which it gets no more."""
+        released, self.same_program = self.same_program, []
+        return released
+
+    def make_executable(self) -> None:
+        """Gets a new file for its executable."""
+        self.close_executable()
+        self.executable_fd = spool.create("executable")
+
+    def take_executable(self) -> int:
+        """Returns the file of the executable, which is no longer the job's."""
+        fd, self.executable_fd = self.executable_fd, -1
+        return fd
+
     def was_unreliable(self, times: Measured) -> None:
         """Was measured while other processes disturbed it, so that it is measured once more."""
         self.unreliable_times, self.was_disturbed = times, True
@@ -325,6 +384,37 @@ class Worker:
         self.transition(WorkerState.COMPILING)
         self.job, self.deadline, self.phase = job, deadline, Phase.LOAD
         self.began_at, self.peak_bytes = None, 0
+
+    def load(self, job: Job) -> None:
+        """Gets a job that others have compiled."""
+        self.job = job
+
+    def give_up(self) -> None:
+        """Has no job any more, since that has ended."""
+        self.job = None
+
+    def started_beside(self, others: int) -> None:
+        """Was made ready while so many others had the same device."""
+        self.is_ahead = others > 0
+
+    def stood_still(self, seconds: float) -> None:
+        """Stood still, perhaps, as the caller did: the time does not count."""
+        self.extend(seconds)
+        self.assigned_at += seconds
+        if self.job is not None:
+            self.job.was_held_up()
+
+    def judged(self, verdict: WorkerVerdict) -> None:
+        """Has ended with a verdict."""
+        self.verdict = verdict
+
+    def loaded(self, *, is_bare: bool) -> None:
+        """Has reported its memory; it `is_bare` until a config begins in it."""
+        self.is_bare = is_bare
+
+    def has_descendants(self, pids: list[int]) -> None:
+        """Is seen to have processes below its own."""
+        self.descendants = pids
 
     def release(self) -> None:
         """Takes its job and its device from it."""

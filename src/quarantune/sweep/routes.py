@@ -37,7 +37,7 @@ from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.routes import choosing
 from quarantune.scheduler.routes.base import Conditions, TrialRoute
 from quarantune.scheduler.screening import CheapTrials, Screening
-from quarantune.scheduler.side_tasks import settle
+from quarantune.scheduler.side_tasks import settle_errors
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
 from quarantune.values.settings import AUTO
@@ -120,7 +120,7 @@ class Routes:
                 self._run_routes(configs)
             except ReferenceFailedError as error:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
-            self._reference.settle(finish)
+            self._reference.judge_held(finish)
             if self._request.outputs == []:
                 self._request.outputs.extend(map(os.dup, self._reference.right_fds))
             trials, default = self._request.ledger.trials, self._problem.default
@@ -166,7 +166,7 @@ class Routes:
             left = self._run_route(apart, left.unfit, source)
         if unranked := self._run_ranked(left.unfit, source):
             self._run_with_device(unranked, source)
-        settle(left, self._finish, self._run_with_device, source)
+        settle_errors(left, self._finish, self._run_with_device, source)
 
     def _run_ranked(self, configs: dict[int, Config], source: ConfigSource) -> dict[int, Config]:
         """Ranks configs by a cheap compile, and runs those that may win.

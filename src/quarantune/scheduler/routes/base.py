@@ -321,7 +321,7 @@ class TrialRoute:
         self._take_device(worker, job)
 
     def _take_device(self, worker: Worker, job: Job) -> None:
-        job.held_s += self._run.clock() - worker.assigned_at
+        job.held_device(self._run.clock() - worker.assigned_at)
         self.enter(job, READY)
         worker.return_device()
 
@@ -340,7 +340,7 @@ class TrialRoute:
     def _end_as_slow(self, worker: Worker, job: Job, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
         times: Any = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
         self._run.jobs.finish(job, worker, WorkerVerdict(Outcome.SLOW, message), phase, **times)
-        worker.job = None
+        worker.give_up()
 
 
 class WithoutDevice(TrialRoute):

@@ -39,7 +39,7 @@ class MeasuredHere(Split):
 
     def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
         """Takes note that a job was compiled here, which may take as long as in a worker."""
-        job.compile_s, job.route = reply.compile_s, Route.IN_PROCESS
+        job.compiled_by(Route.IN_PROCESS, reply.compile_s)
         worker.extend(reply.compile_s)
 
     def _ends_with(self, worker: Worker) -> bool:
@@ -52,7 +52,7 @@ class MeasuredHere(Split):
             begun = {job.index: place for place, job in enumerate(run.jobs.begun)}
             order = sorted(run.jobs.ready, key=lambda job: (job.first_run is not None, job.first_ms, begun[job.index]))
             run.jobs.ready = collections.deque(order)
-        run.jobs.ready[0].route = run.jobs.ready[0].route or Route.COMPILED_APART
+        run.jobs.ready[0].measured_on(Route.COMPILED_APART)
         super()._give_next(device, worker)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from quarantune.sandbox import spool
 from quarantune.sandbox.messages import Compile, Failed, Prepare
 from quarantune.scheduler.routes.base import TrialRoute
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState
@@ -24,7 +23,7 @@ class Split(TrialRoute):
     as_data = False
 
     def _task(self, job: Job, *, last: bool) -> Compile:
-        job.executable_fd = spool.create("executable")
+        job.make_executable()
         return dataclasses.replace(super()._task(job, last=last), last=last, as_data=self.as_data)
 
     def _ends_with(self, worker: Worker) -> bool:
@@ -99,7 +98,7 @@ class Split(TrialRoute):
 
     def _give_next(self, device: DeviceState, worker: Worker) -> None:
         """Gives a worker the next config."""
-        worker.job = job = self._run.jobs.ready.popleft()
+        worker.load(job := self._run.jobs.ready.popleft())
         if not self._rule_out(worker, job):
             self._assign(device, worker, job)
 
@@ -116,5 +115,5 @@ class Split(TrialRoute):
         """Starts a standby worker, with the descriptors of its task and those of the outputs to compare with."""
         run = self._run
         worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=[*fds, *run.reference.fds])
-        worker.is_ahead = run.workers.on(device) > 1
+        worker.started_beside(run.workers.on(device) - 1)
         return worker

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Self
 
-from quarantune.sandbox import spool
 from quarantune.sandbox.messages import FirstRun, Measured
 from quarantune.scheduler.routes.base import Conditions, TrialRoute
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState
@@ -59,8 +58,7 @@ class Together(TrialRoute):
                 continue
             if device.lease.acquire(run.clock()):
                 if job.first_run is None:
-                    job.close_executable()  # of an earlier try
-                    job.executable_fd = spool.create("executable")
+                    job.make_executable()
                 self._assign(device, worker, job)
             return
         device.lease.release()
