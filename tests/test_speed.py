@@ -206,7 +206,7 @@ def miss_and_hit(program: Path) -> tuple[FirstCall, FirstCall]:
 def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, FirstCall]) -> None:
     miss, hit = miss_and_hit
     assert len(hit.ran) <= 26, hit.ran
-    assert len(miss.ran) <= 90, miss.ran
+    assert len(miss.ran) <= 91, miss.ran
 
 
 def test_a_call_that_is_found_is_bound_described_and_situated_once(monkeypatch: pytest.MonkeyPatch) -> None:
