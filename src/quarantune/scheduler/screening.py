@@ -194,7 +194,7 @@ class Screening(ConfigSource):
             self._takes_all = len(self._waiting) < _WORTH * len(self._configs)
 
     def why_late(self) -> str:
-        """Returns that the time for configs is over, once one has worked: the cheap ones alone are no result."""
+        """Returns why the time for configs is over; empty before a full program has worked."""
         return self._source.why_late() if self._best_ms < math.inf else ""
 
     @property

@@ -1,4 +1,4 @@
-"""The processes that do the steps of a sweep's trials: what they cannot do, and the workforce that they make up."""
+"""Which processes do the steps of a sweep's trials: a class for each mode checks the sweep and opens its workforce."""
 
 from __future__ import annotations
 
