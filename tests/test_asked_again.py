@@ -73,6 +73,7 @@ def test_a_block_that_always_tunes_holds_for_tuners_and_inside_jit_too(sweeps: l
     assert len(sweeps) == 3
 
 
+@pytest.mark.slow
 def test_always_tune_of_the_environment_still_tunes_once_per_process(
     sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_larger_budget_goes_on_where_the_journal_ends(cache_dir: Path, sweeps:
     }
 
 
+@pytest.mark.long
 def test_tune_goes_on_with_what_is_left_of_a_budget_and_else_starts_over(cache_dir: Path) -> None:
     def kernel(**options: Any) -> quarantune.AutoTuner:
         return tuner(LARGE, search="random", **options)
@@ -152,6 +153,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quiet_place")
 def test_a_killed_search_goes_on_and_measures_nothing_twice(tmp_path: Path, cache_dir: Path) -> None:
     log, program = tmp_path / "log", tmp_path / "program.py"

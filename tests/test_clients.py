@@ -216,6 +216,7 @@ assert attention.lookup(x, x, x) == {"block": 16}
     )
 
 
+@pytest.mark.long
 def test_jaxs_own_gpu_kernels_are_tuned_in_interpret_mode(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     run(
         tmp_path,

@@ -638,6 +638,7 @@ def test_what_clears_a_function_empties_its_memory_of_calls(name: str, cache_dir
     assert not fn._last[-1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quarantune.api.autotune._MOST_REMEMBERED", 2, raising=False)

@@ -315,7 +315,8 @@ def _kill_the_sweeps_template() -> None:
 
 
 @pytest.mark.usefixtures("quiet_place")
-@pytest.mark.parametrize("kill", [_kill_the_template, pytest.param(_kill_the_sweeps_template, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kill", [_kill_the_template, pytest.param(_kill_the_sweeps_template, marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_a_sweep_whose_template_is_killed_finishes(kill: Callable[[], None]) -> None:
     with nothing_is_left(), watching(kill) as watcher:
         result = misdeeds.kernel.tune(X, space=(GOOD,) * 8)

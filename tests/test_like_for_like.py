@@ -60,7 +60,8 @@ def test_defaults_that_are_no_config_take_part_however_outputs_are_checked(
     shown_everywhere(result, capfd.readouterr().err, cache_dir, tmp_path)
 
 
-@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.long)])
+@pytest.mark.slow
 def test_defaults_that_the_sweep_ruled_out_get_their_time_in_the_final(
     isolation: str, capfd: pytest.CaptureFixture[str], cache_dir: Path, tmp_path: Path
 ) -> None:
@@ -287,6 +288,7 @@ def test_the_final_of_another_winner_is_not_drawn(cache_dir: Path) -> None:
     assert set(tried) == {3, 30}
 
 
+@pytest.mark.slow
 def test_an_interrupted_sweep_that_goes_on_has_the_defaults_in_its_final(
     monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:

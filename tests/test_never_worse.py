@@ -78,6 +78,7 @@ def test_where_the_defaults_beat_every_config_calls_run_with_them(
     assert len(sweeps) == 1, "the entry is found in the cache"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "config"), [(Turns.FEW, {"n": Turns.FEW}), (Opaque(3), {})], ids=["an enum", "an object"]
 )
@@ -111,6 +112,7 @@ def test_defaults_that_beat_configs_with_options_are_found_again(name: str, swee
     assert len(sweeps) == 1
 
 
+@pytest.mark.slow
 def test_defaults_of_any_kind_that_beat_options_are_found_again(sweeps: list[str]) -> None:
     for own, config in ((Turns.FEW, {"n": Turns.FEW}), (Opaque(3), {})):
         configs = [{"n": 300, "compiler_options": FAST}]

@@ -214,6 +214,7 @@ def misread(x: Any, do: str = "") -> Any:
     return jax.ffi.ffi_call("lapack_spotrf_ffi", result)(x * int(do[-1]))[0]  # it is called without its attribute
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
 def test_a_worker_that_measures_goes_on_after_an_error_that_a_fresh_one_has_raised_too(
     monkeypatch: pytest.MonkeyPatch,

@@ -236,6 +236,7 @@ BAD = {
 MODES = ["good", *BAD, "good again", "slow"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
 def test_misdeeds_on_this_route_get_their_outcomes_and_harm_no_other_config(compiles: Compiles) -> None:
     jitted = jax.jit(misbehave, static_argnames=["mode"])

@@ -53,6 +53,7 @@ def test_forty_sweeps_in_a_row_leave_the_process_as_it_was() -> None:
         assert process.memory_info().rss - rss < 10e6
 
 
+@pytest.mark.slow
 def test_threads_tune_beside_each_other() -> None:
     start = threading.Barrier(4)
 

@@ -247,6 +247,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_limit_that_no_worker_keeps_is_refused_and_a_greater_one_works(tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "heavy.py").write_text(HEAVY)

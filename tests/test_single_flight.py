@@ -472,6 +472,7 @@ def test_waiters_of_a_failed_sweep_get_its_failure_and_do_not_sweep(
 TWO = [{"n": 1}, {"n": 2}]
 
 
+@pytest.mark.slow
 def test_jobs_that_tune_at_once_follow_the_first_and_later_ones_tune_again(
     swept: list[list[Any]], hold: Callable[[], None]
 ) -> None:

@@ -385,8 +385,9 @@ attempt(fn)  # the next sweep is not affected
 
 
 @pytest.mark.parametrize(
-    "handler", ["handler", pytest.param("functools.partial(functools.partial(handler))", marks=pytest.mark.slow)]
+    "handler", ["handler", pytest.param("functools.partial(functools.partial(handler))", marks=pytest.mark.long)]
 )
+@pytest.mark.slow
 def test_an_exception_of_a_signal_handler_while_the_caller_traces_is_raised_unchanged(
     tmp_path: Path, handler: str
 ) -> None:

@@ -82,7 +82,9 @@ def gradient_of_a_logarithm(x: Any, do: str = "naive") -> Any:
     return broken(jax.grad(value)(x), "" if do == "naive" else do)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [next(iter(CASES)), *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])]
+)
 def test_a_config_that_is_nearer_to_the_truth_is_not_wrong_and_one_with_a_bug_is(name: str) -> None:
     fn, make = CASES[name]
     result = swept(fn, ["better", "row", "element", "scale", "naive"], make())
