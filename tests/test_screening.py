@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quarantune.scheduler.plan import ConfigSource
 from quarantune.scheduler.screening import MARGIN, Screening
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Trial
@@ -115,6 +116,21 @@ def test_if_little_is_ruled_out_all_are_compiled_and_one_line_says_so() -> None:
         "ranking by a cheap compile did not pay: full programs took 1 to 2 times as long as cheap ones, "
         "so all 10 configs were compiled fully"
     )
+
+
+def test_when_the_time_is_over_no_config_is_given_once_one_has_worked() -> None:
+    class Late(ConfigSource):
+        def why_late(self) -> str:
+            return "late"
+
+    screening = Screening(configs_of(8), {index: 1.0 + index for index in range(8)}, source=Late())
+    assert (screening.is_closed, screening.reason_to_stop()) == (False, "")
+    assert [*screening.take(8)] == [0, 1, 2]
+    screening.ended(0, full(0, None))
+    assert not screening.is_closed
+    screening.ended(1, full(1, 2.0))
+    assert (screening.is_closed, screening.reason_to_stop()) == (True, "late")
+    assert all(screening.left[index] == 0.0 for index in range(3, 8)), "nothing says that they cannot win"
 
 
 def test_the_trial_of_a_config_that_was_not_taken_counts_too() -> None:

@@ -147,9 +147,10 @@ class Screening(ConfigSource):
 
     @property
     def is_closed(self) -> bool:
-        """Whether no further config can win."""
+        """Whether no further config can win, or the time for configs is over."""
         may_lower_the_bound = self._running - self._known.keys()
-        return not (may_lower_the_bound and self._waiting) and not self._candidates()
+        is_open = bool(may_lower_the_bound and self._waiting) or bool(self._candidates())
+        return not is_open or bool(self.why_late())
 
     @property
     def left(self) -> dict[int, float]:
@@ -199,8 +200,12 @@ class Screening(ConfigSource):
 
     @property
     def _bound(self) -> float:
-        """The smallest ratio of full to cheap time that is considered possible."""
-        return self._margin * min(self._ratios, default=0.0)
+        """The smallest ratio of full to cheap time that is considered possible; 0 until the first are all known."""
+        return self._margin * min(self._ratios, default=0.0) if self._has_bound else 0.0
+
+    @property
+    def _has_bound(self) -> bool:
+        return self._surely.isdisjoint(self._running | self._waiting.keys())
 
     def _can_win(self, index: int) -> bool:
         return self._needs_no_bound(index) or self._bound * self._cheap_ms[index] <= self._best_ms
@@ -210,7 +215,6 @@ class Screening(ConfigSource):
 
     def _candidates(self) -> list[int]:
         """Returns the configs that may be compiled fully now, in the order of their cheap times."""
-        # The first bound waits for the ratios of all in `_surely`.
-        if not self._surely.isdisjoint(self._running | self._waiting.keys()):
+        if not self._has_bound:
             return [index for index in self._waiting if index in self._surely or self._needs_no_bound(index)]
         return [index for index in self._waiting if self._takes_all or self._can_win(index)]
