@@ -17,7 +17,7 @@ from helpers import ends, python
 
 import quarantune
 
-pytestmark = pytest.mark.usefixtures("two_slots")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_slots")]
 
 
 @pytest.fixture

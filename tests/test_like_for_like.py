@@ -30,7 +30,7 @@ from quarantune.results.from_cache import cached_results
 from quarantune.results.html_report import page_data
 from quarantune.values.trial import UNTUNED, Findings, Outcome, Trial, ratio_text
 
-pytestmark = pytest.mark.usefixtures("two_slots")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_slots")]
 
 
 def plain(x: Any) -> Any:

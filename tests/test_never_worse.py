@@ -19,7 +19,7 @@ import quarantune
 from quarantune.measure import finals
 from quarantune.values.trial import UNTUNED
 
-pytestmark = pytest.mark.usefixtures("two_slots")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_slots")]
 
 X = np.arange(64.0 * 64, dtype=np.float32).reshape(64, 64) / 4096
 

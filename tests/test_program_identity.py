@@ -238,7 +238,11 @@ def test_a_result_is_used_for_its_program_alone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "is_script", [pytest.param(False, id="modules", marks=pytest.mark.long), pytest.param(True, id="script")]
+    "is_script",
+    [
+        pytest.param(False, id="modules", marks=pytest.mark.long),
+        pytest.param(True, id="script", marks=pytest.mark.long),
+    ],
 )
 def test_whatever_changes_a_program_its_result_is_used_for_no_other(tmp_path: Path, is_script: bool) -> None:
     assert len(PROGRAMS) >= 40

@@ -23,7 +23,7 @@ import quarantune
 from quarantune import Outcome, metrics, spaces
 from quarantune.calls import given_inputs
 
-pytestmark = pytest.mark.usefixtures("two_slots")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_slots")]
 
 QUICK: dict[str, Any] = {"warmup": 1, "rep": 3}
 

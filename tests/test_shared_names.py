@@ -127,6 +127,7 @@ NOTES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", MADE)
 def test_names_are_made_as_if_they_were_not_noted(made: str, tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-{os.urandom(4).hex()}"
