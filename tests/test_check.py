@@ -47,7 +47,7 @@ def misjudged(name: str, seed: int = 0) -> list[check_corpus.Judged]:
     return [row for row in found if row.is_bug != bool(row.reason)]
 
 
-SLOW = ("softmax float32", "tall matmul bfloat16")
+SLOW = ("softmax float32",)
 
 
 @pytest.mark.parametrize(

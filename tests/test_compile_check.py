@@ -58,6 +58,7 @@ def test_a_callable_of_configs_may_leave_static_arguments_out(configs: Any, call
     assert ours(x, *args[1:], **kwargs)[0, 0] == -2
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place", "two_slots")
 def test_a_check_names_how_each_config_ends_and_leaves_nothing() -> None:

@@ -83,6 +83,7 @@ def test_a_file_size_limit_too_small_for_the_call_is_named(tmp_path: Path) -> No
     assert then == "then 4"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_configs_whose_programs_are_too_large_to_save_are_measured(tmp_path: Path) -> None:
     tuned, then = run(tmp_path, "RLIMIT_FSIZE", 8_000, 10, 4)
