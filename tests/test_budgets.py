@@ -77,6 +77,7 @@ def half_of_its_space_fails(x: Any, a: int = 0, b: int = 0) -> Any:
 
 @pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("isolation", ["process", pytest.param("compile", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_auto_ends_without_the_half_of_a_space_that_fails(isolation: str) -> None:
     space = {"a": list(range(21)), "b": list(range(21))}
     kernel = quarantune.AutoTuner(half_of_its_space_fails, space, ref_fn=None, rep=3)

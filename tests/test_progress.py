@@ -670,6 +670,7 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", [pytest.param("one", marks=pytest.mark.long), "many"])
+@pytest.mark.long
 def test_ctrl_c_says_below_the_users_own_lines_what_was_kept_and_the_next_run_goes_on(program: str, calls: str) -> None:
     command = program_of(program, "5", "0.5", calls)
     stopped = record(command, columns=200, environ=environ(), interrupt_when=lambda text: " done (1 error" in text)
