@@ -80,6 +80,7 @@ def grid(rng: np.random.Generator) -> np.ndarray:
     return np.exp([sum(parts) for parts in itertools.product(*effects)]) * scattered(rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("configs", "draw_s", "most"), [(PLACES, families, 0.98), (PLACES, hill, 0.97), (GRID, grid, 0.95)]
 )

@@ -127,6 +127,7 @@ print(fingerprint(kernel).digest)
 """
 
 
+@pytest.mark.slow
 def test_a_fingerprint_is_the_same_under_every_hash_seed(tmp_path: Path) -> None:
     path = tmp_path / "seeded.py"
     path.write_text(_SEEDED)

@@ -232,6 +232,7 @@ def check(names: list[str], directory: Path, *, is_script: bool = False) -> None
     assert tuned.keys() == second.keys() == first.keys() == set(names)
 
 
+@pytest.mark.slow
 def test_a_result_is_used_for_its_program_alone(tmp_path: Path) -> None:
     check(["function", "os.environ", "context variable"], tmp_path)
 

@@ -1080,6 +1080,7 @@ def test_an_argument_without_a_copy_is_refused_before_any_work(isolation: str) -
     assert running_templates() == []
 
 
+@pytest.mark.slow
 def test_a_big_argument_is_in_memory_once_for_any_number_of_configs() -> None:
     big = np.zeros(16 << 20, np.uint8)
     kernel = tuned(lambda x, do: x[:8] + np.uint8(do), [1, 2, 3])

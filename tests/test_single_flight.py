@@ -529,6 +529,7 @@ def test_a_job_whose_engine_is_busy_until_another_has_tuned_the_call_takes_its_r
     assert swept == [[1, 2]] * 2
 
 
+@pytest.mark.slow
 def test_a_longer_list_measures_only_its_new_configs(swept: list[list[Any]], cache_dir: Path) -> None:
     def winner(*values: int) -> int:
         fn = scaled([{"n": n} for n in values], slow=(2, 3))

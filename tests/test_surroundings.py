@@ -562,7 +562,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "command",
     [
-        ("program/pools.py", "fork"),
+        pytest.param(("program/pools.py", "fork"), marks=pytest.mark.slow),
         pytest.param(("-m", "program.pools", "spawn", "forkserver"), marks=pytest.mark.long),
         pytest.param(("program/pools.py", "spawn", "forkserver"), marks=pytest.mark.long),
     ],
