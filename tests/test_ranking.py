@@ -1,6 +1,7 @@
 """Sweeps that rank configs by a cheap compile: what is compiled fully, what is remembered, and what is contained.
 
-The route is for NVIDIA GPUs. Here the CPU takes it: its workers compile cheaply, and measure, with the same options.
+The route is for NVIDIA GPUs. Here the CPU takes it: the programs that rank configs are compiled as all others are, and
+tests/test_compile_targets.py compiles cheaply for a GPU.
 """
 
 from __future__ import annotations

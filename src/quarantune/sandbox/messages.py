@@ -93,7 +93,7 @@ class Compile(Task):
         config: the config.
         target: the device to compile for; None for the worker's own.
         as_data: whether the executable is for the caller, who runs no code of a worker to load it.
-        is_cheap: whether XLA chooses kernels without trying any, so that no product needs the device.
+        is_cheap: whether XLA chooses kernels for the target without trying any, so that no product needs the device.
         shows_program: whether the traced program is told, in `Traced`.
         known: the last digits of the identities of programs that need not be compiled: `Lowered` ends the task.
     """

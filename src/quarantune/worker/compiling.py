@@ -50,9 +50,7 @@ class CompileHooks:
 NOBODY = CompileHooks()
 
 
-def compile_here(
-    bench: Bench, config: Config, hooks: CompileHooks = NOBODY, *, away: bool = False, is_cheap: bool = False
-) -> Program:
+def compile_here(bench: Bench, config: Config, hooks: CompileHooks = NOBODY, *, away: bool = False) -> Program:
     """Compiles a config for this worker's own device.
 
     Args:
@@ -60,10 +58,9 @@ def compile_here(
         config: the config.
         hooks: is told of the program.
         away: whether another worker will run it, so that no argument need be made here.
-        is_cheap: as for `compile_for`.
     """
     directory = bench.options.compilation_cache if bench.options.on_gpu else None
-    return _compile_here(bench, config, hooks, directory=directory, away=away, is_cheap=is_cheap)
+    return _compile_here(bench, config, hooks, directory=directory, away=away)
 
 
 def confirm_here(bench: Bench, config: Config, hooks: CompileHooks = NOBODY) -> Program:
@@ -71,9 +68,7 @@ def confirm_here(bench: Bench, config: Config, hooks: CompileHooks = NOBODY) -> 
     return _compile_here(bench, config, hooks, directory=None, away=True)
 
 
-def _compile_here(
-    bench: Bench, config: Config, hooks: CompileHooks, *, directory: str | None, away: bool, is_cheap: bool = False
-) -> Program:
+def _compile_here(bench: Bench, config: Config, hooks: CompileHooks, *, directory: str | None, away: bool) -> Program:
     if bench.is_plain:
         config = restore(config, bench.call.config_values)
         return Program(config, bind_config(bench.call.fn, config), 0.0)
@@ -86,14 +81,13 @@ def _compile_here(
     tried = [Path(directory, name) for name in products(work.jaxpr.jaxpr)] if directory else []
     work.announce(hooks, tuple(file.name for file in tried if not file.exists()))
     with compilation_cache_in_memory({}, named=bench.options.compilation_cache) as cache:
-        compiled = work.compile(is_cheap=is_cheap)
+        compiled = work.compile()
     for file in tried:
         with contextlib.suppress(OSError):
             file.touch()
     # With its gradient, the caller compiles another program.
     entries = {} if bench.options.time_grad else cache.programs
-    is_named = bench.options.on_gpu and not is_cheap
-    return work.program(compiled, bench.options.platform, is_named=is_named, cache_entries=entries)
+    return work.program(compiled, bench.options.platform, is_named=bench.options.on_gpu, cache_entries=entries)
 
 
 CHEAP_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}

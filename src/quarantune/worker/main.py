@@ -212,7 +212,7 @@ class TaskRunner:
                 case messages.Compile(target=CompileTarget() as target):
                     return compile_for(bench, config, target, hooks, is_cheap=task.is_cheap)
                 case _:
-                    return compile_here(bench, config, hooks, away=away, is_cheap=task.is_cheap)
+                    return compile_here(bench, config, hooks, away=away)
         return None
 
     def _announce(
