@@ -381,3 +381,14 @@ def test_identities_without_a_second_half_are_compared_by_the_first() -> None:
     assert not is_same("program:a.b", "program:a.c")
     assert is_same("program:a.b", "program:c.b"), "of another trace, and lowered alike"
     assert not is_same("program:a.", "program:b.")
+
+
+def test_the_time_of_a_ranked_program_is_known_against_its_own_reference_alone() -> None:
+    measured = Trial(config={"n": 1}, outcome=Outcome.OK, time_ms=1.0, program="program:a.b", cheap_ms=2.0)
+    against = comparable("program:r.s")
+    assert against is not None
+    recall = Recall({("b", against): measured}, has_reference=True)
+    assert recall.time_ms("program:other.b", "program:t.s") == 1.0
+    assert recall.time_ms("program:other.b", "program:r.t") is None, "its output may be wrong beside other defaults"
+    assert recall.time_ms("program:other.b", None) is None
+    assert Recall({("b", NO_REFERENCE): measured}).time_ms("program:other.b", None) == 1.0

@@ -58,9 +58,16 @@ class Recall:
         """Returns the trials of programs that were compiled cheaply, too, which no reference judges."""
         return Recall({(lowered, NO_REFERENCE): _as_cheap(trial) for lowered, trial in self._ranked.items()})
 
-    def time_ms(self, program: str) -> float | None:
-        """Returns the time of a program that was ranked, in milliseconds; None if only a cheap one is known."""
-        trial = self._ranked.get(lowered_half(program))
+    def time_ms(self, program: str, defaults: str | None) -> float | None:
+        """Returns the time of a program in milliseconds; None if it will not be recalled, or has none.
+
+        Args:
+            program: the program.
+            defaults: the program of the function's defaults in this sweep; None if it is not known.
+        """
+        reference = defaults if self.reference is None else self.reference
+        against = None if reference is None else comparable(reference)
+        trial = None if against is None else self._trials.get((lowered_half(program), against))
         return None if trial is None else trial.time_ms
 
     def knows(self, program: str) -> bool:

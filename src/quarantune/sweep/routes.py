@@ -184,12 +184,14 @@ class Routes:
         configs = cheap.configs | left.unfit
         if left.unfit:
             return configs
-        default, recall = self._problem.default, self._request.recall
-        full_ms = {index: recall.time_ms(trial.program) for index, trial in cheap.trials.items()}
+        default = self._problem.default if self._problem.default in configs else UNTUNED
+        reference = cheap.trials[default].program if default in cheap.trials else None
+        recall = self._request.recall
+        full_ms = {index: recall.time_ms(trial.program, reference) for index, trial in cheap.trials.items()}
         screening = Screening(
             configs,
             {index: trial.time_ms for index, trial in cheap.trials.items() if trial.time_ms is not None},
-            defaults=default if default in configs else UNTUNED,
+            defaults=default,
             known_ms={index: ms for index, ms in full_ms.items() if ms is not None},
             best_ms=self._fastest.best_median_ms or math.inf,
             source=source,
