@@ -59,6 +59,13 @@ def test_configs_within_the_margin_are_compiled_fully() -> None:
     assert screening.left.keys() == {5, 6, 7}
 
 
+def test_configs_that_no_ratio_can_rule_out_wait_for_none() -> None:
+    cheap_ms = {0: 1.0, 1: 1.1, 2: 1.15, 3: 1.2, 4: 1.24, 5: 1.26, 6: 5.0, 7: 5.0}
+    assert [*Screening(configs_of(8), cheap_ms).take(8)] == [0, 1, 2, 3, 4]
+    # One that needs no screening may rule out any.
+    assert [*Screening(configs_of(8), cheap_ms, best_ms=0.5).take(8)] == [0, 1, 2]
+
+
 def test_the_defaults_come_first_however_slow_they_are() -> None:
     cheap_ms = {0: 1.0, 1: 1.0, 2: 1.0, 3: 9.0, 4: 9.0, 5: 90.0}
     assert replayed(Screening(configs_of(6), cheap_ms, defaults=5), cheap_ms) == [5, 0, 1, 2]

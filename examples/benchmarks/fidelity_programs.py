@@ -112,17 +112,18 @@ def product(a: Any, b: Any, *, way: str = "whole", parts: int = 1, precision: An
     return out.astype(narrow)
 
 
-def transposed(a: Any, b: Any, **config: Any) -> Any:
+def transposed(a: Any, b: Any, *, way: str = "whole", parts: int = 1) -> Any:
     """Multiplies two matrices that are both stored transposed."""
-    return product(a.T, b.T, **config)
+    return product(a.T, b.T, way=way, parts=parts)
 
 
-def scaled(a: Any, b: Any, by: Any, **config: Any) -> Any:
+def scaled(a: Any, b: Any, by: Any, *, way: str = "whole", parts: int = 1) -> Any:
     """Multiplies two matrices of 8-bit numbers, with a scale for each."""
     return product(
         a.astype(jnp.bfloat16) * by[0].astype(jnp.bfloat16),
         b.astype(jnp.bfloat16) * by[1].astype(jnp.bfloat16),
-        **config,
+        way=way,
+        parts=parts,
     )
 
 

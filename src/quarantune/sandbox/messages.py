@@ -64,9 +64,11 @@ class Prepare(Task):
 
     Attributes:
         has_programs: whether there is.
+        compiles: whether the worker will compile, and needs the device alone.
     """
 
     has_programs: bool = False
+    compiles: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,7 @@ class Measure(Task):
         references: the number of outputs to compare with.
         standard: the position of the output that is right; None where that is not known.
         keeps: whether an output that differs from all of them is kept.
+        ranks: whether the time is only to rank the config: its output is not judged, and few samples suffice.
     """
 
     config: EncodedConfig
@@ -151,6 +154,7 @@ class Measure(Task):
     references: int = 0
     standard: int | None = None
     keeps: bool = False
+    ranks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,8 @@ class Screening(ConfigSource):
 
     A config can win if its cheap time, times the bound, is at most the fastest full time. The bound is the smallest
     ratio of full to cheap time in this sweep, times the margin. No config is ruled out before the defaults and the
-    fastest configs have their ratios. A config without a cheap time is always compiled fully.
+    fastest configs have their ratios. A config without a cheap time is always compiled fully, and so is one whose cheap
+    time, times the margin, is at most the shortest: no ratio can rule it out, so that it waits for none.
 
     Rulings are final only when the source is closed: any trial may lower the bound.
     """
@@ -144,6 +145,8 @@ class Screening(ConfigSource):
         self._ratios = [ms / self._cheap_ms[index] for index, ms in self._known.items()]
         self._best_ms = min([best_ms, *(ms for index, ms in self._known.items() if index != UNTUNED)])
         self._takes_all = False
+        longest_ms = min(self._cheap_ms.values(), default=0.0) / margin if self._best_ms == math.inf else 0.0
+        self._level = {index for index, ms in self._cheap_ms.items() if ms <= longest_ms}
 
     @property
     def is_closed(self) -> bool:
@@ -211,7 +214,7 @@ class Screening(ConfigSource):
         return self._needs_no_bound(index) or self._bound * self._cheap_ms[index] <= self._best_ms
 
     def _needs_no_bound(self, index: int) -> bool:
-        return index in self._known or index not in self._cheap_ms
+        return index in self._known or index in self._level or index not in self._cheap_ms
 
     def _candidates(self) -> list[int]:
         """Returns the configs that may be compiled fully now, in the order of their cheap times."""

@@ -47,7 +47,7 @@ _MOVES = {
     WorkerState.BETWEEN: {WorkerState.COMPILING},
     WorkerState.PARKED: {WorkerState.MEASURING, WorkerState.BETWEEN},
     WorkerState.PREPARING: {WorkerState.IDLE},
-    WorkerState.IDLE: {WorkerState.MEASURING, WorkerState.SIDE_TASK},
+    WorkerState.IDLE: {WorkerState.MEASURING, WorkerState.COMPILING, WorkerState.SIDE_TASK},
     WorkerState.MEASURING: {WorkerState.PARKED, WorkerState.IDLE, WorkerState.BETWEEN},
     WorkerState.SIDE_TASK: set(),
     WorkerState.DYING: set(),

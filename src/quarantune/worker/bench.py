@@ -115,6 +115,10 @@ class Bench:
             self._attaching = threading.Thread(target=self._attach, daemon=True)
             self._attaching.start()
 
+    def take_device(self) -> None:
+        """Makes a context on the device, and nothing else."""
+        jax.local_devices()
+
     def still_works(self) -> bool:
         """Returns whether the device still computes, after an exception: some leave it unusable for this process."""
         with contextlib.suppress(Exception):
@@ -263,7 +267,12 @@ class Bench:
         return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
     def measure(
-        self, program: Program, *, best_median_ms: float | None, disturbance: sampling.Disturbance | None = None
+        self,
+        program: Program,
+        *,
+        best_median_ms: float | None,
+        disturbance: sampling.Disturbance | None = None,
+        most: int | None = None,
     ) -> Measurement:
         """Times a program.
 
@@ -271,6 +280,7 @@ class Bench:
             program: the program; it has run once.
             best_median_ms: the time of the fastest config so far; None for none.
             disturbance: as for `sampling.measure`.
+            most: the largest number of samples; None for that of the options.
 
         Returns:
             The samples.
@@ -284,7 +294,7 @@ class Bench:
         clock, last = self.clock(program), self._last_run_of(program)
         samples = sampling.measure(
             clock.take,
-            rep=self.options.rep,
+            rep=self.options.rep if most is None else min(most, self.options.rep),
             best_median_ms=best_median_ms,
             margin=model.MARGINS[clock.name],
             before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,

@@ -24,7 +24,7 @@ from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK
 from quarantune.host.waits import RunTime, run_limit
 from quarantune.jax_internals.other_processes import load_plugins, shares_what_xla_finds
-from quarantune.measure import sampling
+from quarantune.measure import model, sampling
 from quarantune.sandbox import contain, messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.template_messages import WorkerOptions
@@ -160,7 +160,10 @@ class TaskRunner:
         self._bench = bench = self.bench_for(task)
         match task:
             case messages.Prepare():
-                bench.prepare(fds[task.has_programs :], fds[0] if task.has_programs else None)
+                if task.compiles:
+                    bench.take_device()
+                else:
+                    bench.prepare(fds[task.has_programs :], fds[0] if task.has_programs else None)
                 yield messages.Ready(**self._heading(), modules=self.new_modules())
             case messages.Expect():
                 bench.expect(task.outputs, *fds)
@@ -246,7 +249,10 @@ class TaskRunner:
     def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Iterator[Reply]:
         program = (yield from self.load(bench, task.config, fds[0])) if task.load else self.program
         judgement = None
-        if not task.checked:
+        if task.ranks:
+            yield self.entered(Phase.CHECK)
+            bench.run(program)
+        elif not task.checked:
             yield self.entered(Phase.CHECK)
             judgement = self._check(bench, program, task, fds)
             if judgement.wrong is not None:
@@ -266,7 +272,8 @@ class TaskRunner:
                 return
         yield self.entered(Phase.MEASURE)
         disturbance = sampling.Disturbance(list(task.disturbed))
-        measured = bench.measure(program, best_median_ms=task.best_median_ms, disturbance=disturbance)
+        most = model.FEW if task.ranks else None
+        measured = bench.measure(program, best_median_ms=task.best_median_ms, disturbance=disturbance, most=most)
         if not task.load and (not measured.is_slow or bench.is_plain):
             self.save_finalist(bench, program, fds[0])
         yield messages.Measured(**self._heading(), **vars(measured), judgement=judgement)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Self
 
-from quarantune.sandbox.messages import Compile
+from quarantune.sandbox.messages import Compile, Prepare
 from quarantune.scheduler.bursts import Stream
 from quarantune.scheduler.plan import Numbers
 from quarantune.scheduler.routes.base import Conditions, WithoutDevice, compiles_apart
 from quarantune.scheduler.routes.prepared_ahead import PreparedAhead
 from quarantune.scheduler.routes.split import Split
-from quarantune.scheduler.workers import DeviceState, Job
+from quarantune.scheduler.workers import DeviceState, Job, WorkerState
 from quarantune.values.trial import CompileTarget, Route
 
 
@@ -33,15 +33,35 @@ class Apart(WithoutDevice, PreparedAhead):
         return not device.is_cramped and self._run.may_start_on(device)
 
 
+_COMPILING_NEXT = 4
+"""How many workers take the device to compile the defaults and the fastest three configs fully."""
+
+
 class Cheaply(Apart):
-    """The same with programs that are compiled cheaply; their times rank the configs, and are nobody's result."""
+    """The same with programs that are compiled cheaply; their times rank the configs, and are nobody's result.
+
+    The workers that compile fully next take the device meanwhile, once the one that measures has it.
+    """
+
+    _ranks = True
 
     def __init__(self, numbers: Numbers, *, target: CompileTarget | None = None, confirms: bool = False) -> None:
         # An error is met again where the config is compiled fully.
         super().__init__(numbers, target=target, confirms=False)
+        self._ahead_on = set[DeviceState]()
 
     def _task(self, job: Job, *, last: bool) -> Compile:
         return dataclasses.replace(super()._task(job, last=last), is_cheap=True)
+
+    def prepare_on(self, device: DeviceState) -> None:
+        """Starts the standby workers that will be needed, here and by the route that follows."""
+        super().prepare_on(device)
+        run = self._run
+        is_first_ready = any(worker.state is WorkerState.IDLE for worker in run.workers.standby(device))
+        if is_first_ready and device not in self._ahead_on and not (device.is_cramped or run.worker_count.waits):
+            self._ahead_on.add(device)
+            for _ in range(-(-_COMPILING_NEXT // len(run.devices))):
+                self._prepare(device, Prepare(compiles=True))
 
 
 class ApartInTurns(WithoutDevice, Split):

@@ -128,6 +128,8 @@ class TrialRoute:
     """How compiling and measuring share the machine; by default, the two alternate."""
     _pauses = True
     """Whether all configs run once before those that may still win go on."""
+    _ranks = False
+    """Whether times only rank configs, and outputs are not judged."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
@@ -298,6 +300,7 @@ class TrialRoute:
             references=len(run.reference.fds),
             standard=run.reference.standard,
             keeps=run.reference.keeps,
+            ranks=self._ranks,
             last=self._ends_with(worker),
         )
         fds = [job.executable_fd, *run.reference.fds]
