@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 from scripted import (
     ROUTES,
     SLOTS,
+    TARGET,
     Act,
     Clock,
     FakeSandbox,
@@ -32,8 +34,10 @@ from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.sandbox.workforce import Said
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S
+from quarantune.scheduler.routes.apart import Cheaply
 from quarantune.values import codec
 from quarantune.values.codec import DamageError
+from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Route, SandboxError, Trial
 
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
@@ -325,6 +329,39 @@ def test_a_worker_that_dies_after_a_later_route_has_taken_it_is_replaced() -> No
     given = workers_of_two_routes(Route.HANDED_OVER, dies)
     assert len(given["Prepare"]) == 2
     assert given["Measure"] == given["Prepare"] - {min(given["Prepare"])}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_workers_that_compile_fully_take_the_device_while_others_compile_cheaply(dies: bool) -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        is_lost = dies and worker.do == "Prepare" and worker.task.compiles
+        return [(0.1, worker.says("PhaseEntered", "load")), (0.1, worker.ends(None))] if is_lost else None
+
+    clock, trials = Clock(), dict[int, Trial]()
+    sandbox = FakeSandbox(clock, act)
+    scenario = plan_for(Route.HANDED_OVER, configs_per_worker=16)
+    ranking = dataclasses.replace(scenario, make_route=lambda: Cheaply(scenario.numbers, target=TARGET))
+
+    def on_trial(index: int, trial: Trial, log: str) -> None:
+        trials[index] = trial
+
+    configs: dict[int, Config] = {index: {"id": index} for index in range(6)}
+    earlier = ranking.scheduler(sandbox, on_trial=on_trial, clock=clock)
+    assert earlier.run(configs).unfit == {}
+    cheaply = {worker.number for worker in sandbox.given if worker.do == "Compile"}
+    ready = {worker.number for worker in sandbox.given if worker.do == "Prepare" and worker.task.compiles}
+    assert len(ready) == 4
+    later = scenario.scheduler(sandbox, on_trial=on_trial, clock=clock)
+    later.take_standby_workers(earlier)
+    later.run({index: configs[index] for index in range(4)})
+    assert [trials[index].outcome for index in configs] == ["ok"] * 6
+    fully = {worker.number for worker in sandbox.given if worker.do == "Compile"} - cheaply
+    assert fully.isdisjoint(ready) if dies else fully <= ready
+    measuring = {worker.number for worker in sandbox.given if worker.do == "Measure"}
+    assert measuring.isdisjoint(ready)
+    assert len(measuring) == 1
+    for scheduler in (earlier, later):
+        scheduler.close()
 
 
 def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import weakref
 from collections.abc import Sequence
@@ -114,10 +115,6 @@ class Bench:
         if self._has_own_clock():
             self._attaching = threading.Thread(target=self._attach, daemon=True)
             self._attaching.start()
-
-    def take_device(self) -> None:
-        """Makes a context on the device, and nothing else."""
-        jax.local_devices()
 
     def still_works(self) -> bool:
         """Returns whether the device still computes, after an exception: some leave it unusable for this process."""
@@ -266,13 +263,18 @@ class Bench:
             return clocks.queued_clock(dispatch)
         return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
+    def rank(self, program: Program, *, best_median_ms: float | None) -> Measurement:
+        """Times a program that need not have run, with few samples, and looks at no output."""
+        self._await_clock()
+        clock = self.clock(program)
+        margin, rep = model.MARGINS[clock.name], min(model.FEW, self.options.rep)
+        samples = sampling.measure(
+            clock.take, rep=rep, best_median_ms=best_median_ms, margin=margin, is_exact=clock.is_exact
+        )
+        return _measurement(samples, clock)
+
     def measure(
-        self,
-        program: Program,
-        *,
-        best_median_ms: float | None,
-        disturbance: sampling.Disturbance | None = None,
-        most: int | None = None,
+        self, program: Program, *, best_median_ms: float | None, disturbance: sampling.Disturbance | None = None
     ) -> Measurement:
         """Times a program.
 
@@ -280,7 +282,6 @@ class Bench:
             program: the program; it has run once.
             best_median_ms: the time of the fastest config so far; None for none.
             disturbance: as for `sampling.measure`.
-            most: the largest number of samples; None for that of the options.
 
         Returns:
             The samples.
@@ -294,7 +295,7 @@ class Bench:
         clock, last = self.clock(program), self._last_run_of(program)
         samples = sampling.measure(
             clock.take,
-            rep=self.options.rep if most is None else min(most, self.options.rep),
+            rep=self.options.rep,
             best_median_ms=best_median_ms,
             margin=model.MARGINS[clock.name],
             before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,
@@ -302,15 +303,8 @@ class Bench:
             is_exact=clock.is_exact,
             disturbance=disturbance,
         )
-        ranking_ms = samples.ranking_ms(is_exact=clock.is_exact)
-        return Measurement(
-            samples_ms=samples.samples_ms,
-            cpu_ms=() if clock.is_exact else samples.cpu_ms,
-            ranking_ms=ranking_ms,
-            clock=clock.name,
-            is_slow=samples.is_ruled_out,
-            observed=self._observed(program, ranking_ms),
-        )
+        measured = _measurement(samples, clock)
+        return dataclasses.replace(measured, observed=self._observed(program, measured.ranking_ms))
 
     def _observed(self, program: Program, time_ms: float) -> dict[str, float]:
         """Returns the figures of all observers for one run that takes about so long.
@@ -385,6 +379,16 @@ class Bench:
         if self._flush is None:
             self._flush = clocks.Flush(jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile())
         return self._flush
+
+
+def _measurement(samples: sampling.Sampled, clock: clocks.Clock) -> Measurement:
+    return Measurement(
+        samples_ms=samples.samples_ms,
+        cpu_ms=() if clock.is_exact else samples.cpu_ms,
+        ranking_ms=samples.ranking_ms(is_exact=clock.is_exact),
+        clock=clock.name,
+        is_slow=samples.is_ruled_out,
+    )
 
 
 def _devices_of(arguments: Arguments) -> set[Any]:

@@ -24,7 +24,7 @@ from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK
 from quarantune.host.waits import RunTime, run_limit
 from quarantune.jax_internals.other_processes import load_plugins, shares_what_xla_finds
-from quarantune.measure import model, sampling
+from quarantune.measure import sampling
 from quarantune.sandbox import contain, messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.template_messages import WorkerOptions
@@ -160,9 +160,7 @@ class TaskRunner:
         self._bench = bench = self.bench_for(task)
         match task:
             case messages.Prepare():
-                if task.compiles:
-                    bench.take_device()
-                else:
+                if not task.compiles:  # the bench has the device
                     bench.prepare(fds[task.has_programs :], fds[0] if task.has_programs else None)
                 yield messages.Ready(**self._heading(), modules=self.new_modules())
             case messages.Expect():
@@ -251,8 +249,9 @@ class TaskRunner:
         judgement = None
         if task.ranks:
             yield self.entered(Phase.CHECK)
-            bench.run(program)
-        elif not task.checked:
+            yield messages.Measured(**self._heading(), **vars(bench.rank(program, best_median_ms=task.best_median_ms)))
+            return
+        if not task.checked:
             yield self.entered(Phase.CHECK)
             judgement = self._check(bench, program, task, fds)
             if judgement.wrong is not None:
@@ -272,8 +271,7 @@ class TaskRunner:
                 return
         yield self.entered(Phase.MEASURE)
         disturbance = sampling.Disturbance(list(task.disturbed))
-        most = model.FEW if task.ranks else None
-        measured = bench.measure(program, best_median_ms=task.best_median_ms, disturbance=disturbance, most=most)
+        measured = bench.measure(program, best_median_ms=task.best_median_ms, disturbance=disturbance)
         if not task.load and (not measured.is_slow or bench.is_plain):
             self.save_finalist(bench, program, fds[0])
         yield messages.Measured(**self._heading(), **vars(measured), judgement=judgement)
