@@ -55,6 +55,8 @@ def compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
     noted = Compiles()
 
     class CheaplyInTurns(ApartInTurns):
+        _ranks = True
+
         def _task(self, job: Job, *, last: bool) -> Compile:
             noted.cheaply.append(job.config)
             return dataclasses.replace(super()._task(job, last=last), is_cheap=True)

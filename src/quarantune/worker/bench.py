@@ -21,7 +21,7 @@ from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.sandbox.program_file import ProgramFile
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes
 from quarantune.transport.payload import Call
-from quarantune.values.codec import restore
+from quarantune.values.codec import is_plausible_ms, restore
 from quarantune.values.configs import Config
 from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
@@ -30,6 +30,8 @@ from quarantune.worker.judging import Judge, StaleMemory
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
+_LONG_MS = 1.0
+"""A single run that takes longer ranks a config well enough."""
 
 
 class Bench:
@@ -263,15 +265,17 @@ class Bench:
             return clocks.queued_clock(dispatch)
         return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
-    def rank(self, program: Program, *, best_median_ms: float | None) -> Measurement:
+    def rank(self, program: Program) -> Measurement:
         """Times a program that need not have run, with few samples, and looks at no output."""
         self._await_clock()
         clock = self.clock(program)
-        margin, rep = model.MARGINS[clock.name], min(model.FEW, self.options.rep)
-        samples = sampling.measure(
-            clock.take, rep=rep, best_median_ms=best_median_ms, margin=margin, is_exact=clock.is_exact
-        )
-        return _measurement(samples, clock)
+        if not clock.is_exact:
+            clock.take(1)  # it is cold
+        samples = [*clock.take(1)]
+        if all(sample.whole < _LONG_MS for sample in samples):
+            samples += clock.take(model.FEW - 1)
+        samples = [sample for sample in samples if is_plausible_ms(sample.whole)]
+        return _measurement(sampling.Sampled(tuple(samples)), clock)
 
     def measure(
         self, program: Program, *, best_median_ms: float | None, disturbance: sampling.Disturbance | None = None
