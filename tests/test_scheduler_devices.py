@@ -331,11 +331,14 @@ def test_a_worker_that_dies_after_a_later_route_has_taken_it_is_replaced() -> No
     assert given["Measure"] == given["Prepare"] - {min(given["Prepare"])}
 
 
-@pytest.mark.parametrize("dies", [False, True])
-def test_workers_that_compile_fully_take_the_device_while_others_compile_cheaply(dies: bool) -> None:
+@pytest.mark.parametrize("ends", ["well", "lost", "crashed"])
+def test_workers_that_compile_fully_take_the_device_while_others_compile_cheaply(ends: str) -> None:
+    dies = ends != "well"
+
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        is_lost = dies and worker.do == "Prepare" and worker.task.compiles
-        return [(0.1, worker.says("PhaseEntered", "load")), (0.1, worker.ends(None))] if is_lost else None
+        status = None if ends == "lost" else -11
+        steps = [(0.1, worker.says("PhaseEntered", "load")), (0.1, worker.ends(status))]
+        return steps if dies and worker.do == "Prepare" and worker.task.compiles else None
 
     clock, trials = Clock(), dict[int, Trial]()
     sandbox = FakeSandbox(clock, act)

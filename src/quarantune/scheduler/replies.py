@@ -311,7 +311,7 @@ class Replies:
     def _make_room(self, device: DeviceState) -> bool:
         """Retires the other workers on a device, whose memory a config lacked; returns whether there were any."""
         beside = [worker for worker in self._run.workers if worker.state is WorkerState.SIDE_TASK]
-        others = [*self._run.workers.standby(device), *(worker for worker in beside if worker.device is device)]
+        others = [*self._run.workers.ready_on(device), *(worker for worker in beside if worker.device is device)]
         for worker in others:
             self._run.workers.retire(worker)
         device.is_cramped = device.is_cramped or bool(others)

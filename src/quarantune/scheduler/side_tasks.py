@@ -57,9 +57,8 @@ def may_be_repeated(run: RunState, verdict: WorkerVerdict, tries: int) -> bool:
 
 
 def idle_on(run: RunState, device: DeviceState) -> Worker | None:
-    """Returns a standby worker that is ready, if there is one: rather one that has measured, and has its arguments."""
-    idle = [worker for worker in run.workers.standby(device) if worker.state is WorkerState.IDLE]
-    return max(idle, key=lambda worker: worker.used, default=None)
+    """Returns a standby worker that is ready, if there is one."""
+    return next((worker for worker in run.workers.standby(device) if worker.state is WorkerState.IDLE), None)
 
 
 class SideTasks:

@@ -282,6 +282,7 @@ class Worker:
         raised_at: the place of the exception that its task failed with.
         verdict: the meaning of its end, once decided.
         is_bare: whether no config has begun in it.
+        will_compile: whether it was made ready to compile, and not to measure.
     """
 
     number: int
@@ -309,6 +310,7 @@ class Worker:
     raised_at: str = ""
     verdict: WorkerVerdict | None = None
     is_bare: bool = True
+    will_compile: bool = False
 
     def transition(self, state: WorkerState) -> None:
         """Moves to another state.
@@ -393,9 +395,9 @@ class Worker:
         """Has no job any more, since that has ended."""
         self.job = None
 
-    def started_beside(self, others: int) -> None:
-        """Was made ready while so many others had the same device."""
-        self.is_ahead = others > 0
+    def started_beside(self, others: int, *, will_compile: bool) -> None:
+        """Was made ready, to compile or to measure, while so many others had the same device."""
+        self.is_ahead, self.will_compile = others > 0, will_compile
 
     def stood_still(self, seconds: float) -> None:
         """Stood still, perhaps, as the caller did: the time does not count."""
@@ -517,6 +519,10 @@ class Workers:
 
     def standby(self, device: DeviceState) -> list[Worker]:
         """Returns the standby workers of a device, those too that were killed as such and are still dying."""
+        return [worker for worker in self.ready_on(device) if not worker.will_compile]
+
+    def ready_on(self, device: DeviceState) -> list[Worker]:
+        """Returns the standby workers of a device, and those that were made ready to compile."""
         return [each for each in self if each.device is device and (each.killed_in or each.state) in _STANDBY]
 
     def startup_deadline(self) -> float:
@@ -577,7 +583,7 @@ class Workers:
 
     def give_standby(self, device: DeviceState, to: Workers, as_device: DeviceState) -> None:
         """Gives the standby workers of a device to the workers of another run, where that device has a state, too."""
-        for worker in [worker for worker in self.standby(device) if worker.is_standby]:
+        for worker in [worker for worker in self.ready_on(device) if worker.is_standby]:
             worker.device = as_device
             to._by_number[worker.number] = self._by_number.pop(worker.number)
 

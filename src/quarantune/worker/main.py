@@ -160,7 +160,9 @@ class TaskRunner:
         self._bench = bench = self.bench_for(task)
         match task:
             case messages.Prepare():
-                if not task.compiles:  # the bench has the device
+                if task.compiles:
+                    bench.prepare_to_compile()
+                else:
                     bench.prepare(fds[task.has_programs :], fds[0] if task.has_programs else None)
                 yield messages.Ready(**self._heading(), modules=self.new_modules())
             case messages.Expect():

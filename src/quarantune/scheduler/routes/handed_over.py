@@ -35,5 +35,4 @@ class HandedOver(PreparedAhead):
         if (worker := super().reusable(job)) is not None or job.was_lost or job.needs_fresh or job.is_alone:
             return worker
         idle = self._run.workers.in_state(WorkerState.IDLE)
-        fresh = [worker for worker in idle if worker.is_bare]
-        return fresh[-1] if fresh and len(idle) > 1 else None
+        return next((worker for worker in idle if worker.will_compile), None)
