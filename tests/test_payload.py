@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from helpers import python
@@ -27,6 +28,7 @@ from jax.extend.core import Primitive, primitives
 
 import quarantune
 from quarantune import jax_internals
+from quarantune.functions.description import describe_arguments
 from quarantune.sandbox import spool
 from quarantune.transport import arrays, payload, pickling
 from quarantune.transport.payload import Call
@@ -567,6 +569,56 @@ def _roundtrip(fn: Any, *args: Any, **kwargs: Any) -> tuple[Call, tuple[Any, ...
 
 def _plain(*args: Any, **kwargs: Any) -> None:
     """A function for tests of arguments."""
+
+
+def _read_only() -> np.ndarray[Any, Any]:
+    array = np.ones((3, 4))
+    array.setflags(write=False)
+    return array
+
+
+ARGUMENTS: dict[str, Callable[[], Any]] = {
+    "every other element": lambda: np.ones((8, 6))[::2, ::3],
+    "backwards": lambda: np.arange(6)[::-1],
+    "broadcast": lambda: np.broadcast_to(np.float32(1), (3, 4)),
+    "in columns": lambda: np.asfortranarray(np.ones((3, 4))),
+    "transposed": lambda: np.ones((3, 4, 5)).transpose(2, 0, 1),
+    "overlapping windows": lambda: np.lib.stride_tricks.sliding_window_view(np.arange(6.0), 3),
+    "read-only": _read_only,
+    "off its alignment": lambda: np.frombuffer(bytes(17), np.uint8)[1:].view(np.float64),
+    "empty": lambda: np.ones((0, 3)),
+    "scalar of NumPy": lambda: np.float32(2),
+    "without axes": lambda: np.array(3.0),
+    "of the other byte order": lambda: np.arange(3, dtype=">i4"),
+    "bfloat16": lambda: np.ones(3, ml_dtypes.bfloat16),
+    "float8": lambda: np.ones(3, ml_dtypes.float8_e4m3fn),
+    "int4": lambda: np.ones(3, ml_dtypes.int4),
+    "complex": lambda: np.ones(3, np.complex64),
+    "records": lambda: np.zeros(2, [("a", "i4"), ("b", "f8")]),
+    "objects": lambda: np.array([1, None, "a"], object),
+    "text": lambda: np.array(["a", "bc"]),
+    "dates": lambda: np.zeros(2, "M8[s]"),
+    "masked": lambda: np.ma.masked_array([1, 2], [0, 1]),
+    "weakly typed": lambda: jnp.asarray(2.0),
+    "of JAX": lambda: jnp.ones((2, 3), jnp.bfloat16),
+    "key": lambda: jax.random.key(0),
+    "keys of another kind": lambda: jax.random.split(jax.random.key(0, impl="rbg"), 3),
+    "in the host's memory": lambda: jax.device_put(
+        jnp.ones(3), jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    ),
+    "in a dict": lambda: {"a": np.ones((4, 4))[::2], "b": [jnp.ones(3), 2, "x"]},
+}
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_all_that_counts_of_an_argument_travels(kind: str, is_jitted: bool) -> None:
+    def described(argument: Any) -> dict[str, Any]:
+        return describe_arguments({"x": argument}, (), is_jitted=is_jitted)
+
+    argument = ARGUMENTS[kind]()
+    _, (arrived,), _ = _roundtrip(jax.jit(_plain) if is_jitted else _plain, argument)
+    assert described(arrived) == described(argument)
 
 
 def test_a_function_of_an_importable_module_stays_identical() -> None:
