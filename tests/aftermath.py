@@ -156,9 +156,16 @@ def descriptors() -> dict[str, int]:
 def shared_memory() -> list[str]:
     """Returns the names in /dev/shm, except for semaphores of `multiprocessing` and files of browsers.
 
-    The whole machine shares it: other tests, which run at the same time, make files there and remove them.
+    The whole machine shares it: other tests, which run at the same time, make files there and remove them. Those of
+    other processes that live, whose names tell them, are left out.
     """
-    return [name for name in _names(Path("/dev/shm")) if not name.startswith(("sem.mp-", ".org.chromium."))]
+    names = [name for name in _names(Path("/dev/shm")) if not name.startswith(("sem.mp-", ".org.chromium."))]
+    return [name for name in names if not _is_of_another(name)]
+
+
+def _is_of_another(name: str) -> bool:
+    owner = re.match(r"(?:sem\.)?quarantune-(\d+)-", name)
+    return owner is not None and int(owner[1]) != os.getpid() and Path("/proc", owner[1]).is_dir()
 
 
 def _names(directory: Path) -> list[str]:
