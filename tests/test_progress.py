@@ -582,7 +582,10 @@ def test_a_sweep_reports_phases_and_the_time_of_the_untuned_function(
 
 # --- real programs ------------------------------------------------------------------------------------------
 
-LAST = r"matmul f32\[8,8\]: (\d+) configs in [\d.]+ s \(1 failed(?:, \d recalled)?\), best BM=\d+, .*the defaults.* \(.*\d ms\); saved"
+LAST = (
+    r"matmul f32\[8,8\]: (\d+) configs in [\d.]+ s \(1 failed(?:, \d recalled)?\), "
+    r"best BM=\d+, .*the defaults.* \(.*\d ms\); saved"
+)
 DISTURBANCES = (
     r".*: UserWarning: careful \d+",
     r'  warnings\.warn\(f"careful \{number\}"\)',
