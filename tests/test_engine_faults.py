@@ -409,7 +409,8 @@ def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkey
     append = Journal.append
 
     def append_as_slow(journal: Journal, record: Any) -> None:
-        append(journal, {**record, "trial": {**record["trial"], "outcome": "slow"}})
+        is_trial = "trial" in record  # and not the key of its call, which has a journal of its own
+        append(journal, {**record, "trial": {**record["trial"], "outcome": "slow"}} if is_trial else record)
 
     def interrupt(index: int, phase: str) -> None:
         if (index, phase) == (1, "end"):
