@@ -58,7 +58,7 @@ class Probe(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepare(Task):
-    """Take the device and make the arguments; answered by `Ready`.
+    """Take the device and make the arguments; answered by `Ready`, unless the worker will compile.
 
     Its descriptors are the outputs to compare with, after a file as for `Expect` where there is one with programs.
 

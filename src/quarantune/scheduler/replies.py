@@ -292,7 +292,7 @@ class Replies:
             device.is_cramped = True
         if run.worker_count.most == 1:
             for other in run.workers:
-                if other.is_standby or other.state is WorkerState.BETWEEN:
+                if other.is_standby or other.state in (WorkerState.BETWEEN, WorkerState.AHEAD):
                     run.workers.retire(other)
         if job is not None:
             (run.jobs.again_alone if run.worker_count.most == 1 else run.jobs.again)(job)
@@ -310,8 +310,8 @@ class Replies:
 
     def _make_room(self, device: DeviceState) -> bool:
         """Retires the other workers on a device, whose memory a config lacked; returns whether there were any."""
-        beside = [worker for worker in self._run.workers if worker.state is WorkerState.SIDE_TASK]
-        others = [*self._run.workers.ready_on(device), *(worker for worker in beside if worker.device is device)]
+        beside = self._run.workers.in_state(WorkerState.SIDE_TASK, WorkerState.AHEAD)
+        others = [*self._run.workers.standby(device), *(worker for worker in beside if worker.device is device)]
         for worker in others:
             self._run.workers.retire(worker)
         device.is_cramped = device.is_cramped or bool(others)

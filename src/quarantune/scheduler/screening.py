@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Finish
 from quarantune.values.configs import Config
@@ -84,18 +85,8 @@ class CheapTrials:
 
 def _ruled_out(cheap: Trial, message: str) -> Trial:
     """Returns the trial of a config whose cheap one has ruled it out; nothing was measured of its own program."""
-    return dataclasses.replace(
-        cheap,
-        outcome=Outcome.SLOW,
-        message=message,
-        cheap_ms=cheap.time_ms,
-        time_ms=None,
-        own_ms=None,
-        samples_ms=(),
-        clock="",
-        figures=None,
-        recalled_from=None,
-    )
+    none: Any = {"time_ms": None, "own_ms": None, "samples_ms": (), "clock": "", "figures": None, "recalled_from": None}
+    return dataclasses.replace(cheap, outcome=Outcome.SLOW, message=message, cheap_ms=cheap.time_ms, **none)
 
 
 class Screening(ConfigSource):

@@ -19,7 +19,7 @@ _WAITING_LOOK_S = 1.0
 _FREE_LOOK_S = 1.0
 _FAST_BYTES = 64 << 20
 _FLOOR_BYTES = 256 << 20
-_WAITING = (WorkerState.PARKED, WorkerState.IDLE)
+_WAITING = (WorkerState.PARKED, WorkerState.IDLE, WorkerState.AHEAD)
 
 
 class MemoryWatch:

@@ -34,6 +34,8 @@ class WorkerState(enum.Enum):
     """It is a standby worker that is not ready yet."""
     IDLE = enum.auto()
     """It is a standby worker that is ready for a config."""
+    AHEAD = enum.auto()
+    """It takes its device, or has it, and will compile on the route that follows."""
     MEASURING = enum.auto()
     """It checks and measures its config, and holds its device."""
     SIDE_TASK = enum.auto()
@@ -47,7 +49,8 @@ _MOVES = {
     WorkerState.BETWEEN: {WorkerState.COMPILING},
     WorkerState.PARKED: {WorkerState.MEASURING, WorkerState.BETWEEN},
     WorkerState.PREPARING: {WorkerState.IDLE},
-    WorkerState.IDLE: {WorkerState.MEASURING, WorkerState.COMPILING, WorkerState.SIDE_TASK},
+    WorkerState.IDLE: {WorkerState.MEASURING, WorkerState.SIDE_TASK},
+    WorkerState.AHEAD: {WorkerState.BETWEEN},
     WorkerState.MEASURING: {WorkerState.PARKED, WorkerState.IDLE, WorkerState.BETWEEN},
     WorkerState.SIDE_TASK: set(),
     WorkerState.DYING: set(),
@@ -282,7 +285,6 @@ class Worker:
         raised_at: the place of the exception that its task failed with.
         verdict: the meaning of its end, once decided.
         is_bare: whether no config has begun in it.
-        will_compile: whether it was made ready to compile, and not to measure.
     """
 
     number: int
@@ -310,7 +312,6 @@ class Worker:
     raised_at: str = ""
     verdict: WorkerVerdict | None = None
     is_bare: bool = True
-    will_compile: bool = False
 
     def transition(self, state: WorkerState) -> None:
         """Moves to another state.
@@ -395,9 +396,9 @@ class Worker:
         """Has no job any more, since that has ended."""
         self.job = None
 
-    def started_beside(self, others: int, *, will_compile: bool) -> None:
-        """Was made ready, to compile or to measure, while so many others had the same device."""
-        self.is_ahead, self.will_compile = others > 0, will_compile
+    def started_beside(self, others: int) -> None:
+        """Was made ready while so many others had the same device."""
+        self.is_ahead = others > 0
 
     def stood_still(self, seconds: float) -> None:
         """Stood still, perhaps, as the caller did: the time does not count."""
@@ -519,10 +520,6 @@ class Workers:
 
     def standby(self, device: DeviceState) -> list[Worker]:
         """Returns the standby workers of a device, those too that were killed as such and are still dying."""
-        return [worker for worker in self.ready_on(device) if not worker.will_compile]
-
-    def ready_on(self, device: DeviceState) -> list[Worker]:
-        """Returns the standby workers of a device, and those that were made ready to compile."""
         return [each for each in self if each.device is device and (each.killed_in or each.state) in _STANDBY]
 
     def startup_deadline(self) -> float:
@@ -582,9 +579,14 @@ class Workers:
         worker.deadline = self._clock() + KILL_DEADLINE_S
 
     def give_standby(self, device: DeviceState, to: Workers, as_device: DeviceState) -> None:
-        """Gives the standby workers of a device to the workers of another run, where that device has a state, too."""
-        for worker in [worker for worker in self.ready_on(device) if worker.is_standby]:
+        """Gives the standby workers of a device to the workers of another run, where that device has a state, too.
+
+        Those that are ahead may now compile.
+        """
+        for worker in [each for each in self.in_state(*_STANDBY, WorkerState.AHEAD) if each.device is device]:
             worker.device = as_device
+            if worker.state is WorkerState.AHEAD:
+                worker.transition(WorkerState.BETWEEN)
             to._by_number[worker.number] = self._by_number.pop(worker.number)
 
     def remove(self, worker: Worker) -> None:

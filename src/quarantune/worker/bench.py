@@ -278,8 +278,6 @@ class Bench:
         """Times a program that need not have run, with few samples, and looks at no output."""
         self._await_clock()
         clock = self.clock(program)
-        if not clock.is_exact:
-            clock.take(1)  # it is cold
         samples = [*clock.take(1)]
         if all(sample.whole < _LONG_MS for sample in samples):
             samples += clock.take(model.FEW - 1)

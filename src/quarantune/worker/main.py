@@ -159,11 +159,10 @@ class TaskRunner:
             return
         self._bench = bench = self.bench_for(task)
         match task:
+            case messages.Prepare(compiles=True):
+                bench.prepare_to_compile()
             case messages.Prepare():
-                if task.compiles:
-                    bench.prepare_to_compile()
-                else:
-                    bench.prepare(fds[task.has_programs :], fds[0] if task.has_programs else None)
+                bench.prepare(fds[task.has_programs :], fds[0] if task.has_programs else None)
                 yield messages.Ready(**self._heading(), modules=self.new_modules())
             case messages.Expect():
                 bench.expect(task.outputs, *fds)
@@ -249,12 +248,11 @@ class TaskRunner:
     def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Iterator[Reply]:
         program = (yield from self.load(bench, task.config, fds[0])) if task.load else self.program
         judgement = None
-        if task.ranks:
-            yield self.entered(Phase.CHECK)
-            yield messages.Measured(**self._heading(), **vars(bench.rank(program)))
-            return
         if not task.checked:
             yield self.entered(Phase.CHECK)
+            if task.ranks:
+                yield messages.Measured(**self._heading(), **vars(bench.rank(program)))
+                return
             judgement = self._check(bench, program, task, fds)
             if judgement.wrong is not None:
                 text = shortened(without_frames(judgement.wrong))

@@ -58,7 +58,7 @@ class Cheaply(Apart):
         if is_first_ready and device not in self._ahead_on and not (device.is_cramped or run.worker_count.waits):
             self._ahead_on.add(device)
             for _ in range(self.numbers.parked // len(run.devices)):
-                self._prepare(device, Prepare(compiles=True))
+                run.workers.start(Prepare(compiles=True), WorkerState.AHEAD, device=device).wait()
 
 
 class ApartInTurns(WithoutDevice, Split):

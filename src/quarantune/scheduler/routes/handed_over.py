@@ -7,7 +7,6 @@ from typing import Self
 from quarantune.scheduler.bursts import Batches
 from quarantune.scheduler.routes.base import DEVICE_PARKED, Conditions
 from quarantune.scheduler.routes.prepared_ahead import PreparedAhead
-from quarantune.scheduler.workers import Job, Worker, WorkerState
 from quarantune.values.trial import Route
 
 
@@ -29,10 +28,3 @@ class HandedOver(PreparedAhead):
         """Returns the route under some conditions; `is_closed` says that no search adds configs."""
         slots, each = min(given.slots, given.devices * DEVICE_PARKED), given.configs_per_worker
         return cls(given.in_files(slots, is_closed=is_closed, configs_per_worker=each, compiles_per_worker=each))
-
-    def reusable(self, job: Job) -> Worker | None:
-        """Returns a worker that is done with other configs, or that an earlier route has made ready to compile."""
-        if (worker := super().reusable(job)) is not None or job.was_lost or job.needs_fresh or job.is_alone:
-            return worker
-        idle = self._run.workers.in_state(WorkerState.IDLE)
-        return next((worker for worker in idle if worker.will_compile), None)

@@ -115,5 +115,5 @@ class Split(TrialRoute):
         """Starts a standby worker, with the descriptors of its task and those of the outputs to compare with."""
         run = self._run
         worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=[*fds, *run.reference.fds])
-        worker.started_beside(run.workers.on(device) - 1, will_compile=task.compiles)
+        worker.started_beside(run.workers.on(device) - 1)
         return worker
