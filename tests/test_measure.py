@@ -444,6 +444,18 @@ def test_configs_with_the_same_program_share_its_times_in_the_final() -> None:
     assert finals.with_same_program({3: [1.1]}, trials) == {3: [1.1], 5: [1.1]}
 
 
+@pytest.mark.parametrize(("takes_ms", "samples"), [([5.0], 1), ([0.2, 0.3, 0.2], 3), ([0.0, 0.3, 0.2], 2)])
+def test_a_glance_takes_one_sample_of_a_long_run_and_few_of_a_short_one(takes_ms: list[float], samples: int) -> None:
+    left = [RunTime.exactly(ms) for ms in takes_ms]
+    assert len(sampling.glance(lambda count: [left.pop(0) for _ in range(count)]).taken) == samples
+    assert left == []
+
+
+def test_a_glance_without_a_plausible_sample_fails() -> None:
+    with pytest.raises(ValueError, match="the clock gave no plausible sample"):
+        sampling.glance(lambda count: [RunTime.exactly(0.0)] * count)
+
+
 # --- deciding the final -------------------------------------------------------------------------------------
 
 TRIALS = 200

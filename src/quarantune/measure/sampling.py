@@ -38,6 +38,8 @@ _ALONE_MS = 50.0
 machine with other work, one 0.1 ms run in sixty took over three times the median."""
 _EXACT_MS = 0.5
 """By an exact clock, a single sample longer than this holds no interruption, and hardly anything of a cold start."""
+_GLANCE_MS = 1.0
+"""A single sample longer than this ranks a config well enough."""
 _WAITED = 0.05
 """A sample that waited for a CPU for a larger share of its time tells nothing of the config's own time."""
 _FEWEST_RUNS = 2
@@ -123,6 +125,24 @@ class Disturbance:
         if own := sum(each - min(cpu_ms) >= stray_ms for each in cpu_ms):
             share = max(share, cautious_share(own, len(cpu_ms)))
         return max(_FEWEST_RUNS, round(math.log(ALL_DISTURBED) / math.log(share)))
+
+
+def glance(take: Callable[[int], Sequence[RunTime]]) -> Sampled:
+    """Takes one sample of a long run, or a few of a short one, merely to rank a config.
+
+    Args:
+        take: as for `measure`.
+
+    Raises:
+        ValueError: no plausible sample was taken.
+    """
+    samples = [*take(1)]
+    if all(sample.whole < _GLANCE_MS for sample in samples):
+        samples += take(FEW - 1)
+    plausible = tuple(sample for sample in samples if is_plausible_ms(sample.whole))
+    if not plausible:
+        raise ValueError("the clock gave no plausible sample")
+    return Sampled(plausible)
 
 
 def measure(
