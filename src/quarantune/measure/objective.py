@@ -28,7 +28,7 @@ def scored(trial: Trial, objective: Objective) -> Trial:
         message = f"objective returned {score}, which is not finite"
     except Exception as error:
         message = f"objective made no number of this trial: {type(error).__name__}: {error}"
-    return dataclasses.replace(trial, outcome=Outcome.ERROR, message=message, time_ms=None, own_ms=None, samples_ms=())
+    return trial.without_times(Outcome.ERROR, message)
 
 
 def scored_rounds(

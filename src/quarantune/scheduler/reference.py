@@ -8,7 +8,6 @@ none, outputs are compared with each other as they arrive, and the largest group
 from __future__ import annotations
 
 import collections
-import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
 
@@ -188,16 +187,7 @@ class Reference:
             message = "its output is not that of the configs that agree with each other"
             if self.standard is not None:
                 message = "its output is not that of the defaults"
-            wrong = dataclasses.replace(
-                trial,
-                outcome=Outcome.WRONG,
-                phase=Phase.CHECK,
-                message=message,
-                time_ms=None,
-                own_ms=None,
-                samples_ms=(),
-            )
-            finish(index, wrong, log)
+            finish(index, trial.without_times(Outcome.WRONG, message, phase=Phase.CHECK), log)
         self._held.clear()
 
     def contenders(self, measured: Mapping[int, Trial], default: int | None) -> dict[int, Config]:

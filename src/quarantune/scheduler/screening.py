@@ -85,8 +85,8 @@ class CheapTrials:
 
 def _ruled_out(cheap: Trial, message: str) -> Trial:
     """Returns the trial of a config whose cheap one has ruled it out; nothing was measured of its own program."""
-    none: Any = {"time_ms": None, "own_ms": None, "samples_ms": (), "clock": "", "figures": None, "recalled_from": None}
-    return dataclasses.replace(cheap, outcome=Outcome.SLOW, message=message, cheap_ms=cheap.time_ms, **none)
+    nothing: Any = {"clock": "", "figures": None, "recalled_from": None}
+    return cheap.without_times(Outcome.SLOW, message, cheap_ms=cheap.time_ms, **nothing)
 
 
 class Screening(ConfigSource):
@@ -136,6 +136,7 @@ class Screening(ConfigSource):
         self._ratios = [ms / self._cheap_ms[index] for index, ms in self._known.items()]
         self._best_ms = min([best_ms, *(ms for index, ms in self._known.items() if index != UNTUNED)])
         self._takes_all = False
+        # A config that needs no screening may rule out any.
         longest_ms = min(self._cheap_ms.values(), default=0.0) / margin if self._best_ms == math.inf else 0.0
         self._level = {index for index, ms in self._cheap_ms.items() if ms <= longest_ms}
 

@@ -313,6 +313,17 @@ class Trial(Record):
         """Device memory that its program takes: arguments, output and intermediate arrays; None where not known."""
         return (self.figures or NO_FIGURES).device_bytes
 
+    def without_times(self, outcome: Outcome, message: str, **changes: Any) -> Trial:
+        """Returns the trial with another outcome and without its times, which do not count.
+
+        Args:
+            outcome: the outcome.
+            message: the reason for it.
+            **changes: further fields.
+        """
+        changes |= {"time_ms": None, "own_ms": None, "samples_ms": ()}
+        return dataclasses.replace(self, outcome=outcome, message=message, **changes)
+
     @property
     def is_usable(self) -> bool:
         """Whether its config worked and was timed, so that it may win."""
