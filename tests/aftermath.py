@@ -156,8 +156,8 @@ def descriptors() -> dict[str, int]:
 def shared_memory() -> list[str]:
     """Returns the names in /dev/shm, except for semaphores of `multiprocessing` and files of browsers.
 
-    The whole machine shares it: other tests, which run at the same time, make files there and remove them. Those of
-    other processes that live, whose names tell them, are left out.
+    The whole machine shares it: other tests, which run at the same time, make files there and remove them. A file whose
+    name holds the number of a living process is left out, unless that is this process or descends from it.
     """
     names = [name for name in _names(Path("/dev/shm")) if not name.startswith(("sem.mp-", ".org.chromium."))]
     return [name for name in names if not _is_of_another(name)]
@@ -165,7 +165,11 @@ def shared_memory() -> list[str]:
 
 def _is_of_another(name: str) -> bool:
     owner = re.match(r"(?:sem\.)?quarantune-(\d+)-", name)
-    return owner is not None and int(owner[1]) != os.getpid() and Path("/proc", owner[1]).is_dir()
+    if owner is None or not psutil.pid_exists(pid := int(owner[1])):
+        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return os.getpid() not in [pid, *(each.pid for each in psutil.Process(pid).parents())]
+    return False
 
 
 def _names(directory: Path) -> list[str]:

@@ -239,7 +239,7 @@ def test_a_winner_runs_its_program_under_the_settings_that_it_was_compiled_under
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made_for", [("free", "split"), pytest.param(("first", "explicit"), marks=pytest.mark.long)])
+@pytest.mark.parametrize("made_for", [("free", "split"), ("first", "explicit")])
 @pytest.mark.long
 def test_a_winner_returns_arrays_where_its_function_returns_them(
     made_for: tuple[str, str], tmp_path: Path, run_on_devices: Callable[[Path, str, int], None]
