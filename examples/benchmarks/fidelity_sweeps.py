@@ -27,6 +27,7 @@ import jobs
 _ISSUE = {"attention_24": "attention", "mlp_18": "mlp"}
 """The programs of kernels.py by their names here."""
 _ORACLES = 3
+"""How many processes time two winners that differ."""
 
 
 def _program(name: str) -> tuple[Any, list[dict[str, Any]], Any]:

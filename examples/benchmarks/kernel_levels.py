@@ -12,7 +12,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jobs
@@ -57,11 +57,7 @@ def _triton() -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
     problem = kernels.PROBLEMS["gpu"]
     for config in kernels.grid(problem.space)[::5]:
-        yield jax.jit(_bound(problem.kernel, config)), ()
-
-
-def _bound(fn: Callable[..., Any], config: dict[str, Any]) -> Callable[..., Any]:
-    return lambda *args: fn(*args, **config)
+        yield jax.jit(functools.partial(problem.kernel, **config)), ()
 
 
 def _mosaic() -> Iterator[tuple[Any, tuple[Any, ...]]]:

@@ -36,8 +36,8 @@ class Apart(WithoutDevice, PreparedAhead):
 class Cheaply(Apart):
     """The same with programs that are compiled cheaply; their times rank the configs, and are nobody's result.
 
-    The workers that compile fully next take the device meanwhile, once the one that measures has it. A worker that was
-    started after all others, beside their compiles, took 2.1 s until it had lowered its config, and they 0.1 s (H100).
+    The workers that compile fully next take the device meanwhile, once the one that measures has it. Each then lowers
+    its config within 0.1 s. A worker that was started beside the compiles of others took 2.1 s for that, on an H100.
     """
 
     _ranks = True
