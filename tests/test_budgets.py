@@ -75,8 +75,8 @@ def half_of_its_space_fails(x: Any, a: int = 0, b: int = 0) -> Any:
     return jax.lax.fori_loop(0, turns, lambda turn, y: 1.0001 * y + 0.5, x)
 
 
+@pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("isolation", ["process", "compile"])
-@pytest.mark.parametrize("isolation", ["process", pytest.param("compile", marks=pytest.mark.long)])
 @pytest.mark.long
 def test_auto_ends_without_the_half_of_a_space_that_fails(isolation: str) -> None:
     space = {"a": list(range(21)), "b": list(range(21))}
