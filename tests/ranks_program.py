@@ -28,8 +28,8 @@ from quarantune.answers.layers import open_store
 from quarantune.calls.call import space_of
 from quarantune.calls.key import keyed
 from quarantune.devices import discovery
-from quarantune.values import settings as environment
-from quarantune.values.describe import versions
+from quarantune.functions.versions import versions
+from quarantune.values import blocks
 
 RANKS = 4
 CONFIGS = [{"n": 1}, {"n": 2}, {"n": 3}]
@@ -70,7 +70,7 @@ def warm(function: Any, config: dict[str, Any], *args: Any) -> None:
         "space": space_of(described.call.configs),
         "versions": versions(),
     }
-    open_store(environment.current()).put(described.call.name, described.id.device, described.id.key, entry)
+    open_store(blocks.current()).put(described.call.name, described.id.device, described.id.key, entry)
 
 
 def used(function: Any) -> int:

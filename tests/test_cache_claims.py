@@ -14,7 +14,8 @@ import pytest
 from helpers import pass_time, python
 
 from quarantune.cache.claims import Claim, wait
-from quarantune.cache.store import CacheWriteError, Owner
+from quarantune.cache.owner import Owner
+from quarantune.cache.problems import CacheWriteError
 from quarantune.host.shared_files import Directory, side_lock
 
 HOLD = """
@@ -47,7 +48,7 @@ def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def be_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quarantune.cache.store.this_host", lambda: "0123456789ab")
+    monkeypatch.setattr("quarantune.cache.owner.this_host", lambda: "0123456789ab")
     monkeypatch.setattr("quarantune.cache.claims.boot_id", lambda: "another kernel")
 
 
@@ -74,7 +75,7 @@ def test_hosts_whose_kernels_have_no_boot_id_are_not_taken_for_one(
     holder, rival = make(), make()
     assert holder.try_acquire()
     holder._path.with_suffix(".lock").unlink()  # the lock of one host has no effect on another
-    monkeypatch.setattr("quarantune.cache.store.this_host", lambda: "0123456789ab")
+    monkeypatch.setattr("quarantune.cache.owner.this_host", lambda: "0123456789ab")
     assert not rival.try_acquire()
     pass_time(monkeypatch, 100)
     assert holder.refresh()
@@ -152,7 +153,7 @@ def test_a_dead_holder_in_another_pid_namespace_is_found_by_its_lock(
     tmp_path: Path, make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path), "working"]
-    monkeypatch.setattr("quarantune.cache.store.this_host", lambda: "0123456789ab")
+    monkeypatch.setattr("quarantune.cache.owner.this_host", lambda: "0123456789ab")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"

@@ -19,8 +19,10 @@ from helpers import pass_time, python
 import quarantune
 from quarantune.cache.claims import Claim
 from quarantune.cache.entries import problems, prune
+from quarantune.cache.entry_file import SCHEMA
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, Store
+from quarantune.cache.problems import CacheWarning, CacheWriteError
+from quarantune.cache.store import Store
 from quarantune.values.codec import decode_json
 from quarantune.values.trial import Outcome, Trial
 
@@ -396,7 +398,7 @@ def test_numbers_of_an_entry_that_fit_no_float_break_neither_calls_nor_reports(
     result = tuned().result(((x,), {}))
     assert result.from_cache
     result.report(tmp_path / "report.html")
-    from quarantune.cli import main
+    from quarantune.cli.entry_point import main
 
     assert main(["cache", "list"]) == 0
     assert main(["report", "f", "-o", str(tmp_path / "again.html")]) == 0

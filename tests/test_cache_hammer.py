@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from quarantune.cache.store import SCHEMA, Store
+from quarantune.cache.entry_file import SCHEMA
+from quarantune.cache.store import Store
 
 WRITERS, KEYS = 8, 20
 

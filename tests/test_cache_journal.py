@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from quarantune.cache import journal as journal_module
+from quarantune.cache.file_names import problem_hash
 from quarantune.cache.journal import Journal, remember_trouble, troublesome
-from quarantune.cache.store import CacheWarning, CacheWriteError, problem_hash
+from quarantune.cache.problems import CacheWarning, CacheWriteError
 from quarantune.host.shared_files import Directory
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune.cache.store import safe_name
+from quarantune.cache.file_names import safe_name
 from quarantune.functions import description as describe
 from quarantune.functions.fingerprint import fingerprint
 from quarantune.values.codec import canonical_json, plain

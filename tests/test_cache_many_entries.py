@@ -15,11 +15,13 @@ from helpers import ends
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache import entries
+from quarantune.cache import entries, entry_file
 from quarantune.cache import journal as journal_module
 from quarantune.cache import store as store_module
+from quarantune.cache.entry_file import SCHEMA, EntryFile, encode
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, EntryFile, Store, encode
+from quarantune.cache.problems import CacheWarning, CacheWriteError
+from quarantune.cache.store import Store
 from quarantune.host import shared_files
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}
@@ -222,9 +224,9 @@ def test_one_file_of_a_newer_schema_is_left_alone_and_the_others_are_used(store:
 @pytest.fixture
 def bounded(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[int]:
     """Lets no writer make a file of entries larger than 20,000 bytes; twice that is read."""
-    monkeypatch.setattr(store_module, "LARGEST_ENTRIES_BYTES", 20_000)
+    monkeypatch.setattr(entry_file, "LARGEST_ENTRIES_BYTES", 20_000)
     monkeypatch.setattr(entries, "LARGEST_ENTRIES_BYTES", 20_000)
-    monkeypatch.setattr(store_module, "LARGEST_READ_ENTRIES_BYTES", 40_000)
+    monkeypatch.setattr(entry_file, "LARGEST_READ_ENTRIES_BYTES", 40_000)
     return 20_000
 
 

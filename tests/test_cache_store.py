@@ -22,8 +22,11 @@ from helpers import pass_time, python
 
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache.claims import Claim
+from quarantune.cache.entry_file import SCHEMA
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, Owner, Store
+from quarantune.cache.owner import Owner
+from quarantune.cache.problems import CacheWarning, CacheWriteError
+from quarantune.cache.store import Store
 from quarantune.host import shared_files
 
 ENTRY = {"config": {"BM": 32}, "time_ms": 0.5}
@@ -435,7 +438,8 @@ def test_a_file_size_limit_is_a_typed_error_and_the_old_file_stays(tmp_path: Pat
     script = """
 import resource, signal, sys
 from pathlib import Path
-from quarantune.cache.store import CacheWriteError, Store
+from quarantune.cache.problems import CacheWriteError
+from quarantune.cache.store import Store
 store = Store(Path(sys.argv[1]))
 store.put("f", "cpu", "k", {"config": {}})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

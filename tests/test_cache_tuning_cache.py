@@ -17,8 +17,10 @@ import quarantune
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey, MergeReport
+from quarantune.cache.entry_file import SCHEMA
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import SCHEMA, CacheWarning, CacheWriteError, Store
+from quarantune.cache.problems import CacheWarning, CacheWriteError
+from quarantune.cache.store import Store
 
 X = np.arange(4, dtype=np.float32)
 

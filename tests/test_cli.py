@@ -21,10 +21,11 @@ import pytest
 from helpers import child_environ, python, run_python
 from test_speed import best_of
 
-from quarantune import cli
 from quarantune.api.tuning_cache import TuningCache
+from quarantune.cache.entry_file import encode
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import Store, encode
+from quarantune.cache.store import Store
+from quarantune.cli import entry_point as main
 from quarantune.cli.call_texts import GivenCall, parse_call, read_calls
 from quarantune.cli.parser import make_parser
 from quarantune.values.trial import ArrayKind
@@ -81,7 +82,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def run_it(*words: object) -> tuple[int, str, str]:
-        code = cli.main([str(word) for word in words])
+        code = main.main([str(word) for word in words])
         return (code, *capsys.readouterr())
 
     return run_it
@@ -340,7 +341,7 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
 def test_the_installed_program_is_this_one() -> None:
     project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["quarantune"].partition(":")
-    assert getattr(importlib.import_module(module), name) is cli.main
+    assert getattr(importlib.import_module(module), name) is main.main
 
 
 # --- the cache ----------------------------------------------------------------------------------------------
@@ -658,7 +659,7 @@ def test_terminals_show_colours_and_files_do_not(run: Run, filled: Store, monkey
                 patched.setenv(name, value)
             patched.setattr(sys, "stdout", Terminal())
             patched.setattr(sys, "stderr", Terminal())
-            assert [cli.main(words) for words in (["cache", "list", "kernels.norm"], ["tun"])] == [0, 2]
+            assert [main.main(words) for words in (["cache", "list", "kernels.norm"], ["tun"])] == [0, 2]
             return sys.stdout.getvalue(), sys.stderr.getvalue()  # type: ignore[attr-defined]
 
     out, err = shown()

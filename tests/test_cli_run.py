@@ -15,7 +15,7 @@ import pytest
 from aftermath import eventually, strays
 from helpers import deadline_s
 
-from quarantune import cli
+from quarantune.cli import entry_point as main
 
 KERNELS = """
 import enum
@@ -94,7 +94,7 @@ def run(kernels: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
     def run_it(config: str, *words: str, function: str = "total", args: str = "f32[64]") -> tuple[int, str, str]:
         given = [] if "--inputs" in words else ["--args", args]
-        code = cli.main(["run", f"{kernels}:{function}", "--config", config, *given, *words])
+        code = main.main(["run", f"{kernels}:{function}", "--config", config, *given, *words])
         assert eventually(lambda: not strays()), strays()
         assert not list(cache_dir.glob("*.json"))
         assert not list((cache_dir.parent / "temporary").glob("quarantune-run-*"))
@@ -210,10 +210,10 @@ def test_tuning_shows_the_command_that_repeats_a_failure(
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     Path(f"{kernels}.py").write_text(KERNELS.replace(", prune_fn=lambda config, x: False", ""))
-    assert cli.main(["tune", f"{kernels}:total", "--args", "f32[64]"]) == 0
+    assert main.main(["tune", f"{kernels}:total", "--args", "f32[64]"]) == 0
     *_, hint, command = capsys.readouterr().out.splitlines()
     assert hint == "to repeat one that failed, alone:"
-    assert cli.main(shlex.split(command)[1:]) == 1
+    assert main.main(shlex.split(command)[1:]) == 1
     assert "with block=24 mode=PLAIN: error (compile)" in capsys.readouterr().out
 
 
@@ -225,7 +225,7 @@ def test_tuning_kernels_in_their_context_names_no_command_that_would_be_refused(
     text = KERNELS.replace(", prune_fn=lambda config, x: False", "")
     layer = "\n\n@quarantune.contextual_autotune(n_warmup=0, n_repeat=1)\ndef layer(x):\n    return total(x)\n"
     Path(f"{kernels}.py").write_text(text + layer)
-    assert cli.main(["tune", f"{kernels}:layer", "--args", "f32[64]"]) == 0
+    assert main.main(["tune", f"{kernels}:layer", "--args", "f32[64]"]) == 0
     shown = capsys.readouterr().out
     assert "error (" in shown
     assert "quarantune run" not in shown

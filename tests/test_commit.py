@@ -13,7 +13,7 @@ import pytest
 from helpers import isolated
 
 import quarantune
-from quarantune.host import process
+from quarantune.host import repository as code_repository
 
 PROGRAM = "def scaled(x, n=1):\n    return x * n\n"
 
@@ -63,19 +63,21 @@ def test_the_commit_is_not_that_of_a_repository_in_the_environment(
     expected = head(repository)[:12]
     monkeypatch.setenv("GIT_DIR", str(other / ".git"))  # a hook of that repository runs this process
     monkeypatch.setenv("GIT_WORK_TREE", str(other))
-    process._commit.cache_clear()
-    assert process.commit_of(loaded(repository / "src" / "kernels.py").scaled) == expected
+    code_repository._commit.cache_clear()
+    assert code_repository.commit_of(loaded(repository / "src" / "kernels.py").scaled) == expected
 
 
 def test_without_a_repository_there_is_no_commit(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function = loaded(repository / "src" / "kernels.py").scaled
     installed = repository / "site-packages"
     (repository / "src").rename(installed)
-    process._commit.cache_clear()
-    assert process.commit_of(loaded(installed / "kernels.py").scaled) == "", "an installed package has its version"
+    code_repository._commit.cache_clear()
+    assert code_repository.commit_of(loaded(installed / "kernels.py").scaled) == "", (
+        "an installed package has its version"
+    )
     monkeypatch.chdir(os.sep)
-    assert process.commit_of(function) == "", "its file is gone, and the working directory is in no repository"
-    assert process.commit_of(None) == ""
+    assert code_repository.commit_of(function) == "", "its file is gone, and the working directory is in no repository"
+    assert code_repository.commit_of(None) == ""
     installed.rename(repository / "src")
     monkeypatch.setenv("PATH", "")
-    assert process.commit_of(function) == "", "there is no git"
+    assert code_repository.commit_of(function) == "", "there is no git"

@@ -11,13 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from quarantune.jax_internals import JitOptions
+from quarantune.jax_internals.jax_functions import JitOptions
 from quarantune.measure.compare import Flat, judge_by
 from quarantune.measure.compare import compare as compare_flat
 from quarantune.measure.compare import compare_shapes as compare_flat_shapes
 from quarantune.measure.rounding import Allowance
 from quarantune.transport.differentiation import gradients, scalar_of
-from quarantune.values.settings import Options, Tolerance
+from quarantune.values.options import Options, Tolerance
 
 EXACT = Tolerance(rtol=0, atol=0, max_mismatched_ratio=0)
 STRICT = Tolerance(rtol=1e-2, atol=1e-2, max_mismatched_ratio=0)

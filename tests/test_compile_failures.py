@@ -16,7 +16,7 @@ from helpers import change_version, python
 
 import quarantune
 from quarantune.api.tuning_cache import TuningCache
-from quarantune.cache.store import CacheWarning
+from quarantune.cache.problems import CacheWarning
 from quarantune.calls.key import ProblemId
 from quarantune.host.process import in_sandbox
 from quarantune.results.report import CompileReport
@@ -287,7 +287,7 @@ from quarantune.devices import targets
 from quarantune.answers.answer import Situation
 from quarantune.calls.key import keyed_to_tune
 from quarantune.tuning.job import TuningJob
-from quarantune.values.settings import current
+from quarantune.values.blocks import current
 
 @quarantune.autotune({"BM": [64, 256]}, name="product")
 @functools.partial(jax.jit, static_argnames=["BM"])

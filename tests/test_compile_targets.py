@@ -326,7 +326,7 @@ def test_products_are_compiled_cheaply_without_the_device_and_convolutions_are_n
         import jax.numpy as jnp
         from quarantune.devices import targets
         from quarantune.transport import payload
-        from quarantune.values.settings import Options
+        from quarantune.values.options import Options
         from quarantune.worker.arguments import BenchOptions
         from quarantune.worker.bench import Bench
         from quarantune.worker.compiling import CHEAP_OPTIONS, compile_for

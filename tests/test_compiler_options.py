@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune import jax_internals
 from quarantune.functions.binding import bind_config, check_compiler_options, jitted_with, split_config
+from quarantune.jax_internals import jax_functions
 from quarantune.transport import differentiation
 from quarantune.values.codec import text_of
 
@@ -51,7 +51,7 @@ def test_a_function_is_jitted_once_for_the_same_options() -> None:
 def test_a_configs_options_win_over_those_of_the_jit() -> None:
     own = jax.jit(lambda x: x, compiler_options={"xla_a": 1, "xla_b": 2})
     jitted, _ = jitted_with(own, {"compiler_options": {"xla_b": 3}})
-    assert dict(jax_internals.jit_options(jitted).compiler_options) == {"xla_a": 1, "xla_b": 3}
+    assert dict(jax_functions.jit_options(jitted).compiler_options) == {"xla_a": 1, "xla_b": 3}
 
 
 def test_a_function_whose_jit_has_options_can_be_timed_with_its_gradient() -> None:

@@ -34,9 +34,12 @@ from aftermath import eventually, left_of
 from helpers import python
 
 import quarantune
-from quarantune import Outcome, jax_internals
-from quarantune.host.process import cache_name
-from quarantune.values.settings import ContextualKeywords, OptionKeywords, Options, SettingKeywords, Settings
+from quarantune import Outcome
+from quarantune.functions.names import cache_name
+from quarantune.jax_internals import jax_functions
+from quarantune.values.blocks import SettingKeywords
+from quarantune.values.options import ContextualKeywords, OptionKeywords, Options
+from quarantune.values.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -113,7 +116,7 @@ def test_bad_configs_are_refused_at_decoration_with_the_fix(configs: Any, kind: 
 def test_a_parameter_static_only_by_position_is_no_tunable() -> None:
     # Until version 0.11, JAX counts it from a call's last positional argument; then, from the last parameter.
     fn = jax.jit(lambda x, n=1: x * n, static_argnums=-1)
-    if "n" in jax_internals.jit_options(fn).static_argnames:
+    if "n" in jax_functions.jit_options(fn).static_argnames:
         quarantune.autotune([{"n": 1}])(fn)
         return
     with pytest.raises(ValueError, match=r"\['n'\] are not static.*static_argnames=\['n'\]"):

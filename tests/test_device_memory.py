@@ -19,7 +19,7 @@ import quarantune
 from quarantune import AutoTuner, Outcome, Phase, Trial, TuningResult
 from quarantune.calls.call import TunedFunction
 from quarantune.tuning.compile_verdicts import _FailedCompile
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.trial import CompilerFigures, CycleEstimate
 
 X = jnp.arange(64.0)

@@ -9,10 +9,10 @@ import types
 import jax
 import pytest
 
-from quarantune import jax_internals
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cheap_context, visible_devices
-from quarantune.values.settings import current
+from quarantune.jax_internals import jax_backends
+from quarantune.values.blocks import current
 from quarantune.values.trial import CompileTarget
 
 
@@ -125,8 +125,8 @@ def test_a_cuda_worker_requests_one_hardware_queue_unless_configured(
 def test_a_look_up_has_xla_describe_no_gpu_for_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     client = types.SimpleNamespace(platform_version="cuda 13")
     gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", client=client)
-    monkeypatch.setattr(jax_internals, "backends_initialized", lambda: True)
-    monkeypatch.setattr(jax_internals, "target_config", lambda devices: pytest.fail("it does"))
+    monkeypatch.setattr(jax_backends, "backends_initialized", lambda: True)
+    monkeypatch.setattr(jax_backends, "target_config", lambda devices: pytest.fail("it does"))
     monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
     assert discovery.platform_and_kind("gpu") == ("cuda", "NVIDIA H100")
 

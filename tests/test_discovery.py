@@ -50,11 +50,11 @@ def test_a_platform_without_its_plugin_is_named_in_the_error(platforms: str, mon
 
 LOADS_PLUGINS = """
 import os, jax
-from quarantune import jax_internals as _jax_internals
+from quarantune.jax_internals import jax_backends, jax_functions
 from quarantune.jax_internals.other_processes import load_plugins
 threads = os.listdir("/proc/self/task")
 load_plugins()
-assert not _jax_internals.backends_initialized()
+assert not jax_backends.backends_initialized()
 assert os.listdir("/proc/self/task") == threads
 assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
 if os.fork() == 0:

@@ -14,7 +14,8 @@ from document_blocks import blocks_of
 import quarantune
 import quarantune.metrics
 import quarantune.spaces
-from quarantune.values.settings import Options, Settings
+from quarantune.values.options import Options
+from quarantune.values.settings import Settings
 from quarantune.values.trial import Outcome
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ from helpers import python
 
 from quarantune.functions import importable
 from quarantune.functions.fingerprint import is_library
-from quarantune.host import process
+from quarantune.host import packages
 
 SOURCE = """
 STEPS = 3
@@ -320,9 +320,9 @@ def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -
     about = place / "their_kernels-1.0.dist-info"
     about.mkdir()
     (about / "RECORD").write_text("their_kernels.py,sha256=x,1\ntheir_package/deep/inside.py,,\n")
-    process._recorded.cache_clear()
-    process.is_installed.cache_clear()
-    found = [is_library("their_kernels"), process.is_installed(str(place / "their_package" / "other.py"))]
+    packages._recorded.cache_clear()
+    packages.is_installed.cache_clear()
+    found = [is_library("their_kernels"), packages.is_installed(str(place / "their_package" / "other.py"))]
     assert found == [True, True]
     assert not is_library("own_kernels"), "a file of one's own beside installed packages"
 
@@ -335,6 +335,6 @@ def test_code_of_no_file_is_nobodys_package_also_where_the_working_directory_is_
     monkeypatch.chdir(gone)
     gone.rmdir()
     monkeypatch.syspath_prepend("")  # as for `python -c` and in an interactive session
-    process.is_installed.cache_clear()
-    assert not process.is_installed("<string>")
-    assert process.is_installed(pytest.__file__)
+    packages.is_installed.cache_clear()
+    assert not packages.is_installed("<string>")
+    assert packages.is_installed(pytest.__file__)

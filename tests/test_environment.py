@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.values.settings import Settings, current, parse_memory, settings
+from quarantune.values.amounts import parse_memory
+from quarantune.values.blocks import current, settings
+from quarantune.values.settings import Settings
 
 
 def test_defaults_are_the_documented_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from quarantune.api import compile_check
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache.store import Store
 from quarantune.calls.key import keyed, keyed_to_tune
-from quarantune.cli import main
+from quarantune.cli.entry_point import main
 from quarantune.devices import targets
 from quarantune.results.report import CompileReport
 from quarantune.sweep.limits import SweepLimits
@@ -30,7 +30,7 @@ from quarantune.tuning import job as tuning_job
 from quarantune.tuning.claim_and_journal import ClaimAndJournal
 from quarantune.tuning.compile_verdicts import CompileVerdicts, note_check
 from quarantune.tuning.outcome import more_thorough
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.trial import CompilerFigures, CycleEstimate, Findings, Outcome, Trial
 
 X = np.arange(8, dtype=np.float32)
@@ -61,7 +61,7 @@ def kernel(values: Iterable[int] = N, traced: list[int] | None = None, **options
 def checked(fn: Any, target: Any = None, cycles: Mapping[int, float] = CYCLES) -> CompileReport:
     """Returns what a compile check with estimates finds, and notes it as one does."""
     call = fn._tuner.bind((X,), {})
-    described, settings = keyed_to_tune(call, target), environment.current()
+    described, settings = keyed_to_tune(call, target), blocks.current()
     limits = SweepLimits.of(fn.function.options, settings)
     trials = [
         Trial(
@@ -85,7 +85,7 @@ def save(directory: Path, fn: Any, entry: dict[str, Any], key: str | None = None
 def trials_of(fn: Any) -> dict[str, int]:
     """Returns how many trials of the saved result ended in each outcome."""
     device = keyed(fn._tuner.bind((X,), {})).id.device
-    (entry,) = Store(environment.current().cache_dir).read("scale")[device].values()
+    (entry,) = Store(blocks.current().cache_dir).read("scale")[device].values()
     return dict(entry["trials"])
 
 
@@ -128,8 +128,8 @@ def test_a_search_starts_with_the_best_estimates_and_never_asks_those_far_behind
 def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
     fn = kernel()
     call = keyed_to_tune(fn._tuner.bind((X,), {}))
-    limits = SweepLimits.of(fn.function.options, environment.current())
-    failures = CompileVerdicts(call, limits, environment.current().cache_dir)
+    limits = SweepLimits.of(fn.function.options, blocks.current())
+    failures = CompileVerdicts(call, limits, blocks.current().cache_dir)
     bare = Trial(config={"n": 2}, outcome=Outcome.OK, figures=CompilerFigures(argument_bytes=32))
     note_check(failures, bare)
     checked(fn)
@@ -146,7 +146,7 @@ def job_of(fn: Any) -> Any:
 def test_nothing_is_read_where_the_cache_is_off() -> None:
     fn = kernel()
     with quarantune.settings(disable_cache=True):
-        call, settings = keyed_to_tune(fn._tuner.bind((X,), {})), environment.current()
+        call, settings = keyed_to_tune(fn._tuner.bind((X,), {})), blocks.current()
         now = Situation.of(call.call)
         records = ClaimAndJournal(call, now, SweepLimits.of(fn.function.options, settings))
         assert records.estimates(call.call.configs) == {}

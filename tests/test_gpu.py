@@ -16,7 +16,7 @@ import quarantune
 from quarantune import Outcome, Route
 from quarantune.devices import targets
 from quarantune.host.process import SANDBOX_MARK
-from quarantune.measure import clocks
+from quarantune.measure import device_clock
 from quarantune.sandbox import template
 
 pytestmark = [
@@ -256,10 +256,10 @@ def sorted_rows(x, rows: int = 1):
 
 def test_a_sort_takes_as_long_in_a_sweep_as_in_the_program_of_a_call(held):
     result = quarantune.autotune({"rows": [1, 2]}, rep=5)(sorted_rows).tune(held)
-    flush = clocks.Flush(jax.jit(lambda: jnp.zeros(64 << 20, jnp.int32)).lower().compile())
+    flush = device_clock.Flush(jax.jit(lambda: jnp.zeros(64 << 20, jnp.int32)).lower().compile())
     for trial in result.trials:
         compiled = sorted_rows.lower(held, **trial.config).compile()
-        own = clocks.device_clock(lambda compiled=compiled: compiled(held), flush).take(5)
+        own = device_clock.device_clock(lambda compiled=compiled: compiled(held), flush).take(5)
         assert trial.time_ms < 1.5 * min(sample.whole for sample in own), result.table()
 
 
@@ -407,10 +407,10 @@ def test_other_work_while_the_clock_is_made_ready_takes_nothing_from_the_times(h
         return [step(held) for step in steps]
 
     def sample_ms(flush):
-        return min(sample.whole for sample in clocks.device_clock(of_several_kernels, flush).take(5))
+        return min(sample.whole for sample in device_clock.device_clock(of_several_kernels, flush).take(5))
 
     zeros = jax.jit(lambda: jnp.zeros(1 << 20)).lower().compile()
-    quiet_ms = sample_ms(clocks.Flush(zeros))
+    quiet_ms = sample_ms(device_clock.Flush(zeros))
     for _ in range(5):
         is_over = threading.Event()
 
@@ -420,7 +420,7 @@ def test_other_work_while_the_clock_is_made_ready_takes_nothing_from_the_times(h
 
         thread = threading.Thread(target=work)
         thread.start()
-        flush = clocks.Flush(zeros)
+        flush = device_clock.Flush(zeros)
         is_over.set()
         thread.join()
         assert sample_ms(flush) > 0.9 * quiet_ms

@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import quarantune
-from quarantune import jax_internals
 from quarantune.calls.key import keyed
+from quarantune.jax_internals import jax_options
 from quarantune.jax_internals.other_processes import answer_for_device
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -101,8 +101,8 @@ def test_a_setting_from_the_environment_is_part_of_the_key_too(tmp_path: Path) -
         """
         import os
         os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
-        from quarantune import jax_internals
-        print(jax_internals.describe_options(lambda value: value))
+        from quarantune.jax_internals import jax_options
+        print(jax_options.describe_options(lambda value: value))
         """,
         tmp_path,
     )
@@ -139,8 +139,8 @@ NOT_OF_THE_CALL = frozenset(
 
 
 def test_every_part_of_the_key_of_jax_is_known() -> None:
-    known = {*jax_internals.OPTION_DEFAULTS, *jax_internals.CONTEXTS, "user_context", *NOT_OF_THE_CALL}
-    assert [name for name in jax_internals.trace_context_names() if name not in known] == []
+    known = {*jax_options.OPTION_DEFAULTS, *jax_options.CONTEXTS, "user_context", *NOT_OF_THE_CALL}
+    assert [name for name in jax_options.trace_context_names() if name not in known] == []
 
 
 def test_each_setting_has_its_own_winner_even_in_the_call_memo(sweeps: list[str]) -> None:

@@ -22,8 +22,8 @@ from quarantune.cache.store import Store
 from quarantune.calls.call import TunedFunction
 from quarantune.calls.key import KeyedCall, keyed
 from quarantune.results.result import TuningResult
-from quarantune.values import settings as environment
-from quarantune.values.settings import Options
+from quarantune.values import blocks
+from quarantune.values.options import Options
 
 X = np.zeros(4, np.float32)
 
@@ -59,7 +59,7 @@ def failing(call: KeyedCall) -> TuningResult:
 def save(tuner: Tuner, n: int, x: Any = X, **fields: Any) -> None:
     call = keyed(tuner.bind((x,), {}))
     entry = {"config": {"n": n}, "time_ms": 1.0, "space": None, "key_values": call.readable, **fields}
-    Store(environment.current().cache_dir).put(*call.id, entry)
+    Store(blocks.current().cache_dir).put(*call.id, entry)
 
 
 def choose(tuner: Tuner, x: Any = X) -> Answer:

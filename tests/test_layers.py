@@ -19,12 +19,13 @@ import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.answers import nearest
 from quarantune.answers.answer import Situation
-from quarantune.cache.store import SCHEMA, Store
+from quarantune.cache.entry_file import SCHEMA
+from quarantune.cache.store import Store
 from quarantune.calls.key import keyed
+from quarantune.functions.versions import versions
 from quarantune.tuning.starts import earlier_winners
 from quarantune.values.codec import canonical_json
-from quarantune.values.describe import versions
-from quarantune.values.settings import Options, table_directory
+from quarantune.values.options import Options, table_directory
 
 X = np.arange(8, dtype=np.float32)
 
@@ -363,7 +364,7 @@ def test_a_package_answers_from_its_tables_without_writing_anything(tmp_path: Pa
         from quarantune.answers.answer import Situation
         from quarantune.calls.key import keyed
         from quarantune.tuning.starts import earlier_winners
-        from quarantune.values.settings import current
+        from quarantune.values.blocks import current
         try:
             double(x)
         except quarantune.CacheMissError as error:

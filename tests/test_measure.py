@@ -17,7 +17,7 @@ import pytest
 
 from quarantune.host import waits
 from quarantune.host.waits import RunTime
-from quarantune.measure import clocks, finals, model, sampling
+from quarantune.measure import clocks, device_clock, finals, model, sampling
 from quarantune.values.codec import is_plausible_ms
 from quarantune.values.trial import UNTUNED, Outcome, Trial
 
@@ -609,7 +609,7 @@ def test_the_profiler_holds_the_outputs_of_one_run_at_a_time() -> None:
         made.append(weakref.ref(output))
         return output
 
-    run = clocks._ProfiledRun(dispatch, flush=lambda: jnp.zeros(8))
+    run = device_clock._ProfiledRun(dispatch, flush=lambda: jnp.zeros(8))
     results = [run() for _ in range(5)]  # as the profiler does it
     assert len(jax.block_until_ready(results)) == 5
     assert alive() == 1

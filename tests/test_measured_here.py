@@ -27,10 +27,10 @@ from helpers import child_environ, deadline_s, ends, isolated, run_python
 from misdeeds import kernel
 
 import quarantune
-from quarantune import jax_internals
 from quarantune.cache import journal
 from quarantune.devices import discovery
 from quarantune.devices.discovery import Device
+from quarantune.jax_internals import jax_backends
 from quarantune.measure import finals
 from quarantune.sweep import processes, sweep
 from quarantune.sweep.ledger import Ledger
@@ -40,8 +40,10 @@ from quarantune.sweep.this_process import Watched
 from quarantune.transport import executable
 from quarantune.tuning import claim_and_journal
 from quarantune.tuning.claim_and_journal import ended_processes
+from quarantune.values.blocks import current
 from quarantune.values.configs import Config
-from quarantune.values.settings import Isolation, Options, current
+from quarantune.values.options import Options
+from quarantune.values.settings import Isolation
 from quarantune.values.trial import Outcome, Route, Trial
 
 X = np.ones(8, np.float32)
@@ -66,7 +68,7 @@ in_this_process = quarantune.settings(isolation="compile")
 def test_the_isolation_follows_the_platform_and_its_holder(
     setting: str, platform: str, is_held: bool, is_jitted: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jax_internals, "backends_initialized", lambda: is_held)
+    monkeypatch.setattr(jax_backends, "backends_initialized", lambda: is_held)
     fn: Callable[..., Any] = jax.jit(jnp.negative) if is_jitted else lambda x: -x
     assert isolation_of(dataclasses.replace(current(), isolation=setting), platform, fn) is Isolation(chosen)
 
@@ -374,7 +376,7 @@ def test_configs_compared_in_several_sweeps_are_not_taken_for_crashed(
 
 def holding_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[int, Trial], Swept]]:
     """Makes this process look as if it held a TPU; returns a function that sweeps on it."""
-    monkeypatch.setattr(jax_internals, "backends_initialized", lambda: True)
+    monkeypatch.setattr(jax_backends, "backends_initialized", lambda: True)
     device = Device("tpu", "TPU v5 lite")
     monkeypatch.setattr(discovery, "devices_and_target", lambda *_: ([device], None))
 

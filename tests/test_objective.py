@@ -25,7 +25,7 @@ from quarantune.measure.observers import energy
 from quarantune.search.strategy import log_time
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.space import Space
 
 X = jnp.arange(64.0)

@@ -13,7 +13,7 @@ import pytest
 from helpers import isolated
 
 from quarantune import AutoTuner, Trial
-from quarantune.measure import observers
+from quarantune.measure import observers, observing
 from quarantune.measure.finals import Final
 from quarantune.sandbox.messages import REPLIES, Measured
 from quarantune.values import codec
@@ -55,7 +55,7 @@ def tuner(**options: Any) -> AutoTuner:
 
 def test_a_further_observer_is_seen_wherever_energy_would_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     steps = Steps()
-    monkeypatch.setattr(observers, "OBSERVERS", (*observers.OBSERVERS, "steps"))
+    monkeypatch.setattr(observing, "OBSERVERS", (*observing.OBSERVERS, "steps"))
     monkeypatch.setitem(sys.modules, f"{observers.__name__}.steps", steps)  # type: ignore[misc]
     with isolated("none"):
         result = tuner(objective=fewest_steps).run(X)
@@ -76,7 +76,7 @@ def test_a_further_observer_is_seen_wherever_energy_would_be(monkeypatch: pytest
 
 def test_an_observer_runs_only_for_an_objective_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(reason="nobody counts here")
-    monkeypatch.setattr(observers, "OBSERVERS", (*observers.OBSERVERS, "steps"))
+    monkeypatch.setattr(observing, "OBSERVERS", (*observing.OBSERVERS, "steps"))
     monkeypatch.setitem(sys.modules, f"{observers.__name__}.steps", steps)  # type: ignore[misc]
     with isolated("none"):
         for objective in ("time", lambda trial: trial.observed.get("steps", 1.0)):

@@ -27,8 +27,8 @@ from helpers import python
 from jax.extend.core import Primitive, primitives
 
 import quarantune
-from quarantune import jax_internals
 from quarantune.functions.description import describe_arguments
+from quarantune.jax_internals import jax_functions
 from quarantune.sandbox import spool
 from quarantune.transport import arrays, payload, pickling
 from quarantune.transport.payload import Call
@@ -42,7 +42,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import pallas as pl
 import quarantune
-from quarantune import jax_internals as _jax_internals
+from quarantune.jax_internals import jax_backends, jax_functions
 from quarantune.transport import payload
 import named_module
 
@@ -388,7 +388,7 @@ def to_lists(tree):
 
 structs = jax.ShapeDtypeStruct((2, 3), jnp.float32)
 payload.pack_call(kernel, (X, structs), {"scale": 2})
-(out / "packed_without_a_backend").write_text(str(not _jax_internals.backends_initialized()))
+(out / "packed_without_a_backend").write_text(str(not jax_backends.backends_initialized()))
 
 if True:
     for name, make in CASES.items():
@@ -407,7 +407,7 @@ import json, sys, traceback
 from collections.abc import Callable
 from pathlib import Path
 import jax, numpy as np
-from quarantune import jax_internals as _jax_internals
+from quarantune.jax_internals import jax_backends, jax_functions
 from quarantune.transport import arrays, payload
 
 out = Path(sys.argv[1])
@@ -424,7 +424,7 @@ for blob in sorted(out.glob("*.blob"), key=lambda path: "closed_over" in path.na
         calls[blob] = payload.unpack_call(blob.read_bytes())
     except BaseException:
         entry["error"] = traceback.format_exc()
-    entry["backend"], entry["x64"] = _jax_internals.backends_initialized(), jax.config.jax_enable_x64
+    entry["backend"], entry["x64"] = jax_backends.backends_initialized(), jax.config.jax_enable_x64
     for name, value in before.items():
         if jax.config.values[name] != value:
             jax.config.update(name, value)
@@ -436,7 +436,7 @@ for blob, call in calls.items():
             for _ in range(2):  # a call that donates its arguments gets fresh ones
                 args, kwargs = payload.materialize(call, spool.fileno(), seed=0)
                 entry["result"] = to_lists(call.fn(*args, **kwargs))
-            if _jax_internals.is_jitted(call.fn):
+            if jax_functions.is_jitted(call.fn):
                 args, kwargs = payload.call_as_structs(call)
                 call.fn.lower(*args, **kwargs)
         entry["name"], entry["doc"] = getattr(call.fn, "__qualname__", None), call.fn.__doc__
@@ -664,8 +664,8 @@ def test_a_rebuilt_function_keeps_its_jit_options() -> None:
     )
     there = pickling.loads(pickling.dumps(fn))
     assert there is not fn
-    assert jax_internals.jit_options(there) == jax_internals.jit_options(fn)
-    assert jax_internals.jit_options(fn).static_names == {"mode", "n"}
+    assert jax_functions.jit_options(there) == jax_functions.jit_options(fn)
+    assert jax_functions.jit_options(fn).static_names == {"mode", "n"}
 
 
 def test_arrays_in_the_spool_do_not_overlap_and_start_where_xla_copies() -> None:

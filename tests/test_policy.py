@@ -24,9 +24,9 @@ from helpers import change_version, deadline_s, python
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
-from quarantune.cache.store import SCHEMA
+from quarantune.cache.entry_file import SCHEMA
+from quarantune.functions import versions
 from quarantune.host.process import in_sandbox
-from quarantune.values import describe
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -244,7 +244,7 @@ def test_results_of_other_versions_warn_once_or_are_measured_again(
     if version_check == "1":
         np.testing.assert_array_equal(scaled(name)(X), X * 2)
         assert swept == [[1, 2], [1, 2]]
-        assert entry_of(cache_dir)["versions"] == describe.versions()
+        assert entry_of(cache_dir)["versions"] == versions.versions()
     else:
         with one_warning(f"jax 0.0.1 (now {jax.__version__})", "VERSION_CHECK=1"):
             for _ in range(2):

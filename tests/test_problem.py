@@ -28,7 +28,7 @@ from quarantune.devices import discovery
 from quarantune.functions import description as describe
 from quarantune.functions.binding import arguments_of, check_complete
 from quarantune.functions.description import as_structs, describe_arguments
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 
 
 def describe_call(

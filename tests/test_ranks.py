@@ -19,16 +19,16 @@ from aftermath import MARK, carriers, eventually
 from helpers import child_environ
 
 import quarantune
-from quarantune import jax_internals
 from quarantune.answers import ranks
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import open_store
 from quarantune.cache.journal import read
 from quarantune.calls.call import space_of
 from quarantune.calls.key import keyed
+from quarantune.jax_internals import jax_backends
 from quarantune.results import progress
 from quarantune.tuning.outcome import call_result
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.trial import Findings
 
 RANKS = 4
@@ -222,7 +222,7 @@ def test_without_a_config_or_a_tuner_the_ranks_share_a_near_config(
     described = keyed(autotuner._tuner.bind((np.zeros(8),), {}))
     space = space_of(described.call.configs)
     entry = {"config": {"n": 2}, "time_ms": 1.0, "key_values": described.readable, "space": space}
-    open_store(environment.current()).put("one of two", described.id.device, described.id.key, entry)
+    open_store(blocks.current()).put("one of two", described.id.device, described.id.key, entry)
     with quarantune.settings(on_miss="nearest"), pytest.warns(quarantune.CacheWarning):
         result = autotuner.run(np.zeros(16))
     assert (result.best_config, result.from_cache) == ({"n": 2}, "nearest")
@@ -273,11 +273,11 @@ def test_agree_0_and_programs_of_one_process_ask_no_other_rank(
 
 @pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")  # the fork only looks
 def test_a_fork_of_a_rank_does_not_use_its_client(one_of_two: Client) -> None:
-    assert jax_internals.coordination() is not None
+    assert jax_backends.coordination() is not None
     if not (fork := os.fork()):
         found: Any = "an exception"
         try:
-            found = jax_internals.coordination()
+            found = jax_backends.coordination()
         finally:
             os._exit(found is not None)
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
@@ -289,7 +289,7 @@ def test_a_jax_without_the_store_is_warned_of_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(distributed, "global_state", object())
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     with pytest.warns(RuntimeWarning, match="no key-value store in jax.distributed") as caught:
-        assert jax_internals.coordination() is jax_internals.coordination() is None
+        assert jax_backends.coordination() is jax_backends.coordination() is None
     assert len(caught) == 1
 
 
@@ -301,7 +301,7 @@ def test_ranks_wait_for_the_longest_sweep_that_limits_and_budgets_allow() -> Non
         with quarantune.settings(cpu_count=1):
             call = keyed(resolver.bind((1,), {}))
             one_of_two: Any = SimpleNamespace(client=None, rank=0, ranks=2)
-            return ranks.Agreement(call, environment.current(), one_of_two, {})._deadline_s()
+            return ranks.Agreement(call, blocks.current(), one_of_two, {})._deadline_s()
 
     assert deadline_s(6) == 20 * 110
     assert deadline_s(6, max_trials=2) == 12 * 110

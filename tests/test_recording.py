@@ -24,12 +24,12 @@ import pytest
 from helpers import python, run_python
 
 import quarantune
-from quarantune import cli
 from quarantune.answers import recording as recorded
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import CacheWarning
+from quarantune.cache.problems import CacheWarning
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed
+from quarantune.cli import entry_point as main
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*recorded, to be tuned later", "ignore:.*ON_MISS=nearest")
 
@@ -286,7 +286,7 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
     (tmp_path / "evil.py").write_text("raise SystemExit('a record was run')")
     monkeypatch.setattr(os, "system", lambda words: pytest.fail("a record was run"))
 
-    code = cli.main(["tune", "--recorded", "recorded", "--time-budget", "1e-6", "--json"])
+    code = main.main(["tune", "--recorded", "recorded", "--time-budget", "1e-6", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert code == 1
     assert [found[0][key] for key in ("function", "call", "count", "status", "config")] == [
@@ -311,7 +311,7 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
     }
     assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
 
-    assert cli.main(["tune", f"{name}.py:add", "--recorded", "recorded", "--time-budget", "1e-6"]) == 1
+    assert main.main(["tune", f"{name}.py:add", "--recorded", "recorded", "--time-budget", "1e-6"]) == 1
     said = capsys.readouterr().out
     assert re.search(r"9 calls recorded in 'recorded': 1 tuned before, ", said), "of 13, those of this function"
     assert said.replace("\n", "").isprintable()

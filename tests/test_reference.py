@@ -26,7 +26,7 @@ from quarantune.measure.compare import Mismatches
 from quarantune.measure.rounding import Allowance, RoundingNoise
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import Reference
-from quarantune.values.settings import Options, Tolerance
+from quarantune.values.options import Options, Tolerance
 from quarantune.values.trial import ArrayKind
 
 pytestmark = pytest.mark.usefixtures("two_slots")

@@ -20,7 +20,8 @@ from helpers import refused
 import quarantune
 from quarantune import CacheWarning, Outcome, Trial
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import Store, _reported
+from quarantune.cache.problems import _reported
+from quarantune.cache.store import Store
 from quarantune.search import models
 from quarantune.values.codec import FrozenDict
 from quarantune.values.configs import Config

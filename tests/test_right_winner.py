@@ -45,7 +45,7 @@ from quarantune.transport import payload, programs
 from quarantune.transport.program_text import ProgramText
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.values.configs import format_config
-from quarantune.values.settings import SUPPLIES, Tolerance
+from quarantune.values.options import SUPPLIES, Tolerance
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
 from quarantune.worker.compiling import compile_here

@@ -39,7 +39,7 @@ from quarantune.sandbox.workforce import Event
 from quarantune.sweep import routes
 from quarantune.transport import payload
 from quarantune.values import codec
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.trial import CompileTarget, SandboxError
 from quarantune.worker.arguments import BenchOptions
 
@@ -873,7 +873,7 @@ import dataclasses, os, pickle, signal, sys, time
 from pathlib import Path
 from quarantune.transport import payload
 from quarantune.worker.arguments import BenchOptions
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.sandbox.messages import Compile
 from quarantune.host.process import in_sandbox
 from quarantune.sandbox import pool, spool, template

@@ -162,7 +162,7 @@ def test_a_result_of_other_versions_or_without_a_program_is_used_as_before(
     change_version(cache_dir, "jaxlib", jax.lib.__version__)
     TuningCache().clear()
     TuningCache()._on_disk().put(
-        key.kernel_type, key.device, key.problem_size, {**entry, "versions": quarantune.values.describe.versions()}
+        key.kernel_type, key.device, key.problem_size, {**entry, "versions": quarantune.functions.versions.versions()}
     )
     with quarantune.settings(on_miss="error"):
         total(name)(X)

@@ -23,7 +23,7 @@ from quarantune.search.fields import Features, Fields
 from quarantune.search.models import GaussianProcess, levels_of, log_densities
 from quarantune.search.strategy import Strategy
 from quarantune.values.configs import Config
-from quarantune.values.settings import check_search
+from quarantune.values.options import check_search
 from quarantune.values.space import Space
 
 GRID = {"BM": [16, 32, 64], "BN": [16, 32], "fast": [True, False]}

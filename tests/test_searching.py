@@ -22,10 +22,10 @@ from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.tuning.outcome import more_thorough
 from quarantune.tuning.starts import difference
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import text_of
 from quarantune.values.configs import Config
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.space import Space, expand
 from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial
 
@@ -291,7 +291,7 @@ def auto(trials: list[Trial], configs: Any = None, **options: Any) -> tuple[Sear
     """Runs `auto` on recorded trials, eight at a time, and returns it with the trials that it asked for."""
     recorded = {text_of(trial.config): trial for trial in trials}
     space = Space([trial.config for trial in trials] if configs is None else configs)
-    search = Searching(SearchLimits.of(Options(**options), environment.current()).resolved(space), space)
+    search = Searching(SearchLimits.of(Options(**options), blocks.current()).resolved(space), space)
     asked: list[Trial] = []
     while taken := search.take(8):
         for index, config in taken.items():
@@ -467,7 +467,7 @@ def test_a_search_that_ends_early_has_not_seen_all() -> None:
 def test_auto_tries_all_of_a_small_space_and_searches_a_large_one(
     size: int, dropped: int, given: Any, wanted: Any
 ) -> None:
-    chosen = SearchLimits.of(Options(**given), environment.current()).resolved(
+    chosen = SearchLimits.of(Options(**given), blocks.current()).resolved(
         Space([{"n": n} for n in range(size)]).where(lambda config: config["n"] >= dropped)
     )
     assert (chosen.search, chosen.max_trials, chosen.patience) == wanted
@@ -479,11 +479,11 @@ def test_the_operators_search_and_budgets_beat_the_authors(monkeypatch: pytest.M
     monkeypatch.setenv("QUARANTUNE_MAX_TRIALS", "7")
     monkeypatch.setenv("QUARANTUNE_TIME_BUDGET", "2.5")
     options = Options(search="surrogate", max_trials=100, time_budget=60, seed=3)
-    assert SearchLimits.of(options, environment.current()) == limits(
+    assert SearchLimits.of(options, blocks.current()) == limits(
         search="random", max_trials=7, time_budget_s=2.5, seed=3
     )
     with settings(max_trials=9, search="exhaustive"):
-        assert SearchLimits.of(options, environment.current()).max_trials == 9
+        assert SearchLimits.of(options, blocks.current()).max_trials == 9
 
 
 @pytest.mark.parametrize(

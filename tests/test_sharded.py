@@ -20,7 +20,8 @@ from quarantune.sweep.ledger import Ledger, Listener
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepRequest
 from quarantune.transport import arrays
-from quarantune.values.settings import Options, current
+from quarantune.values.blocks import current
+from quarantune.values.options import Options
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

@@ -23,7 +23,8 @@ from quarantune.cache import entries
 from quarantune.cache import journal as journals
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import CacheWarning, CacheWriteError, Store
+from quarantune.cache.problems import CacheWarning, CacheWriteError
+from quarantune.cache.store import Store
 from quarantune.devices import targets
 from quarantune.host.shared_files import Directory, NotAFileError
 from quarantune.sweep import sweep
@@ -240,7 +241,7 @@ def test_a_draft_that_was_replaced_by_a_link_does_not_take_the_files_place(
             draft.symlink_to(victim)
 
     monkeypatch.setattr(os, "fsync", plant)
-    monkeypatch.setattr("quarantune.cache.store._STALE_S", 0.0)  # the link has the name of a writer that lives
+    monkeypatch.setattr("quarantune.cache.entry_file._STALE_S", 0.0)  # the link has the name of a writer that lives
     Store(shared).put("f", "cpu", "k2", ENTRY)
     assert planted
     assert not (shared / "f.json").is_symlink()
@@ -257,10 +258,11 @@ def as_user(user: int, script: str, *arguments: object) -> subprocess.CompletedP
     head = f"""
         import os, sys, warnings
         from pathlib import Path
-        from quarantune.cache.store import CacheWriteError, Store
+        from quarantune.cache.problems import CacheWriteError
+        from quarantune.cache.store import Store
         from quarantune.cache.claims import Claim
         from quarantune.cache.journal import Journal
-        from quarantune.values import settings
+        from quarantune.values import blocks
         import filelock, platformdirs.unix
         place = Path(sys.argv[1])
         os.umask(0o022)
@@ -357,7 +359,7 @@ def test_without_a_home_results_are_saved_in_a_private_directory(open_place: Pat
         for name in ("HOME", "XDG_CACHE_HOME", "QUARANTUNE_CACHE_DIR"):
             os.environ.pop(name, None)
         os.environ["TMPDIR"] = str(place)
-        directory = settings.current().cache_dir
+        directory = blocks.current().cache_dir
         Store(directory).put("f", "cpu", "k", {"config": {"n": 1}})
         print(directory, oct(directory.stat().st_mode & 0o777))
     """

@@ -174,7 +174,8 @@ def test_without_a_kind_the_default_devices_limits_decide(monkeypatch: pytest.Mo
 
 def test_asking_for_the_default_device_starts_no_backend_here() -> None:
     code = """
-from quarantune import jax_internals as _jax_internals, spaces
-print(spaces.device_limits() == spaces.DeviceLimits(), _jax_internals.backends_initialized())
+from quarantune import spaces
+from quarantune.jax_internals import jax_backends
+print(spaces.device_limits() == spaces.DeviceLimits(), jax_backends.backends_initialized())
 """
     assert python("-c", code, JAX_PLATFORMS="cpu").split() == ["True", "False"]

@@ -25,12 +25,12 @@ from helpers import python
 
 import quarantune
 from quarantune.answers import recording as recorded
-from quarantune.cache import store as store_module
+from quarantune.cache import entry_file
 from quarantune.cache.store import Store
 from quarantune.calls import key
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 
 ATTEMPTS = 3
 
@@ -225,17 +225,15 @@ def test_a_call_that_is_found_is_bound_described_and_situated_once(monkeypatch: 
     for name in ("bind", "bind_partial"):
         monkeypatch.setattr(inspect.Signature, name, counted("bound", getattr(inspect.Signature, name)))
     monkeypatch.setattr(key, "describe_arguments", counted("described", key.describe_arguments))
-    monkeypatch.setattr(environment, "current", counted("situated", environment.current))
+    monkeypatch.setattr(blocks, "current", counted("situated", blocks.current))
     found(x)
     assert done == {"bound": 1, "described": 1, "situated": 1}
 
 
 def test_the_tunables_of_made_configs_are_found_in_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
-    whole = store_module._decode_entries
-    monkeypatch.setattr(
-        store_module, "_decode_entries", lambda data, path: decoded.append(len(data)) or whole(data, path)
-    )
+    whole = entry_file.decode_entries
+    monkeypatch.setattr(entry_file, "decode_entries", lambda data, path: decoded.append(len(data)) or whole(data, path))
 
     def make() -> quarantune.Autotuned:
         @quarantune.autotune(lambda x: [{"n": 1}, {"n": 2}], warmup=0, rep=1, ref_fn=None, name="made")
@@ -248,7 +246,7 @@ def test_the_tunables_of_made_configs_are_found_in_one_entry(monkeypatch: pytest
     first = make()
     for size in range(1, 6):
         first.tune(np.zeros(size, np.float32))
-    file = environment.current().cache_dir / "made.json"
+    file = blocks.current().cache_dir / "made.json"
     again = make()
     decoded.clear()
     assert again._tuner.bind((np.zeros(3, np.float32),), {}).function.tunables == {"n"}

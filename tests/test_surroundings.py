@@ -12,7 +12,7 @@ import pytest
 from helpers import python
 
 import quarantune
-from quarantune.cache.store import Owner, this_host
+from quarantune.cache.owner import Owner, this_host
 from quarantune.host import machine
 
 KERNEL = """
@@ -115,7 +115,7 @@ def test_a_process_whose_name_is_no_text_tunes(method: str, tmp_path: Path) -> N
 
 
 def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
-    script = f"{NAMED}\nimport sys\nfrom quarantune.cache.store import Owner\n"
+    script = f"{NAMED}\nimport sys\nfrom quarantune.cache.owner import Owner\n"
     script += "me = Owner.this_process()\nprint(me.pid, me.started, flush=True)\nsys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1) as holder:
         assert holder.stdout is not None
@@ -261,7 +261,7 @@ import signal, threading, types, warnings
 import cloudpickle
 lock_of_cloudpickle = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK
 from quarantune.cache import store
-from quarantune.host import process
+from quarantune.host import locks
 from quarantune.transport import pickling
 from quarantune.sandbox import template
 assert cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK is lock_of_cloudpickle
@@ -277,7 +277,7 @@ class Slow:  # its pickling waits for `go_on`
         return int, ()
 
 class Lazy:
-    @process.lazy
+    @locks.lazy
     def value(self):
         if threading.current_thread() is not threading.main_thread():
             inside.set()
@@ -316,7 +316,7 @@ fork_while(lambda: lazy.value, lambda: Lazy().value)
 # Every lock of the package.
 ours = [lock for name, module in list(sys.modules.items()) if name.startswith("quarantune")
         for lock in vars(module).values() if type(lock) in (type(threading.Lock()), type(threading.RLock()))]
-ours += list(process._locks)
+ours += list(locks._locks)
 def hold_all():
     for lock in ours:
         lock.acquire()

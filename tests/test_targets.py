@@ -13,7 +13,7 @@ import pytest
 
 import quarantune
 from quarantune.devices import targets
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.trial import CompileTarget
 from quarantune.worker.failures import outcome_of, place_of
 
@@ -75,10 +75,10 @@ def test_a_complete_description_is_used_by_its_jax_alone() -> None:
 
 def test_a_sweep_leaves_its_gpu_for_jobs_without_it(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = CompileTarget(platform="cuda", config_text=TEXT, device_kind="NVIDIA L4", num_cores=58)
-    targets.remember(seen, environment.current())
+    targets.remember(seen, blocks.current())
     (file,) = (cache_dir / "targets").iterdir()
     before = file.stat().st_mtime_ns, file.stat().st_ino
-    targets.remember(seen, environment.current())
+    targets.remember(seen, blocks.current())
     assert (file.stat().st_mtime_ns, file.stat().st_ino) == before, "it is not written again"
     found = targets.find("l4")
     assert found.for_compiling == seen

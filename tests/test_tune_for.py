@@ -17,7 +17,7 @@ from helpers import isolated
 import quarantune
 from quarantune import Outcome, Trial, TuningFailedError, TuningResult
 from quarantune.api.tuner import Tuner
-from quarantune.cli import main
+from quarantune.cli.entry_point import main
 
 SMALL, LARGE = jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
 TIMES: Mapping[int, Mapping[int, float | None]] = {

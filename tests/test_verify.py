@@ -19,9 +19,9 @@ from quarantune.api.tuner import Tuner
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import keyed
 from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
-from quarantune.cli import main
+from quarantune.cli.entry_point import main
 from quarantune.tuning import verification
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 
 X = np.arange(12, dtype=np.float32)
 CONFIGS = [{"n": 1}, {"n": 400_000}, {"n": -1}]
@@ -244,7 +244,7 @@ def test_the_command_names_losses_by_table_and_exit_code_and_tunes_again(
     tuned: list[Path] = []
 
     def tune(resolver: Any, call: Any) -> TuningResult:
-        tuned.append(environment.current().cache_dir)
+        tuned.append(blocks.current().cache_dir)
         if len(tuned) == 1:
             raise TuningFailedError("All 3 configs failed", trials=(), key="")
         return TuningResult(best_config={"n": 20_000}, time_ms=0.4, trials=(), key="", device="")

@@ -16,7 +16,7 @@ from helpers import deadline_s
 from scripted import Clock, FakeSandbox
 
 from quarantune.devices.discovery import Device
-from quarantune.host.process import Stops
+from quarantune.host.interruptions import Stops
 from quarantune.sandbox import messages, spool
 from quarantune.sandbox.pool import Sandbox
 from quarantune.sandbox.template_messages import Ended
@@ -28,7 +28,8 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import Problem, SweepRequest
 from quarantune.sweep.this_process import MeasuringProcess, ThisProcess
 from quarantune.values import codec
-from quarantune.values.settings import Options, current
+from quarantune.values.blocks import current
+from quarantune.values.options import Options
 from quarantune.worker.arguments import BenchOptions
 
 TRIAL = 3

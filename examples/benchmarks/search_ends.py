@@ -17,7 +17,8 @@ from quarantune.results import replay
 from quarantune.sweep.limits import SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.values.codec import text_of
-from quarantune.values.settings import Options, Settings
+from quarantune.values.options import Options
+from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Outcome, Trial
 

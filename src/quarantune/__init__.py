@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from quarantune.spaces import filter_valid_configs as filter_valid_configs
     from quarantune.spaces import generate_configs as generate_configs
     from quarantune.spaces import get_default_config as get_default_config
-    from quarantune.values.settings import Search as Search
-    from quarantune.values.settings import settings as settings
+    from quarantune.values.blocks import settings as settings
+    from quarantune.values.options import Search as Search
     from quarantune.values.space import grid as grid
     from quarantune.values.trial import CacheMissError as CacheMissError
     from quarantune.values.trial import EngineError as EngineError
@@ -66,7 +66,8 @@ _NAMES = {
     "results.saved_files": ("SavedResultError",),
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
     "calls.given_inputs": ("set_autotune_inputs",),
-    "values.settings": ("Search", "settings"),
+    "values.blocks": ("settings",),
+    "values.options": ("Search",),
     "values.space": ("grid",),
     "values.trial": (
         "CacheMissError",

@@ -2,7 +2,7 @@
 
 import sys
 
-from quarantune.cli import main
+from quarantune.cli.entry_point import main
 
 if __name__ == "__main__":
     sys.exit(main())

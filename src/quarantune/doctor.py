@@ -25,17 +25,18 @@ import numpy as np
 import psutil
 
 import quarantune
-from quarantune import jax_internals
 from quarantune.api.autotune import AutoTuner
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import cpu_device
+from quarantune.functions import versions
 from quarantune.host import machine
 from quarantune.host.process import environment_variables, in_sandbox
 from quarantune.host.shared_files import Directory, advice, side_lock
-from quarantune.values import describe
-from quarantune.values import settings as environment
-from quarantune.values.settings import SettingKeywords, Settings
+from quarantune.jax_internals import jax_backends
+from quarantune.values import blocks
+from quarantune.values.blocks import SettingKeywords
+from quarantune.values.settings import Settings
 from quarantune.values.texts import first_line
 from quarantune.values.trial import Outcome, SandboxError, Trial, TuningFailedError
 
@@ -102,7 +103,7 @@ def run(*, on_check: Callable[[Check], None] | None = None) -> list[Check]:
 def _all() -> Iterator[Check]:
     """Makes all checks, in the order of the page that people read."""
     try:
-        settings = environment.current()
+        settings = blocks.current()
     except ValueError as error:
         yield fail("settings", first_line(error), "correct the variable, or unset it")
         settings = Settings()
@@ -158,15 +159,15 @@ def _judged(name: str, found: str, remedy: str, *, is_good: bool, is_needed: boo
 _NVIDIA_DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 _HARDWARE: dict[str, tuple[Callable[[], bool], str, str]] = {
     "NVIDIA GPU": (lambda: any(map(os.path.exists, _NVIDIA_DRIVER)), "cuda", "jax[cuda13]"),
-    "TPU": (jax_internals.has_tpu, "tpu", "jax[tpu]"),
+    "TPU": (jax_backends.has_tpu, "tpu", "jax[tpu]"),
 }
 """For each kind of device: whether it is here, the name of JAX's plugin, and how to install it."""
 
 
 def jax_versions() -> Check:
     """Returns the versions of JAX, its library and its plugins, which belong together."""
-    found = describe.compilers("cpu") | describe.compilers("cuda") | describe.compilers("tpu")
-    found |= {"driver": driver} if (driver := describe.versions().get("nvidia_driver")) else {}
+    found = versions.compilers("cpu") | versions.compilers("cuda") | versions.compilers("tpu")
+    found |= {"driver": driver} if (driver := versions.versions().get("nvidia_driver")) else {}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     other = [name for name, version in found.items() if name.startswith("jax-") and version != jax.__version__]
     text += f": {' and '.join(other)} differ from jax" if other else ""
@@ -498,7 +499,7 @@ def tpu_compiler() -> Iterator[Check]:
     """Yields what the compiler for TPUs gives without a TPU, where it is installed."""
     if targets.has_plugin("tpu"):
         x = jax.ShapeDtypeStruct(_SHAPE, np.float32)
-        with environment.settings(disable_cache=True):
+        with blocks.settings(disable_cache=True):
             report = quarantune.compile_check(_jitted, {"scale": [1]}, x, target="TPU v5e", estimate=True)
         (trial,) = report.trials
         why = trial.message if trial.figures is None else trial.figures.no_estimate
@@ -557,7 +558,7 @@ def trials() -> Iterator[Check]:
 
 
 def _swept(name: str, fn: Callable[..., Any], own_settings: SettingKeywords) -> tuple[Trial, ...]:
-    limits = environment.settings(
+    limits = blocks.settings(
         disable_cache=True,
         on_miss="tune",
         record=None,
@@ -568,7 +569,7 @@ def _swept(name: str, fn: Callable[..., Any], own_settings: SettingKeywords) -> 
     )
     # Keeps JAX from taking most of the device's memory, where this process initialises it.
     memory = environment_variables({_PREALLOCATE: os.environ.get(_PREALLOCATE, "false")})
-    with environment.settings(**own_settings), limits, memory, _quiet():
+    with blocks.settings(**own_settings), limits, memory, _quiet():
         tuner = AutoTuner(fn, {"scale": [2, 3]}, ref_fn=None, rep=3, name=f"doctor.{name}")
         return tuner.run(np.ones(_SHAPE, np.float32)).trials
 
@@ -610,7 +611,7 @@ _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 def ranks(settings: Settings) -> Check:
     """Returns the ranks of this program, and whether they agree on configs."""
-    if (here := jax_internals.coordination()) is not None:
+    if (here := jax_backends.coordination()) is not None:
         agree = "they agree on one config" if settings.agree else "QUARANTUNE_AGREE=0: each tunes for itself"
         return ok("ranks", f"this is rank {here.rank} of {here.ranks}; {agree}")
     tasks = {name: os.environ.get(name, "") for name in _LAUNCHERS}

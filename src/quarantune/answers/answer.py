@@ -7,11 +7,12 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from quarantune import jax_internals
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
-from quarantune.host.process import in_sandbox, lazy
-from quarantune.values import settings as environment
+from quarantune.host.locks import lazy
+from quarantune.host.process import in_sandbox
+from quarantune.jax_internals import jax_backends
+from quarantune.values import blocks
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
 from quarantune.values.settings import Settings
@@ -80,7 +81,7 @@ class Situation:
     settings: Settings
     is_outside: bool
     may_tune: bool
-    ranks: jax_internals.Coordination | None = None
+    ranks: jax_backends.Coordination | None = None
     start_over: bool = False
 
     @classmethod
@@ -91,10 +92,10 @@ class Situation:
             call: the call.
             only_looks: whether the caller wants no sweep.
         """
-        settings, is_outside = environment.current(), not in_sandbox()
+        settings, is_outside = blocks.current(), not in_sandbox()
         may_tune = is_outside and not (only_looks or call.is_symbolic)
         return cls(
-            settings, is_outside, may_tune, jax_internals.coordination() if is_outside and settings.agree else None
+            settings, is_outside, may_tune, jax_backends.coordination() if is_outside and settings.agree else None
         )
 
     @property
@@ -105,7 +106,7 @@ class Situation:
     @property
     def keeps_nearest(self) -> bool:
         """Whether the config of a near call lasts: a `settings` block ends, and its choice must not outlive it."""
-        return not (environment.block_of("on_miss") or self.settings.record)
+        return not (blocks.block_of("on_miss") or self.settings.record)
 
 
 Rung: TypeAlias = Callable[[KeyedCall, Situation], Answer | None]

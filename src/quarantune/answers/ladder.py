@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from quarantune.answers.answer import Answer, Origin, Rung, Situation
-from quarantune.cache import store as cache
+from quarantune.cache import problems
 from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.values.codec import canonical_json
 from quarantune.values.trial import CacheMissError
@@ -50,7 +50,7 @@ class Ladder:
             if now.settings.on_miss != "tune":
                 self.allow_defaults(call, now, among=("default", "nearest"))
             elif call.call.is_symbolic:
-                cache.report_once(
+                problems.report_once(
                     f"{call.id.name}: running with its defaults where its shapes are symbolic and nothing is cached "
                     f"for the key {canonical_json(call.values)}: tune it with concrete shapes of that key before "
                     f"jax.export"
@@ -77,7 +77,7 @@ class Ladder:
         if settings.on_miss not in among:
             raise CacheMissError(self._explain(call, now, may_run_untuned=bool(among)))
         why = f"ON_MISS={settings.on_miss}" if settings.record is None else "recorded, to be tuned later"
-        cache.report_once(f"{call.id.name}: not tuned for this call, running with its defaults ({why})")
+        problems.report_once(f"{call.id.name}: not tuned for this call, running with its defaults ({why})")
 
     def _lock_of(self, id: ProblemId) -> threading.RLock:
         """Returns the lock of a call; it is free in a fork of this process, which lacks the threads that hold it."""

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 from quarantune.answers import saved_program
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.memory import Memory
-from quarantune.cache import store as cache
-from quarantune.cache.store import Entry, Store
+from quarantune.cache import problems
+from quarantune.cache.entry_file import Entry
+from quarantune.cache.store import Store
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, ProblemId
-from quarantune.host.process import entry_points
-from quarantune.values import describe
+from quarantune.functions import versions
+from quarantune.host.packages import entry_points
 from quarantune.values.codec import JsonObject
-from quarantune.values.settings import Settings, table_directory
+from quarantune.values.options import table_directory
+from quarantune.values.settings import Settings
 from quarantune.values.trial import ESTIMATED
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ class Layers:
             is_estimate = dict_or_empty(each.get("search")).get("stopped") == ESTIMATED
             return Answer(Origin.ESTIMATED if is_estimate else Origin.SAVED, config, each)
         if is_own and call.id in self.differences:
-            cache.report_once(
+            problems.report_once(
                 f"{call.id.name}: the saved result is for another program than this call runs: "
                 f"{self.differences[call.id]}: it is not used"
             )
@@ -140,7 +142,7 @@ class Layers:
             if not is_own:  # a table that is shipped is seldom made on the user's machine
                 _logger.info("%s: using a result of a read-only layer made under %s", self._function.name, changed)
                 return True
-            cache.report_once(
+            problems.report_once(
                 f"{self._function.name}: using results made under {changed}; set QUARANTUNE_VERSION_CHECK=1 to tune "
                 "again whenever versions change, or QUARANTUNE_ALWAYS_TUNE=1 to tune again now"
             )
@@ -187,7 +189,7 @@ class Layers:
 def changed_versions(entry: Entry) -> str:
     """Lists the versions that have changed since an entry was made; empty if all are the same."""
     then = dict_or_empty(entry.get("versions"))
-    changed = {name: now for name, now in describe.versions().items() if then and then.get(name) != now}
+    changed = {name: now for name, now in versions.versions().items() if then and then.get(name) != now}
     return ", ".join(f"{name} {then.get(name)} (now {now})" for name, now in changed.items())
 
 
@@ -204,7 +206,9 @@ def open_store(settings: Settings) -> Store:
 def _is_there(directory: Path, origin: str) -> bool:
     if os.path.isdir(directory):  # unlike `Path.is_dir`, it raises nothing if the path cannot be examined
         return True
-    cache.report_once(f"{origin}, which is no directory: no results are looked up there; make it, or correct the name")
+    problems.report_once(
+        f"{origin}, which is no directory: no results are looked up there; make it, or correct the name"
+    )
     return False
 
 
@@ -216,7 +220,7 @@ def _installed(_: tuple[str, ...]) -> list[Store]:
         try:
             directory = table_directory(point.value)
         except ValueError as error:
-            cache.report_once(f"the entry point {point.name!r} of the group {GROUP!r} is not usable: {error}")
+            problems.report_once(f"the entry point {point.name!r} of the group {GROUP!r} is not usable: {error}")
             continue
         if _is_there(directory, f"the entry point {point.name!r} of the group {GROUP!r} names {str(directory)!r}"):
             found.append(Store(directory, read_only=True, label=f"the table {point.value}"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from quarantune.answers.answer import Answer, Situation
 from quarantune.calls.key import KeyedCall, ProblemId
-from quarantune.host.process import new_lock
-from quarantune.values import settings as environment
-from quarantune.values.settings import Which, on_forgetting
+from quarantune.host.locks import new_lock
+from quarantune.values import blocks
+from quarantune.values.forgetting import Which, on_forgetting
 from quarantune.values.trial import TuningFailedError
 
 _MOST_REMEMBERED = 4096
@@ -50,12 +50,12 @@ class Memory:
             else:
                 self._failures[id] = _without_traceback(outcome)
             self._tuned.add(id)
-        if (block := environment.block_of("always_tune")) is not None:
+        if (block := blocks.block_of("always_tune")) is not None:
             block.tuned.add((self, id))
 
     def must_tune(self, id: ProblemId, now: Situation) -> bool:
         """Returns whether `ALWAYS_TUNE` demands another sweep: once per call and process, or `settings` block."""
-        block = environment.block_of("always_tune")
+        block = blocks.block_of("always_tune")
         is_due = id not in self._tuned if block is None else (self, id) not in block.tuned
         return now.settings.always_tune and is_due
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, changed_versions
-from quarantune.cache import store as cache
-from quarantune.cache.store import Entry
+from quarantune.cache import problems
+from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.values.codec import canonical_json, decode_json
@@ -36,7 +36,7 @@ def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
         config = kept(entry, call.call)
         if config is not None and layers.versions_serve(changed_versions(entry), now, is_own=not store.read_only):
             wanted, there = map(canonical_json, (call.readable, entry.get("key_values")))
-            cache.report_once(
+            problems.report_once(
                 f"{call.id.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
                 f"{there} in {store.label} (ON_MISS=nearest; this is said once)",
                 topic=f"nearest {call.id.name}",

@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import jax
 import numpy as np
 
-from quarantune.cache import journal
-from quarantune.cache import store as cache
+from quarantune.cache import journal, problems
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import CacheWriteError, short_text
+from quarantune.cache.owner import short_text
+from quarantune.cache.problems import CacheWriteError
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed
 from quarantune.functions.binding import Arguments
+from quarantune.functions.describe import sharding_of
 from quarantune.functions.description import is_array, struct_of, with_leaves
-from quarantune.host.process import cache_name, module_name, new_lock
+from quarantune.functions.names import cache_name, module_name
+from quarantune.host.locks import new_lock
 from quarantune.host.shared_files import advice
 from quarantune.transport import assignment
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import IN_MEMORY, Record, canonical_json, within
-from quarantune.values.describe import sharding_of
 from quarantune.values.texts import call_text
 
 if TYPE_CHECKING:
@@ -56,13 +57,13 @@ def recording() -> Iterator[list[RecordedCall]]:
         >>> quarantune.tune_many(calls)  # doctest: +SKIP
     """
     calls, add = _list_of_calls()
-    outer = environment.current().record
+    outer = blocks.current().record
 
     def note_both(call: KeyedCall, tune: Tune) -> None:
         add(call, tune)
         note(call, tune, outer)
 
-    with environment.settings(record=note_both):
+    with blocks.settings(record=note_both):
         yield calls
 
 
@@ -246,7 +247,7 @@ class _Writer:
                 except CacheWriteError as error:
                     cause = error.__cause__ if isinstance(error.__cause__, OSError) else OSError(0, str(error))
                     fault = f"calls cannot be recorded in {str(self._directory)!r} ({cause.strerror})"
-                    cache.report_once(f"{fault}: {advice(cause)}, or set QUARANTUNE_RECORD to another directory")
+                    problems.report_once(f"{fault}: {advice(cause)}, or set QUARANTUNE_RECORD to another directory")
 
 
 _writers: dict[tuple[int, Path], _Writer] = {}

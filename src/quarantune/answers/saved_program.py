@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from quarantune.cache.store import Entry
+from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
 from quarantune.calls.program import CallProgram, program_of

@@ -19,7 +19,7 @@ from quarantune.engine.place import place_of
 from quarantune.sweep import sweep
 from quarantune.sweep.ledger import Ledger
 from quarantune.sweep.request import SweepRequest
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import JsonObject
 from quarantune.values.settings import Isolation
 from quarantune.values.texts import did_you_mean
@@ -33,7 +33,7 @@ def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def is_same(recorded: RecordedCall, tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a call that was made again from its record has the key of that call."""
-    device = place_of(environment.current()).device()
+    device = place_of(blocks.current()).device()
     return RecordedCall.of(keyed_to_tune(tuned._tuner.bind(args, kwargs), device)).identity == recorded.identity
 
 
@@ -57,9 +57,9 @@ def run_alone(
     ledger = Ledger()
     with (
         tempfile.TemporaryDirectory(prefix="quarantune-run-") as logs,
-        environment.settings(log_dir=logs, disable_cache=True),
+        blocks.settings(log_dir=logs, disable_cache=True),
     ):
-        settings = environment.current()
+        settings = blocks.current()
         # This process traces the defaults to compare them with those of workers; what that prints is not the config's.
         is_here = settings.isolation == Isolation.NONE.value
         aside: Any = contextlib.nullcontext() if is_here else contextlib.redirect_stdout(io.StringIO())

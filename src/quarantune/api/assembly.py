@@ -14,7 +14,7 @@ from quarantune.answers.memory import Memory
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import assignment_in_force
-from quarantune.host.process import lazy
+from quarantune.host.locks import lazy
 
 if TYPE_CHECKING:
     from quarantune.answers.ranks import Agreed, Agreement

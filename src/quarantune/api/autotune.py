@@ -26,19 +26,22 @@ from typing import (
 import jax
 import numpy as np
 
-from quarantune import jax_internals
 from quarantune.api.tuner import Tuned, Tuner
 from quarantune.calls.call import TunedFunction
 from quarantune.functions.binding import assignment_in_force, bind_config, jitted_with, register_kernel, split_config
-from quarantune.host.process import cache_name, hide_own_frames, own_frames_hidden
+from quarantune.functions.names import cache_name
+from quarantune.host.frames import hide_own_frames, own_frames_hidden
+from quarantune.jax_internals import jax_arrays, jax_functions, jax_options
+from quarantune.values.blocks import settings
 from quarantune.values.configs import Config, MadeConfigs, as_given
-from quarantune.values.settings import OptionKeywords, Options, checked_options, forget_choices, on_forgetting, settings
+from quarantune.values.forgetting import forget_choices, on_forgetting
+from quarantune.values.options import OptionKeywords, Options, checked_options
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from quarantune.results.result import TuningResult
-    from quarantune.values.settings import Which
+    from quarantune.values.forgetting import Which
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -51,16 +54,16 @@ Memo: TypeAlias = dict[Hashable, _T]
 _MOST_REMEMBERED = 4096
 """A memo with this many calls is emptied. JAX keeps no more calls of a jitted function either."""
 
-read_context = jax_internals.trace_context
+read_context = jax_options.trace_context
 """Returns the state of JAX's settings, under which a choice is remembered."""
 
 _Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., _R]]]
 _NOTHING: tuple[Any, tuple[Any, ...], list[Any], Callable[..., Any], _Known[Any]] = (None, (), [], print, {})
 """For a state of JAX's settings: the types and places of the arrays of one call, and its choice; and those of all."""
 
-_cleared_with_jax = jax_internals.cleared_with_caches(forget_choices)
+_cleared_with_jax = jax_functions.cleared_with_caches(forget_choices)
 
-_aval, _sharding = jax_internals.aval_of, jax_internals.raw_sharding_of
+_aval, _sharding = jax_arrays.aval_of, jax_arrays.raw_sharding_of
 
 
 def autotune(
@@ -96,7 +99,7 @@ def autotune(
     def decorate(fn: Callable[_P, _R]) -> Autotuned[_P, _R]:
         return Autotuned(fn, configs, checked)
 
-    if jax_internals.is_jitted(configs):
+    if jax_functions.is_jitted(configs):
         raise TypeError("autotune needs the configs first: write @autotune([...]) above @jax.jit(...)")
     return decorate
 
@@ -130,7 +133,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
         functools.update_wrapper(cast("Any", self), fn)
         self.name = options.name or cache_name(fn)
         self._options = options
-        self._jit_options = jax_internals.jit_options(fn) if jax_internals.is_jitted(fn) else None
+        self._jit_options = jax_functions.jit_options(fn) if jax_functions.is_jitted(fn) else None
         self._memo = {}
         on_forgetting(self.forget)
 
@@ -187,7 +190,7 @@ class Autotuned(TunedCallable[_P, _R]):
         """Wraps a jitted function; use `autotune`."""
         if isinstance(fn, Autotuned):
             raise TypeError(f"{_name_of(fn)!r} is autotuned already: put all its tunables into one list of configs")
-        if not jax_internals.is_jitted(fn):
+        if not jax_functions.is_jitted(fn):
             raise TypeError(
                 f"autotune wraps a function that jax.jit has wrapped, and {_name_of(fn)!r} is a {type(fn).__name__}: "
                 f"put @jax.jit(static_argnames=[...]) between @autotune(...) and the function"
@@ -318,7 +321,7 @@ class Autotuned(TunedCallable[_P, _R]):
         The memory of calls, which holds their static arguments, is cleared too; `jax.clear_caches` clears that as well.
         """
         self.forget()
-        jax_internals.clear_caches(self.__wrapped__)
+        jax_functions.clear_caches(self.__wrapped__)
 
     def __repr__(self) -> str:
         """Returns the name of the tuned function, marked as tuned."""
@@ -365,7 +368,7 @@ class Autotuned(TunedCallable[_P, _R]):
         self, context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: Callable[..., Any]
     ) -> None:
         """Prepares the short path of `__call__` for calls like this one, if JAX's arrays are its only arguments."""
-        if kwargs or any(type(arg) is not jax_internals.array_type for arg in args):
+        if kwargs or any(type(arg) is not jax_arrays.array_type for arg in args):
             return
         before, *_, known = self._last
         if before != context:
@@ -459,7 +462,7 @@ def remember(memo: dict[Any, _T], key: Hashable, choice: _T) -> None:
     memo[key] = choice
 
 
-def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
+def memo_key(jit: jax_functions.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
     """Returns a key that is equal for the calls of one function that JAX, and the function, do not tell apart.
 
     Args:
@@ -486,8 +489,8 @@ def memo_key(jit: jax_internals.JitOptions | None, args: tuple[Any, ...], kwargs
     return key
 
 
-def _token(jit: jax_internals.JitOptions | None, arg: Any, *, is_static: bool = False) -> Hashable:
-    if type(arg) is jax_internals.array_type:
+def _token(jit: jax_functions.JitOptions | None, arg: Any, *, is_static: bool = False) -> Hashable:
+    if type(arg) is jax_arrays.array_type:
         return (arg.aval, arg.sharding)
     # A plain function sees the values of its arguments, and jit those of static ones.
     if is_static or (jit is None and type(arg) in (bool, int, str)):

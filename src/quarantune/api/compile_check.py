@@ -18,7 +18,7 @@ from quarantune.devices.targets import Target
 from quarantune.engine.place import ThisMachine, place_of
 from quarantune.functions.binding import Arguments, bind_config, describe_function, fitted
 from quarantune.functions.description import as_structs
-from quarantune.host.process import cache_name
+from quarantune.functions.names import cache_name
 from quarantune.results.compiled_winner import Winner
 from quarantune.results.progress import Progress
 from quarantune.results.report import CompileReport
@@ -29,10 +29,10 @@ from quarantune.transport.executable import from_data
 from quarantune.tuning.compile_verdicts import CompileVerdicts, note_check
 from quarantune.tuning.job import check_outside
 from quarantune.tuning.outcome import entry_for, findings_now, more_thorough
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import text_of
 from quarantune.values.configs import MOST_CONFIGS, Config, MadeConfigs, checked_config, configs_made_by, format_config
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.space import expand
 from quarantune.values.trial import ESTIMATED, Findings, Searched, Trial, pruned_trial
 
@@ -92,7 +92,7 @@ def compile_check(
         memory_limit=base.memory_limit if memory_limit is None else memory_limit,
     )
     # The machines of an engine need the compiler, and not this one.
-    found = targets.usable(target) if environment.current().executor is None else targets.find(target)
+    found = targets.usable(target) if blocks.current().executor is None else targets.find(target)
     if estimate and found.platform != "tpu":
         raise ValueError(f"estimate=True asks the compiler for TPUs, and {found.name} is none: leave it out")
     found = dataclasses.replace(found, estimates=estimate)
@@ -177,7 +177,7 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
     findings = findings_now(call, Findings(), report.trials, searched)
     entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
     entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
-    open_store(environment.current()).put(*described.id, entry, prefer=more_thorough)
+    open_store(blocks.current()).put(*described.id, entry, prefer=more_thorough)
     return best.config
 
 
@@ -197,7 +197,7 @@ def _compile_all(
         configs, none for a target; the key of the call; and on how many configs an earlier job had the verdict.
     """
     check_outside(call)
-    described, settings = keyed_to_tune(call, target), environment.current()
+    described, settings = keyed_to_tune(call, target), blocks.current()
     limits = SweepLimits.of(call.function.options, settings, num_workers=num_workers)
     verdicts = CompileVerdicts(described, limits, settings.cache_dir, *settings.cache_path)
     pruned = {index: pruned_trial(call.configs[index]) for index in call.pruned}

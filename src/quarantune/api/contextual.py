@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, cast, overloa
 from quarantune.api.autotune import Autotuned, TunedCallable, memo_key, read_context, remember
 from quarantune.api.tuner import Tuner
 from quarantune.functions.binding import assignment_in_force, describe_function
-from quarantune.host.process import lazy, own_frames_hidden
+from quarantune.host.frames import own_frames_hidden
+from quarantune.host.locks import lazy
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
+from quarantune.values.amounts import unwrapped
 from quarantune.values.codec import is_whole
 from quarantune.values.configs import Config
-from quarantune.values.settings import ContextualKeywords, Options, checked_options, unwrapped
+from quarantune.values.options import ContextualKeywords, Options, checked_options
 
 if TYPE_CHECKING:
     from quarantune.tuning.contextual_job import ContextualFunction

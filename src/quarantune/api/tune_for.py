@@ -13,17 +13,17 @@ from quarantune.answers.answer import Situation
 from quarantune.answers.layers import open_store
 from quarantune.answers.recording import RecordedCall
 from quarantune.api.tuner import Tuner
-from quarantune.cache import store as cache
-from quarantune.cache.store import CacheWriteError
+from quarantune.cache import problems
+from quarantune.cache.problems import CacheWriteError
 from quarantune.calls.key import KeyedCall, keyed_to_tune
 from quarantune.engine.place import place_of
 from quarantune.functions.binding import Arguments
 from quarantune.results.report_data import CallShare
 from quarantune.results.result import TuningResult
 from quarantune.tuning.outcome import call_result, entry_for, findings_now
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, equal, text_of
-from quarantune.values.settings import EXHAUSTIVE
+from quarantune.values.options import EXHAUSTIVE
 from quarantune.values.texts import call_text, shown
 from quarantune.values.trial import Findings, Outcome, Trial, TuningFailedError
 
@@ -88,7 +88,7 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
         try:
             open_store(now.settings).put(*first.id, entry)
         except CacheWriteError as error:
-            cache.report_once(str(error))
+            problems.report_once(str(error))
     tuner.adopt(first, result, now)
     return result
 
@@ -121,8 +121,8 @@ def _sweeps(tuner: Tuner, described: Sequence[KeyedCall]) -> tuple[list[TuningRe
     results, found, block = list[TuningResult](), list[dict[str, Trial]](), JsonObject()
     for each in described:
         own = Tuner(tuner.function.with_options(options, configs))
-        with environment.settings(**block):
-            resume = not environment.current().always_tune
+        with blocks.settings(**block):
+            resume = not blocks.current().always_tune
             result = own.tune(own.bind(each.call.args, each.call.kwargs), resume=resume).with_trials()
         # Finals are measured with care; of others, disturbed runs would count.
         measured = {text_of(trial.config): trial.time_ms for trial in result.finalists}

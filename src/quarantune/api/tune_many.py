@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from quarantune.answers.recording import RecordedCall
 from quarantune.api.autotune import Autotuned, AutoTuner, read_context
 from quarantune.functions.binding import Arguments
-from quarantune.host.process import own_frames_hidden
+from quarantune.host.frames import own_frames_hidden
 from quarantune.results.result import TuningResult
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.texts import shown
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def tune_many(calls: Iterable[Sequence[Any] | RecordedCall], *, executor: Execut
     """
     tunes = [_tune_of(call) for call in calls]
     done: list[None] = []
-    engine = environment.current().executor if executor is None else executor
-    with own_frames_hidden(), environment.settings(executor=engine):
+    engine = blocks.current().executor if executor is None else executor
+    with own_frames_hidden(), blocks.settings(executor=engine):
         try:
             outcomes = [_outcome(tune, done) for tune in tunes] if engine is None else _all_at_once(tunes, engine, done)
         except KeyboardInterrupt as error:
@@ -89,7 +89,7 @@ def _all_at_once(tunes: Sequence[_Tune], executor: Executor, done: list[None]) -
     from quarantune.engine.distributed import WholeSweeps
 
     whole = WholeSweeps(executor)
-    with environment.settings(executor=whole):
+    with blocks.settings(executor=whole):
         with ThreadPoolExecutor(min(MOST, max(1, len(tunes))), "quarantune-tune-many") as threads:
             if threads.submit(read_context).result() == read_context():
                 # Each thread is in the blocks of this one.

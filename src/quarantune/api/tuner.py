@@ -11,7 +11,7 @@ from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.ladder import Ladder, first
 from quarantune.answers.layers import open_store
 from quarantune.api.assembly import Rungs
-from quarantune.cache import store as cache
+from quarantune.cache import problems
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed, keyed_to_tune
 from quarantune.values.configs import Config
@@ -20,7 +20,7 @@ from quarantune.values.trial import Findings, TuningFailedError
 if TYPE_CHECKING:
     from quarantune.results.report_data import FromCache
     from quarantune.results.result import TuningResult
-    from quarantune.values.settings import Which
+    from quarantune.values.forgetting import Which
 
 
 class Tuner:
@@ -64,7 +64,7 @@ class Tuner:
             given = given_inputs.in_place_of_symbolic((call.args, call.kwargs))
             call = call if given is None else self.bind(*given)
         if call.has_no_key:
-            cache.report_once(
+            problems.report_once(
                 f"{call.name}: running with its defaults where its shapes are symbolic, as in jax.export: give "
                 f"autotune a key_fn that returns the same for these as for the shapes it was tuned for"
             )

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune.cache import entries, journal
 from quarantune.cache.entries import CacheDiff, CacheKey, CacheRecord, MergeReport
-from quarantune.cache.store import SCHEMA, CacheWriteError, Entry, Store, problem_hash, report_once, safe_name
-from quarantune.host.process import new_lock
+from quarantune.cache.entry_file import SCHEMA, Entry
+from quarantune.cache.file_names import problem_hash, safe_name
+from quarantune.cache.problems import CacheWriteError, report_once
+from quarantune.cache.store import Store
+from quarantune.host.locks import new_lock
 from quarantune.host.shared_files import paths
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, as_json, canonical_json, frozen, plain
 from quarantune.values.configs import Config
-from quarantune.values.settings import forget_choices
+from quarantune.values.forgetting import forget_choices
 
 if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned, AutoTuner
@@ -47,9 +50,9 @@ class TuningCache:
         Args:
             dir: the directory; None for `QUARANTUNE_CACHE_DIR`, or for memory only under `QUARANTUNE_DISABLE_CACHE`.
         """
-        settings = environment.current()
+        settings = blocks.current()
         self.directory: Path = (
-            environment.settings(cache_dir=dir).values["cache_dir"] if dir is not None else settings.cache_dir
+            blocks.settings(cache_dir=dir).values["cache_dir"] if dir is not None else settings.cache_dir
         )
         on_disk = dir is not None or not settings.disable_cache
         self._store = Store(self.directory, lock_timeout_s=settings.lock_timeout) if on_disk else None
@@ -290,7 +293,7 @@ class TuningCache:
         if not functions:
             raise ValueError("verify needs the tuned functions: give them, or texts such as 'kernels:matmul'")
         tuned = [_tuned(function) for function in functions]
-        with environment.settings(cache_dir=self.directory):
+        with blocks.settings(cache_dir=self.directory):
             return verification.verify(
                 iter(self),
                 tuned,

@@ -6,8 +6,8 @@ Users may import these names from here.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache.store import CacheWarning as CacheWarning
-from quarantune.cache.store import CacheWriteError as CacheWriteError
+from quarantune.cache.problems import CacheWarning as CacheWarning
+from quarantune.cache.problems import CacheWriteError as CacheWriteError
 from quarantune.cache.store import Store as Store
 
 if TYPE_CHECKING:

@@ -19,8 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
+from quarantune.cache.file_names import problem_hash
 from quarantune.cache.journal import trials_folder
-from quarantune.cache.store import Owner, problem_hash, report_once, short_text, write_errors
+from quarantune.cache.owner import Owner, short_text
+from quarantune.cache.problems import report_once, write_errors
 from quarantune.host import shared_files
 from quarantune.host.machine import boot_id
 from quarantune.host.shared_files import Directory, side_lock

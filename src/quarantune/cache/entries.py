@@ -16,17 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quarantune.cache import journal
-from quarantune.cache.store import (
-    LARGEST_ENTRIES_BYTES,
-    CacheWriteError,
-    Contents,
-    Entry,
-    Store,
-    encode,
-    problem_hash,
-    safe_name,
-    write_errors,
-)
+from quarantune.cache.entry_file import LARGEST_ENTRIES_BYTES, Contents, Entry, encode
+from quarantune.cache.file_names import problem_hash, safe_name
+from quarantune.cache.problems import CacheWriteError, write_errors
+from quarantune.cache.store import Store
 from quarantune.host.shared_files import Directory, paths
 from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.texts import call_text, did_you_mean, printable, shown

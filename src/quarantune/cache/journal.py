@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from quarantune.cache.store import CacheWriteError, problem_hash, report_once, safe_name, this_host, write_errors
+from quarantune.cache.file_names import problem_hash, safe_name
+from quarantune.cache.owner import this_host
+from quarantune.cache.problems import CacheWriteError, report_once, write_errors
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
 from quarantune.values.codec import DamageError, JsonObject, canonical_json, decode_json, plain

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from quarantune import jax_internals
-from quarantune.cache.store import Entry, report_once
+from quarantune.cache.entry_file import Entry
+from quarantune.cache.problems import report_once
 from quarantune.functions.binding import (
     Arguments,
     arguments_of,
@@ -26,7 +26,9 @@ from quarantune.functions.binding import (
 )
 from quarantune.functions.description import as_structs, without_arrays
 from quarantune.functions.fingerprint import Fingerprint, fingerprint
-from quarantune.host.process import cache_name, lazy
+from quarantune.functions.names import cache_name
+from quarantune.host.locks import lazy
+from quarantune.jax_internals import jax_functions
 from quarantune.values.codec import JsonObject, freeze, has_tag, short_hash, text_of
 from quarantune.values.configs import (
     COMPILER_OPTIONS,
@@ -37,7 +39,7 @@ from quarantune.values.configs import (
     configs_made_by,
     format_config,
 )
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.space import Space
 
 _LAZY: Mapping[Callable[..., bool], str] = {
@@ -212,7 +214,7 @@ class TunedFunction:
             ValueError: a key is not static.
         """
         # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
-        statics = frozenset(jax_internals.jit_options(self.fn).static_argnames) if self.is_jitted else None
+        statics = frozenset(jax_functions.jit_options(self.fn).static_argnames) if self.is_jitted else None
         check_parameters(
             configs,
             parameters=self.signature,
@@ -441,7 +443,7 @@ def check_jit_options(fn: Callable[..., Any], name: str) -> None:
     Raises:
         TypeError: the function accepts no config, or cannot be rebuilt in a worker.
     """
-    options = jax_internals.jit_options(fn)
+    options = jax_functions.jit_options(fn)
     if options.takes_no_keywords:
         raise TypeError(
             f"{name}: jax.jit accepts no keyword arguments with in_shardings, and that is how the tunables are passed: "

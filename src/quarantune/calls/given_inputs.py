@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune import jax_internals
 from quarantune.functions.binding import Arguments, arguments_of, check_complete, describe_function, lacking, named
 from quarantune.functions.description import as_structs, describe_arguments, is_array, with_leaves, without_arrays
+from quarantune.jax_internals import jax_arrays
+from quarantune.values.blocks import left
 from quarantune.values.codec import JsonObject
-from quarantune.values.settings import left
 
 _NUMBERS = (bool, int, float, complex)
 _REAL = "with quarantune.set_autotune_inputs(...)"
@@ -195,7 +195,7 @@ def _as_weak_as(given: Any, wanted: Any) -> Any:
         return given
     if _is_struct(given):
         return given.update(weak_type=is_weak)
-    return jax_internals.as_weak(jnp.asarray(given)) if is_weak else given.astype(given.dtype)
+    return jax_arrays.as_weak(jnp.asarray(given)) if is_weak else given.astype(given.dtype)
 
 
 def _as_arrays(given: Any, wanted: Any) -> Any:

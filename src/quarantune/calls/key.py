@@ -15,10 +15,10 @@ import numpy as np
 from quarantune.calls.call import BoundCall
 from quarantune.devices import discovery
 from quarantune.functions.binding import Arguments, assignment_in_force, named
+from quarantune.functions.describe import layout_of, sharding_of
 from quarantune.functions.description import SCALARS, describe_arguments, describe_jax_state, is_array, key_part
 from quarantune.functions.fingerprint import code_digest
 from quarantune.values.codec import JsonObject, canonical_json
-from quarantune.values.describe import layout_of, sharding_of
 from quarantune.values.texts import array_text, printable
 
 if TYPE_CHECKING:

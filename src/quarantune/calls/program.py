@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from quarantune import jax_internals
 from quarantune.calls.key import KeyedCall
 from quarantune.functions.binding import jitted_with, split_config
-from quarantune.host.process import is_interruption
+from quarantune.host.interruptions import is_interruption
+from quarantune.jax_internals import jax_backends, jax_traces
 from quarantune.transport import programs
 from quarantune.transport.program_text import ProgramText
 from quarantune.values.codec import text_of
@@ -65,7 +65,7 @@ def _program_of(call: KeyedCall, config: Config, *, lowers: bool) -> CallProgram
         return None
     jitted, keywords = jitted_with(function.fn, config)
     _, options = split_config(function.fn, config)
-    lowers = lowers and jax_internals.backends_initialized() and not jax_internals.is_tracing()
+    lowers = lowers and jax_backends.backends_initialized() and not jax_traces.is_tracing()
     is_part = function.options.time_grad or not lowers
     if function.options.time_grad:
         from quarantune.transport import differentiation  # few functions need it

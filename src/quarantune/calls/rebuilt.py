@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from quarantune import jax_internals
 from quarantune.calls.call import TunedFunction
 from quarantune.functions.binding import Arguments
+from quarantune.jax_internals import jax_arrays, jax_options
 from quarantune.transport import arrays
 from quarantune.transport.arrays import dtype_from_name
 from quarantune.values.codec import JsonObject, decode_json
@@ -81,7 +81,7 @@ def described_arguments(values: JsonObject, function: TunedFunction) -> Argument
 def described_settings(described: Mapping[str, Any]) -> Iterator[None]:
     """Applies the JAX settings that a key describes, for the duration of a block."""
     with contextlib.ExitStack() as block:
-        for name, value in jax_internals.other_options(described).items():
+        for name, value in jax_options.other_options(described).items():
             block.callback(jax.config.update, name, jax.config.values[name])
             jax.config.update(name, value)
         if (mesh := described.get("mesh")) is not None:
@@ -139,7 +139,7 @@ class _Maker:
         try:
             sharding = _sharding(about["sharding"]) if "sharding" in about else None
             if (implementation := _KEY_IMPLEMENTATIONS.get(dtype)) is not None:
-                return jax.ShapeDtypeStruct(shape, jax_internals.key_dtype(implementation), sharding=sharding)
+                return jax.ShapeDtypeStruct(shape, jax_arrays.key_dtype(implementation), sharding=sharding)
             if function.is_jitted or callable(function.options.supply):
                 is_weak = bool(about.get("weak_type"))
                 return jax.ShapeDtypeStruct(shape, dtype_from_name(dtype), weak_type=is_weak, sharding=sharding)

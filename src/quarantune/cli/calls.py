@@ -23,9 +23,10 @@ from quarantune.calls.call import TunedFunction
 from quarantune.cli.call_texts import GivenCall, parse_statics
 from quarantune.cli.output import InputError, message_of
 from quarantune.functions.binding import lacking
+from quarantune.functions.describe import canonical_dtype, describe_array
 from quarantune.functions.description import as_structs, is_array
-from quarantune.host.process import SANDBOX_MARK, environment_variables, is_installed
-from quarantune.values.describe import canonical_dtype, describe_array
+from quarantune.host.packages import is_installed
+from quarantune.host.process import SANDBOX_MARK, environment_variables
 from quarantune.values.texts import call_text, did_you_mean, shown
 from quarantune.values.trial import ArrayKind
 

@@ -51,7 +51,7 @@ from quarantune.engine import distributed
 from quarantune.host.shared_files import Directory, advice
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult, labels
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import JsonObject, as_json, canonical_json, decode_json
 from quarantune.values.configs import Config, format_config
 from quarantune.values.texts import call_text, did_you_mean, printable, shown
@@ -68,9 +68,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     given = {name: getattr(options, name) for name in ("search", "max_trials", "time_budget")}
     with input_errors(ValueError):
         # Looking for results and nothing else, as the environment may demand of a program, is not what was asked for.
-        override = environment.settings(
-            on_miss="tune", record=None, **{k: v for k, v in given.items() if v is not None}
-        )
+        override = blocks.settings(on_miss="tune", record=None, **{k: v for k, v in given.items() if v is not None})
     if options.estimate_for is not None:
         _check_cache()
         usual = {"all": False, "compile_timeout": None, "memory_limit": None, "jobs": None}
@@ -86,7 +84,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
             wanted = calls.make(function, options)
         if options.executor is not None:
             executor = engine.enter_context(_connected(options.executor))
-            engine.enter_context(environment.settings(executor=executor))
+            engine.enter_context(blocks.settings(executor=executor))
         if options.recorded is not None:
             return _tune_recorded(options, out)
         for call, (ended, was_known) in zip(wanted, _ends(tuned, wanted, options), strict=True):
@@ -110,7 +108,7 @@ def _ends(tuned: Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace
         # fail once more as they are looked up.
         with input_errors(TypeError, ValueError, ImportError):
             known = [ahead.is_known(tuned, call.args, call.kwargs) and not options.force for call in wanted]
-        with environment.settings(always_tune=options.force), contextlib.suppress(ExceptionGroup):
+        with blocks.settings(always_tune=options.force), contextlib.suppress(ExceptionGroup):
             tune_many([(tuned, call.args, call.kwargs) for call in wanted])
     for index, call in enumerate(wanted):
         try:
@@ -125,7 +123,7 @@ def _ends(tuned: Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace
 def _check_cache() -> None:
     """Raises where nothing could be saved, before any work starts."""
     with input_errors(ValueError):
-        settings = environment.current()
+        settings = blocks.current()
     if settings.disable_cache:
         raise InputError("QUARANTUNE_DISABLE_CACHE is set, so that nothing would be saved: unset it")
     try:
@@ -213,7 +211,7 @@ _Ended = tuple[RecordedCall, str, tuple[JsonObject, str]]
 def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, named: Tuned | None) -> Iterator[_Ended]:
     """Yields what became of each call."""
     at_a_time = 1
-    if (executor := environment.current().executor) is None:
+    if (executor := blocks.current().executor) is None:
         here = discovery.platform_and_kind(None)[1]
     else:
         at_a_time, here = MOST, distributed.device(executor).device_kind
@@ -237,8 +235,8 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
                     else:
                         ready.append((call, made))
                 if left_s < math.inf:
-                    block.enter_context(environment.settings(time_budget=max(left_s, 1e-3)))
-                block.enter_context(environment.settings(always_tune=options.force))
+                    block.enter_context(blocks.settings(time_budget=max(left_s, 1e-3)))
+                block.enter_context(blocks.settings(always_tune=options.force))
                 if executor is not None:
                     with contextlib.suppress(ExceptionGroup):  # these fail once more below
                         tune_many((fn, to.args, to.kwargs) for _, (fn, to) in ready if not isinstance(fn, Contextual))

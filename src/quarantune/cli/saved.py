@@ -16,12 +16,14 @@ from typing import Any
 from quarantune.api.tuning_cache import TuningCache
 from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey, CacheRecord, EntryPair
-from quarantune.cache.store import Contents, Entry, Store, safe_name
+from quarantune.cache.entry_file import Contents, Entry
+from quarantune.cache.file_names import safe_name
+from quarantune.cache.store import Store
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, input_errors, printable_lines, wrapped
 from quarantune.host.shared_files import advice
 from quarantune.results.from_cache import cached_results
 from quarantune.results.report_data import ResultData
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import format_config
 from quarantune.values.texts import call_text, columns, printable, shown
@@ -164,7 +166,7 @@ def cache_prune(options: argparse.Namespace, out: Output) -> int:
         return (names is None or name in names) and options.device in (None, device)
 
     results, files = entries.prune(
-        Store(store.directory, lock_timeout_s=environment.current().lock_timeout),
+        Store(store.directory, lock_timeout_s=blocks.current().lock_timeout),
         older_than_s=age_s,
         is_chosen=is_chosen,
         dry_run=options.dry_run,
@@ -235,7 +237,7 @@ def replay(options: argparse.Namespace, out: Output) -> int:
 
 def _directory() -> Path:
     with input_errors(ValueError):
-        return environment.current().cache_dir
+        return blocks.current().cache_dir
 
 
 def _opened() -> Store:
@@ -249,7 +251,7 @@ def _opened() -> Store:
 def _another(directory: str) -> Store:
     """Returns the entries of another cache, which has to be there."""
     with input_errors(ValueError):
-        environment.settings(cache_dir=directory)  # it refuses what is no directory of a file system, such as a URL
+        blocks.settings(cache_dir=directory)  # it refuses what is no directory of a file system, such as a URL
     return _readable(Path(directory).expanduser(), remedy="give the directory of a cache")
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from quarantune import jax_internals
 from quarantune.host import machine
-from quarantune.host.process import entry_points, in_sandbox
+from quarantune.host.packages import entry_points
+from quarantune.host.process import in_sandbox
+from quarantune.jax_internals import jax_backends
 from quarantune.values import codec
 from quarantune.values.settings import Settings
 from quarantune.values.trial import CompileTarget, SandboxError
@@ -149,7 +150,7 @@ def described(devices: Sequence[Any], *, for_compiling: bool = True) -> tuple[Co
         devices: the devices.
         for_compiling: whether XLA describes GPUs for its compiler, too.
     """
-    config_text = jax_internals.target_config(devices) if for_compiling else ""
+    config_text = jax_backends.target_config(devices) if for_compiling else ""
     return tuple(
         CompileTarget(
             platform=_platform_of(device),
@@ -247,7 +248,7 @@ def _only_cpu() -> bool:
 
 def _describe(platform: str | None, *, for_compiling: bool = True) -> tuple[CompileTarget, ...]:
     """Returns the devices that JAX would use, asked of a worker where this process has initialised none."""
-    if not jax_internals.backends_initialized():
+    if not jax_backends.backends_initialized():
         return _probe((_platforms(), *map(os.environ.get, (_CUDA, _ROCR, _HIP))))
     return described(jax.local_devices(backend=platform), for_compiling=for_compiling)
 

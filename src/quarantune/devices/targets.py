@@ -20,13 +20,13 @@ from pathlib import Path
 
 import jax
 
-from quarantune.cache.store import safe_name
+from quarantune.cache.file_names import safe_name
 from quarantune.devices import discovery
 from quarantune.devices.discovery import Device, cpu_device
 from quarantune.host import shared_files
-from quarantune.host.process import entry_points
+from quarantune.host.packages import entry_points
 from quarantune.host.shared_files import Directory
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.settings import Settings
 from quarantune.values.texts import did_you_mean, printable, shown
 from quarantune.values.trial import CompileTarget, SandboxError
@@ -183,7 +183,7 @@ def _by_name() -> Iterator[Target]:
             num_cores=cores,
             origin=f"the topology {topology} of libtpu",
         )
-    settings = environment.current()
+    settings = blocks.current()
     left = {} if settings.disable_cache else {target.device_kind: target for target in saved(settings.cache_dir)}
     for name, stem in _GPUS.items():
         known = packaged(stem)

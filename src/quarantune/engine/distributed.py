@@ -22,7 +22,8 @@ from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import Config
-from quarantune.values.settings import AUTO, Isolation
+from quarantune.values.options import AUTO
+from quarantune.values.settings import Isolation
 from quarantune.values.trial import UNTUNED, EngineError, Trial
 
 _logger = logging.getLogger("quarantune")

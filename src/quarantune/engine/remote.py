@@ -17,13 +17,15 @@ from typing import Annotated, Any, TypeAlias
 
 import jax
 
-from quarantune import jax_internals
 from quarantune.calls import given_inputs
 from quarantune.devices import discovery, targets
 from quarantune.devices.targets import Target
 from quarantune.engine import contact
 from quarantune.engine.contact import Address, Contact
-from quarantune.host.process import environment_variables, new_lock
+from quarantune.functions.versions import versions
+from quarantune.host.locks import new_lock
+from quarantune.host.process import environment_variables
+from quarantune.jax_internals import jax_functions
 from quarantune.measure.finals import Final
 from quarantune.sandbox import spool, template
 from quarantune.sweep import sweep
@@ -32,11 +34,10 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import Problem, SweepRequest, Swept
 from quarantune.transport import payload
 from quarantune.transport.payload import Call, PackedCall
-from quarantune.values import settings as environment
+from quarantune.values import blocks
 from quarantune.values.codec import DamageError, JsonObject, Record, as_json, one_of
 from quarantune.values.configs import Config
-from quarantune.values.describe import versions
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.trial import END, READY, TIME, EngineError, Outcome, Phase, ReferenceFailedError, Samples, Trial
 
 DONE, STOPPED, LATE, REFUSED, FAILED = "done", "stopped", "late", "refused", "failed"
@@ -105,7 +106,7 @@ def pack(request: SweepRequest, configs: Sequence[Config]) -> tuple[bytes, Call]
     untuned = None if problem.untuned is None else as_json(problem.untuned)
     parcel = Parcel(
         problem=dataclasses.replace(problem, fn=stand_in, args=(), kwargs={}, untuned=untuned),
-        is_jitted=jax_internals.is_jitted(problem.fn),
+        is_jitted=jax_functions.is_jitted(problem.fn),
         packed=dataclasses.replace(
             packed,
             call=Call(fn=stand_in, args=(), kwargs={}, specs=packed.call.specs),
@@ -417,8 +418,8 @@ class _ShardRun:
         problem = parcel.problem
         if parcel.is_jitted:
             problem = dataclasses.replace(problem, fn=_jitted_stand_in)
-        with environment.settings(**parcel.settings):
-            settings = environment.current()
+        with blocks.settings(**parcel.settings):
+            settings = blocks.current()
         target = None if parcel.target is None else targets.usable(parcel.target)
         request = SweepRequest(
             problem=problem,

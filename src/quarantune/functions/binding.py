@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from quarantune import jax_internals
-from quarantune.host.process import warn
+from quarantune.host.frames import warn
+from quarantune.jax_internals import jax_functions, jax_traces
 from quarantune.values.configs import COMPILER_OPTIONS as OPTIONS
 from quarantune.values.configs import NO_OPTIONS, Config
 from quarantune.values.texts import shown
@@ -55,9 +55,9 @@ def describe_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], inspe
     if not callable(fn):
         raise TypeError(f"{fn!r} cannot be called: give a function")
     inner = getattr(fn, "__wrapped__", None)
-    if inner is not None and not jax_internals.is_jitted(fn) and jax_internals.is_jitted(inner):
+    if inner is not None and not jax_functions.is_jitted(fn) and jax_functions.is_jitted(inner):
         fn = inner  # an autotuned function, to be tuned with other configs
-    static_names = jax_internals.jit_options(fn).static_names if jax_internals.is_jitted(fn) else None
+    static_names = jax_functions.jit_options(fn).static_names if jax_functions.is_jitted(fn) else None
     return fn, signature_of(inspect.unwrap(fn)), static_names
 
 
@@ -120,7 +120,7 @@ def split_config(fn: Callable[..., Any], config: Config) -> tuple[Config, Mappin
         fn: the function. If it is not jitted, all values of the config are keyword arguments.
         config: the config.
     """
-    if OPTIONS not in config or not jax_internals.is_jitted(fn) or OPTIONS in inspect.signature(fn).parameters:
+    if OPTIONS not in config or not jax_functions.is_jitted(fn) or OPTIONS in inspect.signature(fn).parameters:
         return config, NO_OPTIONS
     keywords = {name: value for name, value in config.items() if name != OPTIONS}
     return keywords, config[OPTIONS]
@@ -134,7 +134,7 @@ def jitted_with(fn: Any, config: Config) -> tuple[Any, Config]:
         config: the config.
     """
     keywords, options = split_config(fn, config)
-    return (jax_internals.with_compiler_options(fn, options) if options else fn), keywords
+    return (jax_functions.with_compiler_options(fn, options) if options else fn), keywords
 
 
 def bind_config(fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
@@ -185,7 +185,7 @@ def check_compiler_options(fn: Callable[..., Any], configs: Sequence[Config], *,
                 raise TypeError(
                     f"{name}: {OPTIONS}[{option!r}] is {shown(value)}; XLA's options are booleans, numbers and strings."
                 )
-    bound = jax_internals.jit_options(fn).cannot_travel
+    bound = jax_functions.jit_options(fn).cannot_travel
     if bound and any(given):
         raise TypeError(
             f"{name}: its configs have {OPTIONS}, for which it has to be jitted again, and jax.jit was given "
@@ -210,7 +210,7 @@ class _WithOptions:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, compiled with the options; inside a trace without them."""
-        if not jax_internals.is_tracing():
+        if not jax_traces.is_tracing():
             return self._compiled(*args, **kwargs)
         name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._options)
         _warn_once(

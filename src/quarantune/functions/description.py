@@ -25,11 +25,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from quarantune import jax_internals
+from quarantune.functions import describe
 from quarantune.functions.binding import Arguments
 from quarantune.functions.fingerprint import closure_of, code_text
-from quarantune.host.process import PROGRAMS, module_of, pickled_parts, without_caches
-from quarantune.values import describe
+from quarantune.functions.names import PROGRAMS, module_of
+from quarantune.functions.object_parts import pickled_parts, without_caches
+from quarantune.jax_internals import jax_options
 from quarantune.values.codec import Around, JsonObject, bounded, digest, in_order, is_tagged, tagged
 from quarantune.values.texts import shown
 
@@ -121,7 +122,7 @@ def describe_jax_state(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, own:
         kwargs: the call's keyword arguments.
         own: the value of this package's own user context, which is left out.
     """
-    state = jax_internals.describe_options(describe_static, own=own)
+    state = jax_options.describe_options(describe_static, own=own)
     mesh = describe.describe_context_mesh(args, kwargs)
     return state if mesh is None else {**state, "mesh": mesh}
 

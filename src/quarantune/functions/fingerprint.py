@@ -32,16 +32,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from quarantune import jax_internals
-from quarantune.host.process import (
-    PROGRAMS,
-    is_installed,
-    is_runner,
-    module_of,
-    new_lock,
-    pickled_parts,
-    without_caches,
-)
+from quarantune.functions.names import PROGRAMS, is_runner, module_of
+from quarantune.functions.object_parts import pickled_parts, without_caches
+from quarantune.host.locks import new_lock
+from quarantune.host.packages import is_installed
+from quarantune.jax_internals import jax_functions
 from quarantune.values.codec import Around, bounded, canonical_json, in_order, short_hash
 
 _LARGEST_HASHED_BYTES = 1 << 24
@@ -333,7 +328,7 @@ class _Walk:
     def _visit_rules(self, value: Any) -> None:
         """Visits the user's own rules of a function, such as its derivative, in whatever is wrapped around it."""
         for _ in range(MOST_LAYERS):
-            rules = {} if id(value) in self._seen else jax_internals.custom_rules(value)
+            rules = {} if id(value) in self._seen else jax_functions.custom_rules(value)
             owner = ""
             if rules:
                 self._seen.add(id(value))

@@ -24,8 +24,11 @@ from typing import Any
 from zipimport import zipimporter
 
 from quarantune.functions.fingerprint import code_within, describe_code
+from quarantune.functions.names import PROGRAMS
 from quarantune.host import machine
-from quarantune.host.process import PROGRAMS, answer_of, content, interpreter_command, is_imported_early, is_installed
+from quarantune.host.interpreter import interpreter_command
+from quarantune.host.interruptions import answer_of
+from quarantune.host.packages import content, is_imported_early, is_installed
 from quarantune.values.codec import canonical_json
 
 _FINDERS = (BuiltinImporter, FrozenImporter, PathFinder, FileFinder, zipimporter, type(None))

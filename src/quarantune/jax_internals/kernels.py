@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from quarantune.jax_internals import equations
+from quarantune.jax_internals.jax_traces import equations
 
 _KERNEL = "pallas_call"
 _IN_VMEM = ("default", "vmem")

@@ -20,7 +20,8 @@ from jax._src import compilation_cache, tree_util, xla_bridge
 from jax._src.array import ArrayImpl
 from jax._src.compilation_cache_interface import CacheInterface
 
-from quarantune.host.process import environment_variables, new_lock
+from quarantune.host.locks import new_lock
+from quarantune.host.process import environment_variables
 
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
 """The functions of JAX that say what `get_backend` returned."""

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from quarantune.measure import observers
+from quarantune.measure import observing
 from quarantune.values.configs import Config, as_given
 from quarantune.values.trial import TIME, Outcome, Trial
 
@@ -62,7 +62,7 @@ def needed_observers(objective: Objective, config: Config) -> list[str]:
     times = {"time_ms": 1.0, "own_ms": 1.0, "samples_ms": [1.0], "compile_s": 1.0}
     figures = {"peak_memory_bytes": 1024, "figures": {"argument_bytes": 8, "output_bytes": 8, "temporary_bytes": 8}}
     bare = dataclasses.replace(Trial.from_json({"config": {}, "outcome": "ok", **times, **figures}), config=config)
-    seen = {name: dict.fromkeys(observers.named(name).FIELDS, 1.0) for name in observers.OBSERVERS}
+    seen = {name: dict.fromkeys(observing.named(name).FIELDS, 1.0) for name in observing.OBSERVERS}
 
     def scores(names: Sequence[str]) -> bool:
         trial = bare

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune import jax_internals
-from quarantune.values.settings import Tolerance
+from quarantune.jax_internals import jax_traces
+from quarantune.values.options import Tolerance
 
 HostArray: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -367,7 +367,7 @@ def coarsest_mantissa(jaxpr: Any, platform: str | None) -> int:
         platform: the platform that it runs on.
     """
     least = 52
-    for equation in jax_internals.equations(jaxpr):
+    for equation in jax_traces.equations(jaxpr):
         for variable in equation.outvars:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):

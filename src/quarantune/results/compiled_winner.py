@@ -10,9 +10,9 @@ from typing import Any
 import jax
 from jax.extend import backend
 
-from quarantune import jax_internals
 from quarantune.functions.binding import Arguments, bind_config, jitted_with
 from quarantune.functions.description import describe_jax_state, describe_static
+from quarantune.jax_internals import jax_functions, jax_options, jax_traces
 from quarantune.jax_internals.other_processes import ExecutableParts, interface_of
 from quarantune.values.codec import canonical_json, decode_json
 from quarantune.values.configs import Config
@@ -48,7 +48,7 @@ class Winner:
         self.config = config
         self._bound = bind_config(fn, config)
         self._jitted, self._keywords = jitted_with(fn, config)
-        self._jit = jax_internals.jit_options(fn)
+        self._jit = jax_functions.jit_options(fn)
         self._state = canonical_json(decode_json(key.encode()).get("jax", {}))
         self._settings: Any = None
         dynamic, self._statics = self._split(*call)
@@ -80,9 +80,9 @@ class Winner:
     def _is_same_state(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Returns whether JAX's settings are those that the executable was compiled under."""
         mesh = jax.sharding.get_abstract_mesh()
-        if jax_internals.is_tracing() or jax_internals.is_debugging() or (mesh.size == 1 and not mesh.empty):
+        if jax_traces.is_tracing() or jax_options.is_debugging() or (mesh.size == 1 and not mesh.empty):
             return False  # a mesh of one device is in no description, and outputs are then on it
-        if (settings := jax_internals.program_state()) != self._settings:
+        if (settings := jax_options.program_state()) != self._settings:
             if canonical_json(describe_jax_state(args, kwargs)) != self._state:
                 return False
             # A mesh in force is described relative to the arguments: the next call may have others.

@@ -7,8 +7,10 @@ from pathlib import Path
 
 from quarantune.cache import entries
 from quarantune.cache.entries import CacheKey
+from quarantune.cache.entry_file import Entry
+from quarantune.cache.file_names import safe_name
 from quarantune.cache.journal import Journal, conclusions
-from quarantune.cache.store import Entry, Store, safe_name
+from quarantune.cache.store import Store
 from quarantune.results.report_data import PlainResult, ResultData
 from quarantune.values.codec import canonical_json, frozen, text_of
 from quarantune.values.texts import shown

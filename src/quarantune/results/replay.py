@@ -14,13 +14,14 @@ from typing import Any, TypeAlias
 
 from quarantune.cache import journal
 from quarantune.cache.entries import entries_of
-from quarantune.cache.store import Store, problem_hash
+from quarantune.cache.file_names import problem_hash
+from quarantune.cache.store import Store
 from quarantune.results.result import TuningResult
 from quarantune.results.saved_files import JSON
 from quarantune.search import searches
 from quarantune.values.codec import has_tag, is_number, is_whole, text_of
 from quarantune.values.configs import Config
-from quarantune.values.settings import Search, check_search
+from quarantune.values.options import Search, check_search
 from quarantune.values.space import Space
 from quarantune.values.texts import call_text, columns, shown
 from quarantune.values.trial import Outcome, Trial

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
-from quarantune.measure import finals, observers
+from quarantune.measure import finals, observing
 from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
 from quarantune.values.configs import Config, ConfigValue, format_config, format_value
@@ -158,7 +158,7 @@ def _numbers(values: Sequence[float | None], unit: float = 1, form: str = ".4g")
 
 def beside_time(trials: Sequence[Trial]) -> dict[str, tuple[str, str, list[float | None]]]:
     """Returns figures beside time that some trial has: by name a heading, a sentence, and a value for each trial."""
-    about = dict(figure for name in observers.OBSERVERS for figure in observers.named(name).FIELDS.items())
+    about = dict(figure for name in observing.OBSERVERS for figure in observing.named(name).FIELDS.items())
     if any(ranked_by(trial) not in (TIME, ENERGY) for trial in trials):  # a score that is an energy counts once
         about["score"] = "objective", "the value of the author's objective"
     columns = {name: [getattr(trial, name, trial.observed.get(name)) for trial in trials] for name in about}

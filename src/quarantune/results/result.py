@@ -18,6 +18,7 @@ from typing import Any, Self
 
 from quarantune.cache.entries import CacheKey
 from quarantune.devices import discovery
+from quarantune.functions import versions
 from quarantune.functions.binding import Arguments, bind_config, function_inside, jitted_with
 from quarantune.metrics import KernelMetrics, from_counts
 from quarantune.results import html_report, report, saved_files
@@ -27,7 +28,7 @@ from quarantune.results.report_data import PlainResult, ResultData
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
 from quarantune.transport import pickling
 from quarantune.transport.executable import from_pickle
-from quarantune.values import describe, settings
+from quarantune.values import blocks
 from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, as_json, decode_json, originals, restore
 from quarantune.values.configs import Config, format_config
 from quarantune.values.texts import printable
@@ -232,7 +233,7 @@ class TuningResult(PlainResult):
         """Returns the data that the cache holds of a result from it; None if there are none, or it has its trials."""
         if self.from_cache is not True or self.trials or not self.name:
             return None
-        return cached_result(settings.current().cache_dir, CacheKey(self.name, self.key, self.device))
+        return cached_result(blocks.current().cache_dir, CacheKey(self.name, self.key, self.device))
 
     @property
     def _shown(self) -> PlainResult:
@@ -326,7 +327,7 @@ class TuningResult(PlainResult):
         executable = contents.get(WINNER)
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]
-            now = describe.versions()
+            now = versions.versions()
             reason = f"was compiled for {self.device} under {self.versions}, and this is {here} under {now}"
             if (here, now) == (self.device, self.versions):
                 try:

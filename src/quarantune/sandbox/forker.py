@@ -24,8 +24,9 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from quarantune import jax_internals
-from quarantune.host.process import SANDBOX_MARK, content, is_installed
+from quarantune.host.packages import content, is_installed
+from quarantune.host.process import SANDBOX_MARK
+from quarantune.jax_internals import jax_backends
 from quarantune.jax_internals.other_processes import load_plugins
 from quarantune.sandbox import contain, spawning, spool, wire
 from quarantune.sandbox.template_messages import (
@@ -398,7 +399,7 @@ def _of_packages(names: Iterable[str]) -> tuple[str, ...]:
 
 def _fork_hazard() -> str | None:
     """Returns why this process must not be forked; None where forking is safe."""
-    if jax_internals.backends_initialized():
+    if jax_backends.backends_initialized():
         return "a JAX backend was initialised while the function was loaded"
     if _count_threads() > 1:
         return "a thread was started while the function was loaded"

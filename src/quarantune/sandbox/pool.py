@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from quarantune.host import machine
-from quarantune.host.process import SANDBOX_MARK, Stops
+from quarantune.host.interruptions import Stops
+from quarantune.host.process import SANDBOX_MARK
 from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,

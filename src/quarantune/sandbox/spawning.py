@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from quarantune.host.process import interpreter_command, startup_path
+from quarantune.host.interpreter import interpreter_command
+from quarantune.host.packages import startup_path
 from quarantune.sandbox import spool
 from quarantune.sandbox.template_messages import RoleOptions
 from quarantune.values import codec

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from quarantune.host import machine
-from quarantune.host.process import SANDBOX_MARK, new_lock
+from quarantune.host.locks import new_lock
+from quarantune.host.process import SANDBOX_MARK
 from quarantune.sandbox import contain, shortages, spawning, spool, wire
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection, WireClosedError

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
-from quarantune.host.process import Stops
+from quarantune.host.interruptions import Stops
 from quarantune.measure import finals
 from quarantune.sandbox.messages import Compare, Compared, Finalist, PhaseEntered
 from quarantune.sandbox.template_messages import Ended
@@ -20,13 +20,14 @@ from quarantune.sandbox.workforce import Event, Said, Workforce
 from quarantune.scheduler.fastest import Fastest
 from quarantune.scheduler.gemm_cache import GemmCache
 from quarantune.scheduler.jobs import Jobs
+from quarantune.scheduler.memory_watch import MemoryWatch
 from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Finish, Leftovers, Plan
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.replies import Replies
 from quarantune.scheduler.routes.base import TrialRoute
 from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.side_tasks import SideTasks, idle_on, may_be_repeated, start_on
-from quarantune.scheduler.verdicts import MemoryWatch, overdue
+from quarantune.scheduler.verdicts import overdue
 from quarantune.scheduler.worker_count import WorkerCount
 from quarantune.scheduler.workers import DeviceState, Workers, WorkerVerdict
 from quarantune.values.codec import as_json

@@ -9,9 +9,10 @@ from quarantune.host import machine
 from quarantune.measure.sampling import is_unreliable
 from quarantune.sandbox import messages, shortages
 from quarantune.sandbox.template_messages import describe_status, was_killed
+from quarantune.scheduler.memory_watch import shortage
 from quarantune.scheduler.routes.base import TrialRoute
 from quarantune.scheduler.run_state import RunState
-from quarantune.scheduler.verdicts import raised, shortage, too_large
+from quarantune.scheduler.verdicts import raised, too_large
 from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState, WorkerVerdict
 from quarantune.values import codec
 from quarantune.values.trial import READY, Outcome, Phase, lowered_half

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from quarantune.scheduler.fastest import Fastest
 from quarantune.scheduler.gemm_cache import GemmCache
 from quarantune.scheduler.jobs import Jobs
+from quarantune.scheduler.memory_watch import MemoryWatch
 from quarantune.scheduler.plan import Numbers, Plan
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.verdicts import MemoryWatch
 from quarantune.scheduler.worker_count import WorkerCount
 from quarantune.scheduler.workers import DeviceState, Workers
 

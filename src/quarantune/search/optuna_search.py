@@ -15,7 +15,7 @@ from quarantune.search.fields import Fields, by_size
 from quarantune.search.random_search import RandomSearch
 from quarantune.search.strategy import MOST_REPEATS, log_time
 from quarantune.values.configs import Config
-from quarantune.values.settings import OPTUNA
+from quarantune.values.options import OPTUNA
 from quarantune.values.space import Space
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Outcome, Trial

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quarantune.search.random_search import RandomSearch
 from quarantune.search.strategy import Strategy, UsersSearch
 from quarantune.values.configs import Config
-from quarantune.values.settings import (
+from quarantune.values.options import (
     AUTO,
     AUTO_EXHAUSTIVE_MOST,
     EXHAUSTIVE,

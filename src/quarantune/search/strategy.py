@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from quarantune.values.configs import Config
-from quarantune.values.settings import Search
+from quarantune.values.options import Search
 from quarantune.values.space import Space
 from quarantune.values.texts import shown
 from quarantune.values.trial import TIME, Outcome, Trial, ranked_by

@@ -16,7 +16,7 @@ from quarantune.search.fields import Features, Fields, Floats
 from quarantune.search.random_search import RandomSearch
 from quarantune.search.strategy import log_time
 from quarantune.values.configs import Config
-from quarantune.values.settings import LEAST_GAIN
+from quarantune.values.options import LEAST_GAIN
 from quarantune.values.space import Space
 from quarantune.values.trial import Trial
 

@@ -7,23 +7,21 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from quarantune import jax_internals
 from quarantune.host import machine
+from quarantune.jax_internals import jax_backends, jax_functions
+from quarantune.values.amounts import parse_memory, unwrapped
 from quarantune.values.codec import JsonObject, is_whole
-from quarantune.values.settings import (
+from quarantune.values.options import (
     AUTO,
     AUTO_EXHAUSTIVE_MOST,
     AUTO_MAX_TRIALS,
     EXHAUSTIVE,
     LEAST_GAIN,
     SURROGATE,
-    Isolation,
     Options,
     Search,
-    Settings,
-    parse_memory,
-    unwrapped,
 )
+from quarantune.values.settings import Isolation, Settings
 from quarantune.values.space import Space
 
 
@@ -204,8 +202,8 @@ def isolation_of(settings: Settings, platform: str, fn: Callable[..., Any]) -> I
     """
     setting = settings.isolation
     if setting == AUTO:
-        is_held = platform == "tpu" and jax_internals.backends_initialized()
+        is_held = platform == "tpu" and jax_backends.backends_initialized()
         setting = (Isolation.COMPILE if is_held else Isolation.PROCESS).value
-    if setting == Isolation.COMPILE.value and not jax_internals.is_jitted(fn):
+    if setting == Isolation.COMPILE.value and not jax_functions.is_jitted(fn):
         return Isolation.NONE
     return Isolation(setting)

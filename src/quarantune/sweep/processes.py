@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 
-from quarantune import jax_internals
 from quarantune.devices import discovery, targets
 from quarantune.devices.discovery import LOGS_PTXAS, Device, cheap_context
-from quarantune.host.process import Stops, warn
+from quarantune.host.frames import warn
+from quarantune.host.interruptions import Stops
+from quarantune.jax_internals import jax_backends, jax_functions
 from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.scheduler.plan import Finish, Mode, Proof
 from quarantune.sweep.proof import comparison
@@ -71,11 +72,14 @@ class InWorkers:
         problem, options = self._problem, self._request.options
         if options.is_by_time:
             return []
-        from quarantune.measure import objective, observers  # few sweeps need them
+        from quarantune.measure import (
+            objective,  # few sweeps need them
+            observing,
+        )
 
         names = objective.needed_observers(options.objective, dict(possible[0]) if possible else {})
-        jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
-        for observer in map(observers.named, names):
+        jit = jax_functions.jit_options(problem.fn) if jax_functions.is_jitted(problem.fn) else None
+        for observer in map(observing.named, names):
             reason = observer.why_not(problem.platform, problem.device_kind)
             if jit is None or jit.donate_argnums or jit.donate_argnames or self._devices_needed(packed) > 1:
                 reason = "that takes one device, and a jitted function that donates no arguments"
@@ -91,7 +95,7 @@ class InWorkers:
             ValueError: it cannot.
         """
         problem = self._problem
-        if problem.platform == "tpu" and jax_internals.backends_initialized():
+        if problem.platform == "tpu" and jax_backends.backends_initialized():
             raise ValueError(
                 f"{problem.name}: this process uses the TPU, so workers cannot measure on it: set "
                 f"QUARANTUNE_ISOLATION=compile to measure in this process, or tune before JAX is used here"

@@ -18,9 +18,9 @@ from typing import Any
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from quarantune import jax_internals
 from quarantune.functions.binding import jitted_with
-from quarantune.host.process import is_interruption
+from quarantune.host.interruptions import is_interruption
+from quarantune.jax_internals import jax_functions, jax_traces
 from quarantune.jax_internals.other_processes import questions
 from quarantune.scheduler.plan import CompareProgram
 from quarantune.sweep.request import SweepRequest
@@ -45,8 +45,8 @@ def comparison(request: SweepRequest, call: Call) -> CompareProgram | None:
         request: the sweep.
         call: its call in the form that travels, as it is in this process.
     """
-    on_one_device = call.devices_needed <= 1 and not jax_internals.bound_axes()
-    if request.target is not None or not on_one_device or not jax_internals.is_jitted(call.fn):
+    on_one_device = call.devices_needed <= 1 and not jax_traces.bound_axes()
+    if request.target is not None or not on_one_device or not jax_functions.is_jitted(call.fn):
         return None
     return functools.partial(_compare, request.problem.name, call, request.options.time_grad)
 
@@ -99,7 +99,7 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
     # What JAX traces under other metadata it keeps apart.
     with (
         unheard(),
-        jax_internals.outside_of_traces(),
+        jax_traces.outside_of_traces(),
         set_xla_metadata(**({} if number is None else {"quarantune": str(number)})),
     ):
         return ProgramLines(jitted.trace(*args, **kwargs, **keywords).jaxpr)

@@ -16,7 +16,8 @@ from quarantune.scheduler.recall import Recall
 from quarantune.sweep.ledger import Ledger
 from quarantune.sweep.limits import SweepLimits, isolation_of
 from quarantune.values.configs import Config
-from quarantune.values.settings import Isolation, Options, Settings
+from quarantune.values.options import Options
+from quarantune.values.settings import Isolation, Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Trial
 

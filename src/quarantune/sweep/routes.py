@@ -12,11 +12,11 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from quarantune import jax_internals
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
-from quarantune.host.process import Stops
+from quarantune.host.interruptions import Stops
+from quarantune.jax_internals import jax_backends, jax_functions
 from quarantune.measure import finals
 from quarantune.sandbox.pool import LoadError
 from quarantune.sandbox.workforce import Workforce
@@ -40,7 +40,7 @@ from quarantune.scheduler.screening import CheapTrials, Screening
 from quarantune.scheduler.side_tasks import settle_errors
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
-from quarantune.values.settings import AUTO
+from quarantune.values.options import AUTO
 from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -95,7 +95,7 @@ class Routes:
         self._given = Conditions(
             platform=platform,
             mode=request.mode,
-            is_jitted=jax_internals.is_jitted(request.problem.fn),
+            is_jitted=jax_functions.is_jitted(request.problem.fn),
             is_spread=is_spread,
             # A TPU belongs to the process that uses it.
             is_taken=platform == "tpu" and self._holds_devices(),
@@ -127,7 +127,7 @@ class Routes:
             contenders = self._reference.contenders(trials, default) if self._request.has_final else {}
             final = self._final(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = self._fastest.executables()
-            if len(contenders) > 1 and not final.rounds_ms and jax_internals.is_jitted(self._problem.fn):
+            if len(contenders) > 1 and not final.rounds_ms and jax_functions.is_jitted(self._problem.fn):
                 executables, for_cache = {}, {}  # no worker could load them, and XLA may end a process that tries
             reference = self._reference
             return Swept(final, for_cache, executables, reference.untuned, reference.complaint(), reference.noise)
@@ -315,7 +315,7 @@ class Routes:
             return reference, configs
         if problem.untuned is None:
             # The output of a plain callable may well differ between configs.
-            return Reference(compares=compares and jax_internals.is_jitted(problem.fn)), configs
+            return Reference(compares=compares and jax_functions.is_jitted(problem.fn)), configs
         make = functools.partial(Reference, compares=compares, calibrates=calibrates)
         if default in configs:
             return make(default=default, is_first=default not in self._request.troubled), configs
@@ -330,7 +330,7 @@ class Routes:
 
     def _holds_devices(self) -> bool:
         """Returns whether this process holds its devices."""
-        return jax_internals.backends_initialized()
+        return jax_backends.backends_initialized()
 
     def _deadlines(self) -> tuple[float, float]:
         """Returns the seconds for compiling a config, and for checking and measuring one."""

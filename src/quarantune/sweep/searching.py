@@ -10,7 +10,7 @@ from quarantune.scheduler.plan import ConfigSource
 from quarantune.search import searches
 from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, NO_GAIN, PATIENCE, TIME_BUDGET, SearchLimits
 from quarantune.values.configs import Config
-from quarantune.values.settings import LEAST_GAIN
+from quarantune.values.options import LEAST_GAIN
 from quarantune.values.space import Space
 from quarantune.values.trial import Outcome, Phase, Trial
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from quarantune.cache.store import safe_name
+from quarantune.cache.file_names import safe_name
 from quarantune.calls import given_inputs
 from quarantune.host.shared_files import Directory
 from quarantune.scheduler.plan import Finish
@@ -19,7 +19,7 @@ from quarantune.transport import payload, program_values
 from quarantune.transport.payload import PackedCall
 from quarantune.values.codec import originals
 from quarantune.values.configs import Config, format_config
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.trial import Trial
 
 _logger = logging.getLogger("quarantune")

@@ -23,10 +23,10 @@ from typing import Any
 
 import jax
 
-from quarantune import jax_internals
 from quarantune.devices.discovery import Device
 from quarantune.host import machine
-from quarantune.host.process import Stops, is_interruption
+from quarantune.host.interruptions import Stops, is_interruption
+from quarantune.jax_internals import jax_traces
 from quarantune.measure import finals
 from quarantune.sandbox import messages, wire
 from quarantune.sandbox.messages import Reply, Task
@@ -338,7 +338,7 @@ class ThisProcess:
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
         """Runs a step outside of the caller's traces, compiled even where the caller has disabled jit."""
-        with jax.disable_jit(False), jax_internals.outside_of_traces():
+        with jax.disable_jit(False), jax_traces.outside_of_traces():
             yield
 
     def note(

@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 
-from quarantune import jax_internals
-from quarantune.values.settings import SUPPLIES
+from quarantune.jax_internals import jax_arrays
+from quarantune.values.options import SUPPLIES
 
 # Random elements are drawn for one tile, which is repeated: copying is faster than drawing. A prime, so that no block
 # of a kernel has the size of the tile, and a kernel that mixes up its blocks still gives a wrong result.
@@ -60,8 +60,8 @@ def make(
     """
     if is_key_dtype(dtype):
         generator = np.random.default_rng((seed, index))
-        impl = jax_internals.key_impl(dtype)
-        data_shape = shape + jax_internals.key_data_shape(impl)
+        impl = jax_arrays.key_impl(dtype)
+        data_shape = shape + jax_arrays.key_data_shape(impl)
         return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl, sharding)
     dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     return restore_array(elements(shape, dtype, kind=kind, seed=seed, index=index), weak_type, None, sharding)
@@ -164,14 +164,14 @@ class ArraySpec:
     @property
     def key_impl(self) -> str | None:
         """The PRNG implementation of a key array, else None."""
-        return jax_internals.key_impl(self.dtype) if is_key_dtype(self.dtype) else None
+        return jax_arrays.key_impl(self.dtype) if is_key_dtype(self.dtype) else None
 
     @property
     def data_shape(self) -> tuple[int, ...]:
         """The shape of the data in the spool: key arrays have further axes, and what is repeated is there once."""
         if self.strides is not None:
             return tuple(size if stride else 1 for size, stride in zip(self.shape, self.strides, strict=True))
-        return self.shape if self.key_impl is None else self.shape + jax_internals.key_data_shape(self.key_impl)
+        return self.shape if self.key_impl is None else self.shape + jax_arrays.key_data_shape(self.key_impl)
 
     @property
     def data_dtype(self) -> np.dtype[Any]:
@@ -249,7 +249,7 @@ def restore_array(
     if impl is not None:
         keys: jax.Array = jax.random.wrap_key_data(array, impl=impl)
         return keys
-    return jax_internals.as_weak(array) if weak_type else array
+    return jax_arrays.as_weak(array) if weak_type else array
 
 
 def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
@@ -295,5 +295,5 @@ def concrete_data(array: jax.Array) -> tuple[np.ndarray[Any, Any], str | None]:
     """Returns an array's elements as numpy, and its PRNG implementation if it holds keys."""
     if is_key_dtype(array.dtype):
         with jax.ensure_compile_time_eval():  # inside a trace this would be a tracer
-            return np.asarray(jax.random.key_data(array)), jax_internals.key_impl(array.dtype)
+            return np.asarray(jax.random.key_data(array)), jax_arrays.key_impl(array.dtype)
     return np.asarray(array), None

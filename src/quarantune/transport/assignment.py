@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from quarantune import jax_internals
 from quarantune.functions.binding import assignment_in_force
-from quarantune.host.process import new_lock
+from quarantune.host.locks import new_lock
+from quarantune.jax_internals import jax_functions
 from quarantune.values.codec import JsonObject, as_json, decode_json, frozen, text_of
 from quarantune.values.configs import Config
 
@@ -172,7 +172,7 @@ class Runner:
 
     @functools.cached_property
     def _jitted(self) -> Any:
-        options = jax_internals.jit_options(self._fn) if jax_internals.is_jitted(self._fn) else None
+        options = jax_functions.jit_options(self._fn) if jax_functions.is_jitted(self._fn) else None
         if options is None or options.cannot_travel:
             return None
         options = dataclasses.replace(options, static_argnames=(*options.static_argnames, KEY))

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quarantune.host.process import failure_of
+from quarantune.host.interruptions import failure_of
 from quarantune.jax_internals.other_processes import made_unregistered, pytree_registration, register_pytree
 
 _PLAIN = ("builtins", "abc", "typing", "enum", "dataclasses", "collections.abc")

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune import jax_internals
 from quarantune.functions.binding import split_config
 from quarantune.functions.description import as_structs
-from quarantune.host.process import failure_of
+from quarantune.host.interruptions import failure_of
+from quarantune.jax_internals import jax_functions, jax_traces
 from quarantune.transport.arrays import TILE_ELEMENTS
 
 _WEIGHT_SEED = 20_011
@@ -30,8 +30,8 @@ def with_gradient(jitted: Any) -> Any:
     Args:
         jitted: the jitted function. The arguments that it donates are not donated.
     """
-    options = dataclasses.replace(jax_internals.jit_options(jitted), donate_argnums=(), donate_argnames=())
-    inner = jax_internals.without_compiler_options(jitted)
+    options = dataclasses.replace(jax_functions.jit_options(jitted), donate_argnums=(), donate_argnames=())
+    inner = jax_functions.without_compiler_options(jitted)
 
     @functools.wraps(jitted.__wrapped__)
     def trained(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
@@ -44,7 +44,7 @@ def with_gradient(jitted: Any) -> Any:
 
 
 def _of_floats(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: jax_internals.JitOptions
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: jax_functions.JitOptions
 ) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any], list[Any]]:
     """Returns a call as a function of its floating leaves, these leaves by number, and the path of each leaf."""
     found, structure = jax.tree_util.tree_flatten_with_path(options.dynamic(args, kwargs))
@@ -80,13 +80,13 @@ def explain_failure(
         kwargs: its keyword arguments.
         name: the function's name, for the message.
     """
-    if not any(map(jax_internals.is_differentiated, jax.tree.leaves((args, dict(kwargs))))):
+    if not any(map(jax_traces.is_differentiated, jax.tree.leaves((args, dict(kwargs))))):
         return
 
     structs, named = as_structs(args, kwargs)
     trained = with_gradient(jitted)
     keywords, _ = split_config(jitted, dict(config))
-    with jax_internals.outside_of_traces():
+    with jax_traces.outside_of_traces():
         failure = failure_of(lambda: trained.eval_shape(*structs, **named, **keywords))
         if failure is None or failure_of(lambda: trained.eval_shape(*structs, **named)) is not None:
             return  # in the second case, the function has no gradient with its defaults either
@@ -101,7 +101,7 @@ def explain_failure(
 
 
 def gradients(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: jax_internals.JitOptions
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: jax_functions.JitOptions
 ) -> dict[str, Any]:
     """Returns the gradients of `scalar_of(fn(*args, **kwargs))`.
 

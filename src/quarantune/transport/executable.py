@@ -18,8 +18,8 @@ from jax.experimental import serialize_executable
 from jax.experimental.layout import Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from quarantune import jax_internals
-from quarantune.host.process import is_interruption
+from quarantune.host.interruptions import is_interruption
+from quarantune.jax_internals import jax_arrays
 from quarantune.jax_internals.other_processes import ExecutableParts, executable_parts, prepare_to_load
 from quarantune.transport import pickling
 from quarantune.values.codec import JsonObject, decode_json
@@ -138,17 +138,17 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ExecutableParts
 
 
 def _aval(item: Any) -> list[Any]:
-    if not jax_internals.is_plain_aval(item):
+    if not jax_arrays.is_plain_aval(item):
         raise ValueError(f"{item} is not a plain array")
     is_key = jnp.issubdtype(item.dtype, jax.dtypes.prng_key)
-    dtype = {"key": jax_internals.key_impl(item.dtype)} if is_key else item.dtype.name
+    dtype = {"key": jax_arrays.key_impl(item.dtype)} if is_key else item.dtype.name
     return [list(map(int, item.shape)), dtype, bool(item.weak_type)]
 
 
 def _read_aval(item: Any, _: object) -> Any:
     shape, name, weak_type = item
-    dtype = jax_internals.key_dtype(name["key"]) if isinstance(name, dict) else jnp.dtype(str(name))
-    return jax_internals.aval(list(map(int, shape)), dtype, weak_type=bool(weak_type))
+    dtype = jax_arrays.key_dtype(name["key"]) if isinstance(name, dict) else jnp.dtype(str(name))
+    return jax_arrays.aval(list(map(int, shape)), dtype, weak_type=bool(weak_type))
 
 
 # --- shardings and layouts ------------------------------------------------------------------------------------------

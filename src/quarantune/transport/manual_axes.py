@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from quarantune import jax_internals
-from quarantune.host.process import answer_of
+from quarantune.functions.describe import sharding_of
+from quarantune.host.interruptions import answer_of
+from quarantune.jax_internals import jax_functions, jax_traces
 from quarantune.transport import assignment
 from quarantune.transport.arrays import ArraySpec, mesh_like
-from quarantune.values.describe import sharding_of
 
 if TYPE_CHECKING:
     from quarantune.transport.payload import Call  # a call in a trace needs no pickling
@@ -68,7 +68,7 @@ def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         args: the call's positional arguments.
         kwargs: its keyword arguments.
     """
-    bound = jax_internals.bound_axes()
+    bound = jax_traces.bound_axes()
     if not bound:
         return None
     with assignment.without_tuning("axes"):
@@ -89,7 +89,7 @@ def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def _names(jaxpr: Any, bound: Mapping[str, int]) -> Iterator[str]:
     """Yields the axes that a program names in its collectives."""
-    for equation in jax_internals.equations(jaxpr):
+    for equation in jax_traces.equations(jaxpr):
         name = equation.primitive.name
         if name == "pvary" or "cast" in name:
             continue  # changes only the type of a value, as for a constant that is added to an array
@@ -112,7 +112,7 @@ def under_shard_map(call: Call) -> Call:
     if mesh is None:
         return call
     jitted: Any = call.fn
-    options = jax_internals.jit_options(jitted)
+    options = jax_functions.jit_options(jitted)
     judges = dict(call.judges)
     if "ref_fn" in judges:
         judges["ref_fn"] = _sharded(judges["ref_fn"], call, mesh)

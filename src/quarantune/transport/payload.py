@@ -22,18 +22,20 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
-from quarantune import jax_internals
 from quarantune.functions import importable
 from quarantune.functions.binding import Arguments
+from quarantune.functions.describe import canonical_dtype, context_mesh, is_in_host_memory, local_sharding, sharding_of
 from quarantune.functions.description import with_leaves
 from quarantune.functions.fingerprint import is_library
-from quarantune.host.process import adopt_program_name, import_path, is_interruption, program_name
+from quarantune.functions.names import adopt_program_name, program_name
+from quarantune.host.interruptions import is_interruption
+from quarantune.host.packages import import_path
 from quarantune.host.shared_files import write_all
+from quarantune.jax_internals import jax_arrays, jax_functions, jax_options, jax_traces
 from quarantune.transport import process_state
 from quarantune.transport.arrays import ArraySpec, concrete_data, make, mesh_like, next_start, once, restore_array
 from quarantune.transport.pickling import Copies, dumps, held_by, loads
 from quarantune.transport.unpicklable import explain
-from quarantune.values.describe import canonical_dtype, context_mesh, is_in_host_memory, local_sharding, sharding_of
 from quarantune.values.texts import shown
 
 _MOST_EXTENT_BYTES, _MOST_SPREAD = 1 << 28, 16
@@ -162,11 +164,11 @@ def pack_call(
         TypeError: a part of the call cannot be pickled.
         ValueError: an argument was deleted, or donated to an earlier call.
     """
-    is_jitted = jax_internals.is_jitted(fn)
+    is_jitted = jax_functions.is_jitted(fn)
     given = Call(fn=fn, args=args, kwargs=kwargs, specs=(), judges={**(judges or {})}, program_values=program_values)
     given = dataclasses.replace(given, config_values={**(config_values or {})})
     copies = None if is_jitted else _copies_of(given, is_sent=is_sent)
-    by_position, by_name = jax_internals.jit_options(fn).dynamic(args, kwargs) if is_jitted else ({}, {})
+    by_position, by_name = jax_functions.jit_options(fn).dynamic(args, kwargs) if is_jitted else ({}, {})
     dynamic = [*by_position.values()], by_name
     arrays = list(filter(_is_spooled, jax.tree.leaves(dynamic) if copies is None else copies.parts))
     found = _specs(arrays, with_values=with_values, is_jitted=is_jitted)
@@ -227,8 +229,8 @@ def _copies_of(call: Call, *, is_sent: bool) -> Copies:
 
 def _blob(call: Call, given: Call) -> bytes:
     """Returns two pickles, because the outer one is read before any of the user's modules is imported."""
-    contexts = dumps(jax_internals.contexts())  # their values may be of the user's own classes
-    options, state = jax_internals.options_to_travel(), process_state.state()
+    contexts = dumps(jax_options.contexts())  # their values may be of the user's own classes
+    options, state = jax_options.options_to_travel(), process_state.state()
     process = import_path(), options, contexts, call.devices_needed, program_name(), state
     return pickle.dumps((*process, dumps(call, source=given)))
 
@@ -267,11 +269,11 @@ def unpack_call(blob: bytes | memoryview) -> Call:
     process_state.adopt_before(state)
     importlib.invalidate_caches()  # the user may have written a module since this process last looked
     options = {**options, "jax_num_cpu_devices": _cpu_devices(options["jax_num_cpu_devices"], devices)}
-    jax_internals.adopt_options(options)
+    jax_options.adopt_options(options)
     call: Call = loads(root)
     # Again, as that has imported the user's modules: some register options, or set them, which the caller has undone.
-    jax_internals.adopt_options(options)
-    jax_internals.set_contexts(loads(contexts))
+    jax_options.adopt_options(options)
+    jax_options.set_contexts(loads(contexts))
     process_state.adopt(state)
     return call
 
@@ -322,7 +324,7 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
 
     def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
         # The key dtype of this process: that of a PRNG of the user's may have been unpickled as another one.
-        dtype = spec.dtype if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
+        dtype = spec.dtype if spec.key_impl is None else jax_arrays.key_dtype(spec.key_impl)
         if spec.is_numpy:
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(
@@ -360,7 +362,7 @@ def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: Abstract
         mesh: the mesh.
     """
     varying = [
-        jax_internals.varying_axes(shard) if isinstance(shard, jax.core.Tracer) else frozenset() for shard in shards
+        jax_traces.varying_axes(shard) if isinstance(shard, jax.core.Tracer) else frozenset() for shard in shards
     ]
     is_known = any(varying)
 
@@ -381,7 +383,7 @@ def _is_container(part: Any) -> bool:
 def _is_spooled(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         # Arrays of objects or strings, in foreign byte order or of subclasses are pickled like any other value.
-        plain = type(leaf) in (np.ndarray, np.memmap, jax_internals.typed_ndarray) and leaf.dtype.isnative
+        plain = type(leaf) in (np.ndarray, np.memmap, jax_arrays.typed_ndarray) and leaf.dtype.isnative
         return plain and (leaf.dtype.kind in "biufc" or hasattr(ml_dtypes, leaf.dtype.name))
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
@@ -416,7 +418,7 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool, is_as_gi
         dtype=canonical_dtype(array.dtype) if is_generated else array.dtype,
         weak_type=bool(getattr(array, "weak_type", False)),
         is_committed=_is_committed(array),
-        is_numpy=is_numpy and type(array) is not jax_internals.typed_ndarray,
+        is_numpy=is_numpy and type(array) is not jax_arrays.typed_ndarray,
         offset=offset,
         is_generated=is_generated,
         sharding=sharding_of(array) if _is_abstract(array) or has_value else None,

@@ -24,10 +24,12 @@ import cloudpickle
 import jax
 import numpy as np
 
-from quarantune import jax_internals
 from quarantune.functions import importable
 from quarantune.functions.fingerprint import code_within
-from quarantune.host.process import PROGRAMS, answer_of, failure_of, in_sandbox, is_interruption
+from quarantune.functions.names import PROGRAMS
+from quarantune.host.interruptions import answer_of, failure_of, is_interruption
+from quarantune.host.process import in_sandbox
+from quarantune.jax_internals import jax_functions, jax_traces
 from quarantune.transport import classes, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
@@ -221,7 +223,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return (_dead_reference, ()) if held is None else (weakref.ref, (held,))
 
     def _reduce_jitted(self, fn: Any) -> Any:
-        options = jax_internals.jit_options(fn)
+        options = jax_functions.jit_options(fn)
         try:
             options.check_can_travel(getattr(fn, "__qualname__", repr(fn)))
         except TypeError as error:
@@ -389,7 +391,7 @@ _REDUCERS: Mapping[Any, Callable[[_Pickler, Any], Any]] = {
     weakref.ref: _Pickler._reduce_weak_reference,
     contextvars.ContextVar: _Pickler._reduce_context_variable,
     threading.local: _Pickler._reduce_thread_local,
-    jax_internals.pjit_type: _Pickler._reduce_jitted,
+    jax_functions.pjit_type: _Pickler._reduce_jitted,
     functools._lru_cache_wrapper: _Pickler._reduce_lru_cache,
     **dict.fromkeys(_LOCKS, _Pickler._reduce_lock),
 }
@@ -401,13 +403,13 @@ def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
     """Returns the method that reduces objects of a class; None for cloudpickle's own way."""
     if kind in _REDUCERS:
         return _REDUCERS[kind]
-    if issubclass(kind, jax_internals.custom_rule_types()):
+    if issubclass(kind, jax_functions.custom_rule_types()):
         return _Pickler._reduce_custom_rule
     if issubclass(kind, tuple(_FORBIDDEN)):
         return _Pickler._reduce_forbidden
     if issubclass(kind, jax.Array):
         return _Pickler._reduce_array
-    if issubclass(kind, jax_internals.primitive_type):
+    if issubclass(kind, jax_traces.primitive_type):
         return _Pickler._reduce_primitive
     if kind.__module__.partition(".")[0] == "jax" and kind.__module__ in sys.modules:
         return _Pickler._reduce_jax_object
@@ -459,13 +461,13 @@ def _free_class_tracker() -> None:
 os.register_at_fork(after_in_child=_free_class_tracker)
 
 
-def parts_of(fn: Any) -> tuple[Callable[..., Any], jax_internals.JitOptions | None, str]:
+def parts_of(fn: Any) -> tuple[Callable[..., Any], jax_functions.JitOptions | None, str]:
     """Returns the parts of a function that any pickler carries whole: itself, its options of `jax.jit`, and its file.
 
     Raises:
         TypeError: its options hold devices, shardings or layouts of this process.
     """
-    jit = jax_internals.jit_options(fn) if jax_internals.is_jitted(fn) else None
+    jit = jax_functions.jit_options(fn) if jax_functions.is_jitted(fn) else None
     if jit is not None:
         jit.check_can_travel(getattr(fn, "__qualname__", repr(fn)))
         fn = fn.__wrapped__
@@ -473,7 +475,7 @@ def parts_of(fn: Any) -> tuple[Callable[..., Any], jax_internals.JitOptions | No
     return fn, jit, plain.__code__.co_filename if isinstance(plain, types.FunctionType) else ""
 
 
-def from_parts(fn: Callable[..., Any], jit: jax_internals.JitOptions | None, file: str) -> Any:
+def from_parts(fn: Callable[..., Any], jit: jax_functions.JitOptions | None, file: str) -> Any:
     """Returns the function that has these parts."""
     plain = inspect.unwrap(fn)
     if isinstance(plain, types.FunctionType):

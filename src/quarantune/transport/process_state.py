@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quarantune.host.process import content, is_installed
+from quarantune.host.packages import content, is_installed
 from quarantune.transport.pickling import dumps, loads
 
 

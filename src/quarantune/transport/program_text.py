@@ -21,8 +21,8 @@ import numpy as np
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from quarantune import jax_internals
-from quarantune.values import describe
+from quarantune.functions import describe
+from quarantune.jax_internals import jax_traces
 
 _MOVES_NOTHING = "reshard"
 """On a single device. Up to JAX 0.11, tracing for a device that is described, as a worker does, adds some."""
@@ -77,7 +77,7 @@ class ProgramText:
 
     def _place(self, number: int) -> tuple[str, types.CodeType | None]:
         """Returns where the code makes a line, as text and as the code; or nothing."""
-        origin = jax_internals.origin_of(self._equations[number]) if number in self._equations else None
+        origin = jax_traces.origin_of(self._equations[number]) if number in self._equations else None
         if origin is None:
             return "", None
         code, at = origin

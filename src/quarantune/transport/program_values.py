@@ -39,7 +39,9 @@ from quarantune.functions.fingerprint import (
     wrapped_by,
 )
 from quarantune.functions.importable import remembering
-from quarantune.host.process import content, failure_of, is_imported_early, pickled_parts, without_caches
+from quarantune.functions.object_parts import pickled_parts, without_caches
+from quarantune.host.interruptions import failure_of
+from quarantune.host.packages import content, is_imported_early
 from quarantune.transport import pickling
 from quarantune.transport.payload import ProgramValue
 from quarantune.transport.pickling import LEFT_OUT, dump_state, home_of

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from quarantune import jax_internals
 from quarantune.functions.description import describe_structure
-from quarantune.host.process import content
+from quarantune.host.packages import content
+from quarantune.jax_internals import jax_functions
 from quarantune.transport.program_text import ADDRESS, ProgramText, is_program
 from quarantune.values.codec import text_of
 
@@ -104,7 +104,7 @@ def identity(
         The hash. Its second half is empty if the text does not show the whole program: the program calls back into
         Python, as its text holds only the index of the function in a table, or JAX does not tell its interface.
     """
-    interface = jax_internals.hidden_interface(lowered)
+    interface = jax_functions.hidden_interface(lowered)
     if calls_back(text) or interface is None or not is_shared:
         return f"{PREFIX}{traced.hash}."
     try:

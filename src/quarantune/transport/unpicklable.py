@@ -7,9 +7,9 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quarantune import jax_internals
 from quarantune.functions.fingerprint import closure_of, code_within
-from quarantune.host.process import failure_of
+from quarantune.host.interruptions import failure_of
+from quarantune.jax_internals import jax_functions
 from quarantune.values.texts import shown
 
 _REMEDY = (
@@ -81,7 +81,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"the entry {shown(key)}", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple, set, frozenset)):
         yield from ((f"element {index}", value) for index, value in enumerate(obj))
-    elif type(obj) is jax_internals.pjit_type:
+    elif type(obj) is jax_functions.pjit_type:
         yield f"the function inside jax.jit({name!r})", obj.__wrapped__
     elif hasattr(obj, "__dict__") and not isinstance(obj, types.ModuleType):
         # Of a class only the members that its author wrote, as the others are never pickled.

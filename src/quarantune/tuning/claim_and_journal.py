@@ -12,19 +12,18 @@ from pathlib import Path
 
 from quarantune import device_table
 from quarantune.answers.answer import Answer, Situation
-from quarantune.cache import claims, journal
-from quarantune.cache import store as cache
+from quarantune.cache import claims, journal, problems
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
-from quarantune.cache.store import CacheWriteError
+from quarantune.cache.problems import CacheWriteError
 from quarantune.calls.key import KeyedCall
+from quarantune.functions import versions
 from quarantune.scheduler.recall import Recall, comparable
 from quarantune.sweep.limits import SweepLimits
 from quarantune.tuning.compile_verdicts import CompileVerdicts
-from quarantune.values import describe
 from quarantune.values.codec import DamageError, JsonObject, as_json, canonical_json, short_hash
 from quarantune.values.configs import Config
-from quarantune.values.settings import Options
+from quarantune.values.options import Options
 from quarantune.values.space import Space
 from quarantune.values.trial import (
     UNSETTLED,
@@ -132,7 +131,7 @@ class ClaimAndJournal:
                 claim, lambda: done(claim.held), on_wait, failed=failed
             )
         except CacheWriteError as error:
-            cache.report_once(f"{self._id.name}: the results of this process are not saved: {error}")
+            problems.report_once(f"{self._id.name}: the results of this process are not saved: {error}")
             self.directory = None
             return None
         if isinstance(answer, TuningFailedError):
@@ -183,7 +182,7 @@ class ClaimAndJournal:
             for record in [*defaults, *Journal(*of).each()]:
                 with contextlib.suppress(KeyError, DamageError):
                     trial, against = Trial.from_json(record["trial"]), comparable(str(record["reference"]))
-                    counts = record["versions"] == describe.versions() and self._still_counts(trial, record)
+                    counts = record["versions"] == versions.versions() and self._still_counts(trial, record)
                     if counts and (lowered := lowered_half(trial.program)) and against is not None:
                         trials[lowered, against] = trial
             for record in journal.conclusions(*of).each():
@@ -258,7 +257,7 @@ class ClaimAndJournal:
         record = {
             "trial": trial.to_json(),
             "limits": self._limits.deadlines(),
-            "versions": describe.versions(),
+            "versions": versions.versions(),
             **({"reference": reference} if trial.program else {}),
         }
         mine = {"key": self._id.key, "terms": self._terms}
@@ -368,14 +367,14 @@ class ClaimAndJournal:
     def report_unsaved(self) -> None:
         """Warns once if something could not be saved: of the result if it could not, else of some trials."""
         if self._unsaved is not None:
-            cache.report_once(str(self._unsaved))
+            problems.report_once(str(self._unsaved))
 
     def _still_counts(self, trial: Trial, record: Mapping[str, object]) -> bool:
         if trial.outcome in UNSETTLED:
             return False
         if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
             return False
-        return not self._settings.version_check or record["versions"] == describe.versions()
+        return not self._settings.version_check or record["versions"] == versions.versions()
 
 
 def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) -> tuple[Trial, ...] | None:

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from quarantune.cache import store as cache
+from quarantune.cache import problems
 from quarantune.cache.journal import Journal, understood
 from quarantune.calls.key import KeyedCall
+from quarantune.functions import versions
 from quarantune.sweep.limits import SweepLimits
-from quarantune.values import describe
 from quarantune.values.codec import JsonObject, Record, canonical_json, text_of
 from quarantune.values.trial import UNSETTLED, CompilerFigures, Outcome, Phase, Route, Trial
 
@@ -48,7 +48,7 @@ class CompileVerdicts:
         # These outlive the journal of a sweep, which starts over now and then.
         self._journal, *self._others = (Journal(each, *call.id, suffix=".uncompiled") for each in (directory, *others))
         self._limits = limits
-        self._compilers = describe.compilers(call.platform)
+        self._compilers = versions.compilers(call.platform)
 
     def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
         """Returns the trials of configs that need not be compiled again, by the text of the config.
@@ -134,8 +134,8 @@ def note_check(verdicts: CompileVerdicts, trial: Trial) -> None:
     """Remembers a failure of a compile check; warns where that is not possible."""
     try:
         verdicts.note(trial, source="a compile check")
-    except cache.CacheWriteError as error:
-        cache.report_once(f"the failures of a compile check are not remembered: {error}")
+    except problems.CacheWriteError as error:
+        problems.report_once(f"the failures of a compile check are not remembered: {error}")
 
 
 @dataclasses.dataclass(frozen=True)

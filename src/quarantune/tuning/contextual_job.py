@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quarantune import jax_internals
 from quarantune.answers.answer import Answer
-from quarantune.cache import store as cache
-from quarantune.cache.store import Entry
+from quarantune.cache import problems
+from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.rebuilt import described_arguments
 from quarantune.engine.place import place_of
 from quarantune.functions.binding import Arguments, kernels
-from quarantune.host.process import lazy
+from quarantune.host.locks import lazy
+from quarantune.jax_internals import jax_functions
 from quarantune.measure import finals
 from quarantune.results import report
 from quarantune.results.progress import Progress
@@ -38,7 +38,7 @@ from quarantune.tuning.job import TuningJob
 from quarantune.tuning.outcome import call_result, findings_now
 from quarantune.values.codec import JsonObject, as_json, decode_json, has_tag, originals, restore
 from quarantune.values.configs import Config, format_config
-from quarantune.values.settings import SURROGATE, Options
+from quarantune.values.options import SURROGATE, Options
 from quarantune.values.space import Space
 from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, Trial, TuningFailedError
 
@@ -258,7 +258,7 @@ class ContextualJob(TuningJob):
             TuningFailedError: the function failed under every assignment.
         """
         runner = runner or self._runner
-        is_jitted = jax_internals.is_jitted(runner.tunable)
+        is_jitted = jax_functions.is_jitted(runner.tunable)
         label = f"{self._name} ({kernel})"
         untuned = assignment.encode({}, others=DEFAULT)
         problem = dataclasses.replace(
@@ -322,7 +322,7 @@ class ContextualJob(TuningJob):
     def _slots(self, request: SweepRequest, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
         problem = request.problem
-        if jax_internals.is_jitted(problem.fn):  # a worker has traced it without harm
+        if jax_functions.is_jitted(problem.fn):  # a worker has traced it without harm
             with proof.unheard():
                 return runner.traced(text, problem.args, problem.kwargs)
         if request.mode is Mode.HERE:
@@ -480,8 +480,8 @@ class ContextualFunction(TunedFunction):
         """
         super().__init__(fn, Space([{KEY: assignment.encode({}, others=OWN)}]), options=options)
         self.runner = Runner(fn)
-        if self.options.time_grad and not jax_internals.is_jitted(self.compiled_fn):
-            bound = " and ".join(jax_internals.jit_options(fn).cannot_travel)
+        if self.options.time_grad and not jax_functions.is_jitted(self.compiled_fn):
+            bound = " and ".join(jax_functions.jit_options(fn).cannot_travel)
             raise TypeError(
                 f"{self.name}: time_grad differentiates the function, which has to be jitted again for that, and "
                 f"jax.jit was given {bound}, which would be lost: leave one or the other out"
@@ -498,7 +498,7 @@ class ContextualFunction(TunedFunction):
             chosen = assignment.chosen_from(entry["config"]["assignment"])
             offered = [_is_offered(str(kernel["name"]), kernel["space"]) for kernel in entry["kernels"]]
         except (KeyError, TypeError, ValueError):
-            cache.report_once(
+            problems.report_once(
                 f"{self.name}: the cached entry does not say which config each kernel uses: it is not used"
             )
             return None

@@ -14,11 +14,13 @@ from quarantune.answers import saved_program
 from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, open_store
 from quarantune.answers.memory import Memory
-from quarantune.cache.store import Entry
+from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, check_can_travel
 from quarantune.engine.place import place_of
-from quarantune.host.process import in_sandbox, is_interruption, lazy
+from quarantune.host.interruptions import is_interruption
+from quarantune.host.locks import lazy
+from quarantune.host.process import in_sandbox
 from quarantune.measure import finals, model
 from quarantune.results import report
 from quarantune.results.progress import Progress

@@ -10,16 +10,16 @@ from typing import Any
 import jax
 
 from quarantune.answers import saved_program
-from quarantune.cache.store import Entry
+from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall
+from quarantune.functions import versions
 from quarantune.functions.binding import Arguments, bind_config
 from quarantune.functions.description import as_structs, is_array
 from quarantune.functions.fingerprint import plain_function
-from quarantune.host.process import commit_of
+from quarantune.host.repository import commit_of
 from quarantune.results.report_data import FromCache
 from quarantune.results.result import TuningResult
-from quarantune.values import describe
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given
 from quarantune.values.trial import SCORES, TIME, Findings, Searched, Trial, count_outcomes, ranked_by
@@ -65,7 +65,7 @@ def call_result(
         default_config=None if own_defaults is None else as_given(own_defaults),
         noise=noise,
         finalists=_given(finalists),
-        versions=describe.versions(),
+        versions=versions.versions(),
         executable=executable,
         call=_without_arrays(call.args, call.kwargs),
         structs=as_structs(call.args, call.kwargs),
@@ -116,7 +116,7 @@ def entry_for(
         "key_values": keyed.readable,
         "fingerprint": keyed.call.function.fingerprint.parts,
         "space": keyed.call.space,
-        "versions": describe.versions(),
+        "versions": versions.versions(),
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
         **({} if ranked_by(findings) == TIME else {name: found[name] for name in SCORES}),

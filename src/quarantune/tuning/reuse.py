@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quarantune import jax_internals
 from quarantune.functions.binding import jitted_with, split_config
+from quarantune.jax_internals import jax_traces
 from quarantune.jax_internals.other_processes import (
     compilation_cache_in_memory,
     has_compilation_cache,
@@ -52,7 +52,7 @@ class CompilationSeeds:
             args: the call's positional arguments.
             kwargs: the call's keyword arguments.
         """
-        if not (self._by_key or self._by_program) or jax_internals.is_tracing():
+        if not (self._by_key or self._by_program) or jax_traces.is_tracing():
             yield
             return
         by_key, by_program = self._by_key, self._by_program

@@ -14,15 +14,17 @@ from quarantune.answers import saved_program
 from quarantune.answers.layers import changed_versions, dict_or_empty
 from quarantune.answers.recording import Tune
 from quarantune.cache.entries import CacheKey, CacheRecord
-from quarantune.cache.store import Entry, safe_name
+from quarantune.cache.entry_file import Entry
+from quarantune.cache.file_names import safe_name
 from quarantune.calls.call import BoundCall, TunedFunction
 from quarantune.calls.key import KeyedCall, keyed
 from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
 from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
+from quarantune.values.blocks import settings
 from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config, as_given
-from quarantune.values.settings import forget_choices, settings
+from quarantune.values.forgetting import forget_choices
 from quarantune.values.texts import call_text, first_line
 from quarantune.values.trial import TIME, Findings, Outcome, SandboxError, Trial, TuningFailedError, ranked_by
 

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from quarantune import jax_internals
 from quarantune.functions.binding import Arguments
+from quarantune.jax_internals import jax_arrays, jax_functions
 from quarantune.measure import rounding
 from quarantune.transport.arrays import restore_array
 from quarantune.transport.payload import Call, materialize
 from quarantune.values.configs import Config
-from quarantune.values.settings import Options, Tolerance
+from quarantune.values.options import Options, Tolerance
 from quarantune.values.trial import CompilerFigures
 
 _SEED = 0
@@ -128,8 +128,8 @@ class CallArguments:
         self._arrays_fd = arrays_fd
         self._supply = supply
         self._shared: Arguments | None = None
-        self.is_plain = not jax_internals.is_jitted(call.fn)
-        self.jit = jax_internals.JitOptions() if self.is_plain else jax_internals.jit_options(call.fn)
+        self.is_plain = not jax_functions.is_jitted(call.fn)
+        self.jit = jax_functions.JitOptions() if self.is_plain else jax_functions.jit_options(call.fn)
         # A plain callable may write into its arguments.
         self.may_be_overwritten = self.is_plain or bool(self.jit.donate_argnums or self.jit.donate_argnames)
 
@@ -180,7 +180,7 @@ class CallArguments:
             seed, units = np.uint32(next(seeds)), motion.units(leaf)
             if on_device is not None and isinstance(leaf, jax.Array):
                 found = on_device(rounding.move, leaf, seed, units)
-                return jax_internals.as_weak(found) if leaf.weak_type else found
+                return jax_arrays.as_weak(found) if leaf.weak_type else found
             return _with_data(leaf, rounding.moved(np, np.asarray(leaf), seed, units))
 
         return self._changed(arguments, motion.takes, move), motion.scale

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from quarantune.functions.binding import Arguments, jitted_with
 from quarantune.host.waits import RunTime, Watch
 from quarantune.jax_internals.other_processes import share_what_xla_finds
-from quarantune.measure import clocks, finals, model, observers, sampling
+from quarantune.measure import clocks, device_clock, finals, model, observing, sampling
 from quarantune.sandbox.messages import Judgement, Measurement
 from quarantune.sandbox.program_file import ProgramFile
 from quarantune.transport import arrays, assignment, differentiation, executable, manual_axes
@@ -61,7 +61,7 @@ class Bench:
         self.judge = Judge(call, self.arguments, options)
         # On a CPU, a worker checks one config, unless it is told to take more, in memory of its own.
         self._stale = StaleMemory(is_shared=options.platform not in (None, "cpu"))
-        self._flush: clocks.Flush | None = None
+        self._flush: device_clock.Flush | None = None
         self._attaching: threading.Thread | None = None
         self._last_run: tuple[weakref.ref[Program], RunTime] | None = None
         if options.platform == "cpu":
@@ -139,7 +139,7 @@ class Bench:
             self.judge.expect(outputs, fd)
 
     def _attach(self) -> None:
-        with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
+        with contextlib.suppress(device_clock.NoDeviceClockError):  # the first config meets the same error
             self._flusher()
 
     def _await_clock(self) -> None:
@@ -267,8 +267,8 @@ class Bench:
             return call(*args, **kwargs)
 
         if self._has_own_clock():
-            with contextlib.suppress(clocks.NoDeviceClockError):
-                return clocks.device_clock(dispatch, self._flusher() if is_flushed else None)
+            with contextlib.suppress(device_clock.NoDeviceClockError):
+                return device_clock.device_clock(dispatch, self._flusher() if is_flushed else None)
         if self.options.platform in ("cuda", "rocm", "tpu"):
             return clocks.queued_clock(dispatch)
         return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
@@ -323,7 +323,7 @@ class Bench:
         args, kwargs = self.arguments.dynamic(self.arguments.shared())
         device = next(iter(_devices_of((args, kwargs))), jax.local_devices()[0])
         figures: dict[str, float] = {}
-        for observer in map(observers.named, self.options.observers):
+        for observer in map(observing.named, self.options.observers):
             figures |= observer.observe(lambda: program.call(*args, **kwargs), device.local_hardware_id, time_ms / 1e3)
         return figures
 
@@ -376,14 +376,14 @@ class Bench:
         # Of several devices, the clock would add up the times, waits of one for another included.
         return self.options.on_gpu and jax.local_device_count() == 1
 
-    def _flusher(self) -> clocks.Flush:
+    def _flusher(self) -> device_clock.Flush:
         """Returns the flush of the device's cache, made once.
 
         Raises:
             NoDeviceClockError: the device's clock cannot be read.
         """
         if self._flush is None:
-            self._flush = clocks.Flush(jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile())
+            self._flush = device_clock.Flush(jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile())
         return self._flush
 
 

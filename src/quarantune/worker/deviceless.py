@@ -13,8 +13,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from quarantune import jax_internals
 from quarantune.devices.discovery import described
+from quarantune.jax_internals import jax_traces
 from quarantune.jax_internals.other_processes import answer_for_device
 from quarantune.values.trial import CompileTarget
 from quarantune.worker.failures import NeedsDeviceError, UncheckableError
@@ -155,7 +155,7 @@ def why_device_is_needed(jaxpr: Any, platform: str | None, *, is_cheap: bool = F
             on an H100, cuDNN's kernel for a convolution is up to 500 times slower if it was not chosen there.
     """
     better = _BETTER_WITH_GPU - _PRODUCTS if is_cheap else _BETTER_WITH_GPU
-    for equation in jax_internals.equations(jaxpr, closed={"pallas_call"}):
+    for equation in jax_traces.equations(jaxpr, closed={"pallas_call"}):
         name = equation.primitive.name
         if name in better and platform != "tpu":
             return f"XLA compiles its {name} better with the device"
@@ -170,7 +170,7 @@ def products(jaxpr: Any) -> tuple[str, ...]:
     Equal ones have the same name in every process. Matrix products make up nearly all of them.
     """
     found = set()
-    for equation in jax_internals.equations(jaxpr, closed={"pallas_call"}):
+    for equation in jax_traces.equations(jaxpr, closed={"pallas_call"}):
         if equation.primitive.name in _BETTER_WITH_GPU:
             kinds = [str(variable.aval) for variable in equation.invars]
             text = f"{equation.primitive.name} {kinds} {sorted(equation.params.items())}"

@@ -28,9 +28,8 @@ from typing import Annotated, Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from quarantune import jax_internals
 from quarantune.host import shared_files
-from quarantune.jax_internals import kernels
+from quarantune.jax_internals import jax_traces, kernels
 from quarantune.sandbox import contain
 from quarantune.values.codec import DamageError, Record, decode_json, within
 from quarantune.values.trial import CompilerFigures, CompileTarget, CycleEstimate
@@ -160,7 +159,7 @@ def _compile_growing(trace: _Trace, target: CompileTarget, most_steps: int, dire
     """Compiles a program with more and more steps of its grids, and notes the cycles of each in a directory."""
     with trace() as (traced, sharding):
         whole, moved_bytes = tuple(kernels.free_steps(traced.jaxpr)), kernels.moved_bytes(traced.jaxpr)
-        outside = {each.primitive.name for each in jax_internals.equations(traced.jaxpr, closed={"pallas_call"})}
+        outside = {each.primitive.name for each in jax_traces.equations(traced.jaxpr, closed={"pallas_call"})}
         if "while" in outside:
             raise ValueError(_NO_END)
         # The time is that of all threads, and of no other program.

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from quarantune.host.process import is_installed
+from quarantune.host.packages import is_installed
 from quarantune.sandbox.messages import Raised
 from quarantune.sandbox.template_messages import ErrorDescription
 

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from quarantune import jax_internals
 from quarantune.functions.binding import Arguments, split_config
 from quarantune.functions.fingerprint import describe
 from quarantune.host.machine import file_id
+from quarantune.jax_internals import jax_functions, jax_traces
 from quarantune.measure import compare, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
@@ -289,7 +289,7 @@ class Judge:
             with contextlib.suppress(Exception), jax.default_matmul_precision("highest"):
                 (args, kwargs), mode = self._arguments.widened()
                 with mode:
-                    equations = jax_internals.equations(fn.trace(*args, **kwargs).jaxpr.jaxpr)
+                    equations = jax_traces.equations(fn.trace(*args, **kwargs).jaxpr.jaxpr)
                     if not any(_NOT_PLAIN.search(equation.primitive.name) for equation in equations):
                         wide = self._compared(fn(*args, **kwargs), fn, {}, (args, kwargs))
                         found[:] = wide.on_host().leaves
@@ -353,9 +353,9 @@ class Judge:
 
     def _gradients(self, fn: Callable[..., Any], config: Config, arguments: Arguments) -> Any:
         args, kwargs = arguments
-        if not self._arguments.is_plain and jax_internals.is_jitted(fn):
+        if not self._arguments.is_plain and jax_functions.is_jitted(fn):
             config, _ = split_config(fn, config)  # JAX refuses compiler options under differentiation
-            fn = jax_internals.without_compiler_options(fn)
+            fn = jax_functions.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
         return differentiation.gradients(bound, args, kwargs, self._arguments.jit)
 

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 
 import jax
 
-from quarantune import jax_internals
 from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK
 from quarantune.host.waits import RunTime, run_limit
+from quarantune.jax_internals import jax_options
 from quarantune.jax_internals.other_processes import load_plugins, shares_what_xla_finds
 from quarantune.measure import sampling
 from quarantune.sandbox import contain, messages, spool, wire
@@ -149,7 +149,7 @@ class TaskRunner:
 
     def _is_as_it_was(self) -> bool:
         """Returns whether JAX's settings are as they were before a config was compiled here, if one was."""
-        return not self._trace_context or self._trace_context == jax_internals.trace_context()
+        return not self._trace_context or self._trace_context == jax_options.trace_context()
 
     def do(self, task: Task, fds: list[int]) -> Iterator[Reply]:
         """Does a task, step by step; yields its replies, before the step that each announces."""
@@ -190,7 +190,7 @@ class TaskRunner:
         yield self.entered(Phase.COMPILE)
         if not self._is_as_it_was():
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
-        self._trace_context = jax_internals.trace_context()
+        self._trace_context = jax_options.trace_context()
         self.program = None  # that of an earlier config, with its memory
         program = self._compiled(bench, task, away=bool(fds))
         if program is None:

@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.metadata
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from quarantune._version import __version__
 from quarantune.values.codec import JsonObject
 
-_PLUGINS = {
-    "cuda": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
-    "rocm": ("jax-rocm60-plugin", "jax-rocm60-pjrt", "jax-rocm7-plugin", "jax-rocm7-pjrt"),
-    "tpu": ("libtpu",),
-}
-"""The packages that compile for a platform, beside jaxlib."""
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _SUMS = ("unreduced", "reduced")
 """The axes of a mesh over which an array is a sum that is yet to be made, or was."""
-
-
-# --- arrays, meshes and shardings ---
 
 
 def describe_array(array: Any, dtype: Any) -> JsonObject:
@@ -181,34 +165,3 @@ def describe_context_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> M
         return None
     types = [kind.name for kind in mesh.axis_types]
     return {"shape": list(mesh.axis_sizes), "axes": list(mesh.axis_names), "types": types}
-
-
-# --- versions ---
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    """Returns the versions of JAX, its library, this package, and a GPU's driver."""
-    found = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "quarantune": __version__}
-    with contextlib.suppress(OSError):
-        found["nvidia_driver"] = Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
-    return found
-
-
-def compilers(platform: str) -> dict[str, str]:
-    """Returns the versions and flags of all that compiles for a platform, whether or not its device is here.
-
-    Args:
-        platform: `cpu`, `cuda`, `rocm` or `tpu`.
-    """
-    found = {name: version for name, version in versions().items() if name != "nvidia_driver"} | _plugins(platform)
-    return found | {name: flags for name in _FLAGS if (flags := os.environ.get(name, "").strip())}
-
-
-@functools.cache
-def _plugins(platform: str) -> dict[str, str]:
-    found = {}
-    for name in _PLUGINS.get(platform, ()):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found

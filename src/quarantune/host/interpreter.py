@@ -1,0 +1,40 @@
+"""The command that starts another Python like this one."""
+
+from __future__ import annotations
+
+import sys
+
+
+def interpreter() -> str:
+    """Returns the path of this Python's interpreter.
+
+    Raises:
+        RuntimeError: there is none: Python is embedded, or frozen into an application, which would start itself again.
+    """
+    if getattr(sys, "frozen", False):
+        raise RuntimeError(
+            f"this is a frozen application, of which {sys.executable} would start another instance as a worker: tune "
+            f"with an ordinary Python and ship the results (option tables, or QUARANTUNE_CACHE_PATH), set "
+            f"QUARANTUNE_ON_MISS=default to run untuned where there is none, or set QUARANTUNE_ISOLATION=none to tune "
+            f"in this process"
+        )
+    if not sys.executable:
+        raise RuntimeError(
+            "sys.executable is empty, so no worker can be started: set sys.executable to a Python interpreter "
+            "or set QUARANTUNE_ISOLATION=none"
+        )
+    return sys.executable
+
+
+def interpreter_command() -> list[str]:
+    """Returns a command that runs code in a fresh interpreter with this one's flags for imports; the code is to follow.
+
+    `-P`, because `-c` would put the working directory first on the path.
+
+    Raises:
+        RuntimeError: as for `interpreter`.
+    """
+    isolated = "-I" if sys.flags.isolated else "-E" if sys.flags.ignore_environment else ""
+    user = "-s" if sys.flags.no_user_site and not sys.flags.isolated else ""
+    flags = [flag for flag in ("-" + "O" * sys.flags.optimize, isolated, user) if len(flag) > 1]
+    return [interpreter(), *flags, "-P", "-c"]

@@ -1,0 +1,49 @@
+"""Amounts that users write: bytes with units, scalars of NumPy and JAX, and the longest time."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from quarantune.values.texts import shown
+
+if TYPE_CHECKING:
+    pass
+
+
+LONGEST_S = 1e9
+"""The longest accepted time in seconds: thirty years."""
+_LEAST_MEMORY = 16 * 2**20
+_UNITS = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
+_UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
+
+
+def parse_memory(value: int | str, *, least: int = _LEAST_MEMORY) -> int:
+    """Returns an amount of memory in bytes.
+
+    Args:
+        value: a whole number of bytes, or a number with a unit: `"8GB"` is 8e9, `"8GiB"` is 8 * 2**30; the
+            `B` may be left out, and case does not matter.
+        least: the least amount; else that without which no process starts.
+
+    Raises:
+        ValueError: the value is not an amount of memory, or too little.
+    """
+    text = shown(value) if isinstance(value, int) else str(value)  # an int may have too many digits for str
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    amount = float(match[1]) * _UNITS[match[2] or ""] if match and not isinstance(value, bool) else 0
+    if not 1 <= amount < 2**63:
+        raise ValueError(
+            f"{shown(value)} is no amount of memory: give bytes, or a number with a unit, as in '8GB' or '512MiB'"
+        )
+    if amount < least:
+        raise ValueError(
+            f"{shown(value)} is {amount:.0f} bytes, and no worker starts with less than 16 MiB: "
+            "give a number with a unit, as in '8GB' or '512MiB'"
+        )
+    return int(amount)
+
+
+def unwrapped(value: Any) -> Any:
+    """Returns the number or flag in a scalar of NumPy's or JAX's; any other value as it is."""
+    return value.item() if getattr(value, "ndim", None) == 0 and not isinstance(value, float) else value

@@ -1,0 +1,136 @@
+"""Blocks of code with settings of their own, and the settings in effect."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
+
+from quarantune.host.frames import warn
+from quarantune.values.forgetting import forget_choices
+from quarantune.values.options import Search
+from quarantune.values.settings import FIELDS, Settings, parse_setting
+from quarantune.values.texts import check_options, did_you_mean
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+_PREFIX = "QUARANTUNE_"
+_Place: TypeAlias = str | os.PathLike[str]
+_Flag: TypeAlias = bool | int | str
+_T = TypeVar("_T")
+
+
+class SettingKeywords(TypedDict, total=False):
+    """The keyword arguments of `settings`: the fields of `Settings`, for editors and type checkers."""
+
+    cache_dir: _Place | None
+    cache_path: str | Iterable[_Place] | None
+    disable_cache: _Flag | None
+    always_tune: _Flag | None
+    on_miss: str | None
+    version_check: _Flag | None
+    cpu_utilization: float | str | None
+    cpu_count: int | str | None
+    max_cpu_count: int | str | None
+    compile_timeout: float | str | None
+    timeout: float | str | None
+    memory_limit: int | str | None
+    search: str | Search | None
+    max_trials: int | str | None
+    time_budget: float | str | None
+    devices: str | int | Iterable[str | int] | None
+    configs_per_worker: int | str | None
+    start_method: str | None
+    isolation: str | None
+    agree: _Flag | None
+    progress: _Flag | None
+    record: _Place | Callable[..., None] | None
+    log_dir: _Place | None
+    lock_timeout: float | str | None
+    executor: Executor | None
+
+
+class settings:
+    """Sets options of the environment for a block of code, in this thread or task of asyncio only; blocks nest.
+
+    Attributes:
+        values: the parsed overrides by name.
+        tuned: what was tuned in the block because its `always_tune` demands it, once each.
+
+    Args:
+        **overrides: the settings by the names of their variables, in lower case and without the prefix; as Python
+            values, or as the strings that the variables would hold; None for the default.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option does not accept its value.
+
+    Example:
+        >>> with settings(timeout=5, on_miss="default"):  # doctest: +SKIP
+        ...     y = kernel(x)
+    """
+
+    def __init__(self, **overrides: Unpack[SettingKeywords]) -> None:
+        check_options("settings", overrides, FIELDS)
+        self.values: Mapping[str, Any] = {name: parse_setting(name, name, value) for name, value in overrides.items()}
+        self.tuned: set[Any] = set()
+
+    def __enter__(self) -> None:
+        _blocks.set((*_blocks.get(), self))
+        if self.values.get("always_tune"):
+            self.tuned.clear()
+        if self.values.get("always_tune") or self.values.get("record"):
+            forget_choices()
+
+    def __exit__(self, *_: object) -> None:
+        _blocks.set(left(_blocks.get(), self))
+
+
+def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
+    """Returns the scopes that were entered, outermost first, without one of them where it was entered last."""
+    for place in reversed(range(len(entered))):
+        if entered[place] is scope:
+            return entered[:place] + entered[place + 1 :]
+    return entered  # a task of asyncio leaves what another one has entered
+
+
+_blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("_blocks", default=())
+"""The `settings` blocks of a thread, or of a task of asyncio, outermost first."""
+
+
+def current() -> Settings:
+    """Returns the settings in effect: blocks of this thread override the environment, which overrides the defaults.
+
+    Raises:
+        ValueError: a variable has a bad value.
+    """
+    values, blocks = {}, _blocks.get()
+    for variable in os.environ:
+        name = variable.removeprefix(_PREFIX)
+        if name != variable and name.lower() not in FIELDS and not name.startswith("SANDBOX"):  # our own marks
+            _warn_unknown(variable)
+    for name in FIELDS:
+        variable = _PREFIX + name.upper()
+        text = os.environ.get(variable, "").strip()
+        if text and not any(name in block.values for block in blocks):
+            values[name] = parse_setting(name, variable, text)
+    for block in blocks:
+        values |= block.values
+    if values.get("record") is not None and values.get("on_miss", "tune") == "tune":
+        values["on_miss"] = "default"  # recorded now, tuned later
+    return Settings(**values)
+
+
+def block_of(name: str) -> settings | None:
+    """Returns the innermost `settings` block of this thread that sets an option; None where none does."""
+    return next((block for block in reversed(_blocks.get()) if name in block.values), None)
+
+
+@functools.cache
+def _warn_unknown(variable: str) -> None:
+    """Warns once of a variable that has no effect; a variable of another version may be set on purpose."""
+    hint = did_you_mean(variable, [_PREFIX + name.upper() for name in FIELDS])
+    warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)
