@@ -22,7 +22,7 @@ _SHAPES_S = 10.0
 """Seconds to compare the shapes of outputs; the only use of this is to fail early."""
 _MAX_DEVICE_FAILURES = 2
 _LOST_FACTOR = 5
-"""Lost workers count this many times less than failed ones: another process may have killed them."""
+"""Multiple of `_MAX_DEVICE_FAILURES` at which lost workers withdraw a device: another process may have killed them."""
 _EXPLICABLE = (Outcome.CRASHED, Outcome.ERROR, Outcome.TIMEOUT, Outcome.LOST)
 """Outcomes that a shortage may have caused."""
 
@@ -158,7 +158,7 @@ class Replies:
             return
         verdict = WorkerVerdict(Outcome.OK, "")
         if reply.is_slow:
-            message = f"at best {min(reply.samples_ms):.4g} ms, where another config takes {fastest.best_median_ms:.4g}"
+            message = f"at best {min(reply.samples_ms):.4g} ms; another config takes {fastest.best_median_ms:.4g}"
             verdict = WorkerVerdict(Outcome.SLOW, message)
         else:
             fastest.note_time(job.index, reply.ranking_ms)
@@ -239,7 +239,7 @@ class Replies:
         if (culprit := self._run.memory.larger_than(worker)) is not None:
             reason = "the kernel ran out of memory, killed another config's process"
             self._run.workers.kill_with_verdict(culprit, shortage(culprit, reason))
-            return WorkerVerdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
+            return WorkerVerdict(Outcome.LOST, "the kernel killed the process because another one held too much memory")
         return WorkerVerdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
 
     def give_up(self, worker: Worker) -> None:
@@ -256,7 +256,7 @@ class Replies:
             self._withdraw(device, WorkerVerdict(Outcome.LOST, message))
 
     def stop(self, reason: str) -> None:
-        """Ends all jobs except the jobs that devices measure now, or have measured once."""
+        """Ends all jobs except jobs that a device measures, or that wait to repeat disturbed runs."""
         run, verdict = self._run, WorkerVerdict(Outcome.NOT_RUN, reason)
         run.jobs.end_waiting(verdict, None)
         for worker in run.workers:
