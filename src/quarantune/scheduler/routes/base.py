@@ -30,7 +30,8 @@ DEVICE_PARKED = 6
 """Number of workers that compile on each accelerator, and of compiled configs that wait in workers with a context."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _CONFIGS_PER_TPU_WORKER = 1000
-"""Many, because a TPU takes seconds to initialise, and a new worker has to wait until the last one frees the TPU."""
+"""Number of configs that a TPU worker measures. A TPU takes seconds to initialise, and only one worker can own it, so
+that no other can get ready ahead."""
 _COMPILES_PER_WORKER = 32
 """Number of configs that one compile worker takes for an accelerator. The first config of a worker takes 0.3 s more
 than others: on an H200, 648 configs, 59% of them bad, took a second less than with 8 per worker. A worker grows by less
@@ -87,11 +88,11 @@ class Conditions:
 
     @property
     def confirms(self) -> bool:
-        """Whether a worker with the device confirms errors; libtpu needs none, as it compiles alike without a TPU."""
+        """Whether a worker with the device confirms errors raised without it; libtpu compiles alike with and without."""
         return self.target is not None and self.platform != "tpu"
 
     def in_workers(self, slots: int, *, is_closed: bool, **numbers: int) -> Numbers:
-        """Returns the numbers of a route on which workers wait with compiled configs; see `in_files` for `is_closed`."""
+        """Returns the numbers of a route whose workers wait with compiled configs; see `in_files` for `is_closed`."""
         if self.platform == "cpu":
             parked = max(_CPU_PARKED if is_closed else _SEARCH_PARKED, 2 * slots)
             return Numbers(slots=slots, parked=parked, workers=max(_CPU_SHARES, 2 * slots), **numbers)

@@ -46,7 +46,7 @@ class MeasuredHere(Split):
         return False
 
     def _give_next(self, device: DeviceState, worker: Worker) -> None:
-        """Gives this process the next config: first runs before repeated runs, then the fastest first."""
+        """Gives this process the next config. Configs that hung or crashed before have their first run last."""
         run = self._run
         if not run.reference.is_awaited:
             begun = {job.index: place for place, job in enumerate(run.jobs.begun)}

@@ -16,7 +16,7 @@ class Split(TrialRoute):
     Standby workers are started once a compiled config waits.
 
     Attributes:
-        as_data: whether the executable is for this process, which must not run a worker's code to load it.
+        as_data: whether the executable is for this process, which loads it without running code from a worker.
     """
 
     _pauses = False
