@@ -11,7 +11,7 @@ from quarantune.scheduler.workers import DeviceState, Job, WorkerState
 _PARKED_S = 5.0
 """Seconds that a compiled config may wait for configs before it. An interrupted sweep keeps measured configs only."""
 _PARKED_SHARE = 0.25
-"""Largest share of the memory that compiled configs may hold while others compile; workers' memory counts as free."""
+"""Share of the memory, held by workers or free, that compiled configs may hold while others compile."""
 _ASKED_AT_ONCE = 8
 """Number of configs to ask a source for at once if compiling and measuring do not alternate. At 400 trials, asking
 `surrogate` for one config took 13 ms of CPU, and for eight 24 ms (on a CPU with 2 cores)."""

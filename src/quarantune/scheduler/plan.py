@@ -33,7 +33,7 @@ class Proof:
 
     @property
     def is_due(self) -> bool:
-        """Whether no program was compared yet."""
+        """Whether a comparison is still due."""
         return self.compare is not None
 
     def wants(self, index: int) -> bool:
@@ -84,7 +84,7 @@ KILL_DEADLINE_S = 10.0
 TICK_S = 0.05
 """Seconds between two looks at everything that sends no events."""
 _MOST_BARE_BYTES = 4 << 30
-"""Memory that a worker may hold before a config begins, even over its limit, so that it can report how much it needs."""
+"""Memory that a worker may hold before a config begins, even over a limit, so that it can report how much it needs."""
 MEMORY_SHARE = 0.9
 """The share of the free memory that workers may take together if nobody set a limit."""
 

@@ -88,7 +88,7 @@ class Conditions:
 
     @property
     def confirms(self) -> bool:
-        """Whether a worker with the device confirms errors raised without it; libtpu compiles alike with and without."""
+        """Whether errors without the device need confirming on it; libtpu compiles alike with a TPU and without."""
         return self.target is not None and self.platform != "tpu"
 
     def in_workers(self, slots: int, *, is_closed: bool, **numbers: int) -> Numbers:
