@@ -92,9 +92,9 @@ class Screening(ConfigSource):
     """Gives configs to compile fully, in the order of their cheap times, until no other config can win.
 
     A config can win if its cheap time, times the bound, is at most the fastest full time. The bound is the smallest
-    ratio of full to cheap time in this sweep, times the margin. Nothing is ruled out before the defaults and the fastest
-    configs have their ratios. A config without a cheap time always compiles fully. So does a config whose cheap time,
-    times the margin, is at most the shortest cheap time: no ratio can rule it out, so it need not wait.
+    ratio of full to cheap time in this sweep, times the margin. Nothing is ruled out before the defaults and the
+    fastest configs have their ratios. A config without a cheap time always compiles fully. So does a config whose cheap
+    time, times the margin, is at most the shortest cheap time: no ratio can rule it out, so it need not wait.
 
     Rulings are final only when the source is closed, because any trial may lower the bound.
     """

@@ -123,7 +123,7 @@ class SideTasks:
         self.close()
         if differs:
             raise ReferenceFailedError(
-                f"ref_fn and the function with its defaults return different outputs: {differs}; "
+                f"with its defaults, the function returns other arrays than ref_fn: {differs}; "
                 f"return arrays of the same shapes and kinds from both"
             )
 
