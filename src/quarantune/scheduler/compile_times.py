@@ -13,7 +13,7 @@ from quarantune.values.codec import is_number, text_of
 _LIKENESS = 0.5
 _MOST_EFFECTS = 64
 _GROWTH = 1 / 16
-"""Share by which the known compile times must grow before a new order is worth making."""
+"""Least growth of the number of known compile times, as a share, that makes a new order worthwhile."""
 _LEAST_S = 1e-3
 
 
@@ -67,7 +67,7 @@ class CompileTimes:
             rank_of = {key: rank * count // len(distinct) for rank, key in enumerate(distinct)}
             for own, key in zip(places.values(), keys, strict=True):
                 own.append(len(weights) + rank_of[key])
-            weights += [*[_LIKENESS * (count - 1)] * (count - 1), 0.0]  # there is no step to the next tunable
+            weights += [*[_LIKENESS * (count - 1)] * (count - 1), 0.0]  # the last effect has no step to the next tunable
         units = np.eye(len(weights))
         steps = np.diff(units, axis=0)
         has_value = np.array([units[places[job]].sum(0) for job, _ in times])

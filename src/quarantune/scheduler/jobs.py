@@ -117,7 +117,7 @@ class Jobs:
         The function's defaults, configs that hung or crashed before, and repeated configs keep their places.
 
         Args:
-            compiling_s: the seconds for which other jobs have compiled so far.
+            compiling_s: the seconds that other jobs have compiled so far.
         """
         movable = [job for job in self.pending if self._may_move(job)]
         if len(movable) > 1 and self.compile_times.is_news:
@@ -131,7 +131,7 @@ class Jobs:
     def fails_by_itself(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
         """Whether earlier configs of the same worker cannot have caused an error.
 
-        They cannot if there were none, or if a config that had a worker to itself raised an exception at that place.
+        They cannot if the worker is new, or if a config that had a worker to itself raised an exception at that place.
         """
         if outcome is not Outcome.ERROR or worker.is_compiling is not (worker.phase is Phase.COMPILE):
             return False

@@ -1,6 +1,6 @@
 """The event loop of one sweep. It knows nothing of JAX, of search or of files.
 
-A job is compiled and then measured; its route (`scheduler.routes`) decides by which workers.
+A job compiles and then runs on a device; its route (`scheduler.routes`) chooses the workers for both steps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Scheduler:
             clock: returns the time in seconds.
             available_memory: returns the bytes of memory that are free now.
             lease_on: returns the lease on a device: a new one, or the sweep's.
-            stops: notices when this process stood still; None for one that also counts this process's own work.
+            stops: notices when this process stood still; the default also counts this process's own work as such.
         """
         self._workforce = workforce
         self._on_tick, self._source, self._clock = on_tick, source, clock
@@ -298,7 +298,7 @@ class Scheduler:
                 workers.kill_with_verdict(worker, verdict)
 
     def _extend_deadlines(self, lost_s: float) -> None:
-        """Adds to all deadlines the time in which this process, and perhaps its workers, stood still."""
+        """Adds to all deadlines the time while this process, and perhaps its workers, stood still."""
         _logger.info("this process was stopped for %.1f s: deadlines are extended by it", lost_s)
         for worker in self._run.workers:
             worker.stood_still(lost_s)

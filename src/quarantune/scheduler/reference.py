@@ -1,8 +1,8 @@
 """The outputs to compare a sweep's configs with, and the groups of configs that agree.
 
 If `ref_fn` is a function, its output is right. If it is "defaults", the output of the function's own defaults is right:
-they run first, like any other config, and the sweep keeps their output. If the defaults fail or there are none, the
-sweep compares outputs with each other as they arrive, and the largest group that agrees counts as right.
+they run first, like any other config, and the sweep keeps their output. If the defaults fail or do not exist, the sweep
+compares outputs with each other as they arrive, and the largest group that agrees counts as right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reference:
         compares: whether to compare the configs' outputs with each other.
         is_awaited: whether the defaults must run before any other config does.
         is_coming: whether a worker must compute the output of `ref_fn` before any comparison.
-        noise: the RMS by which the first kept output moves when its inputs do, relative to the output's RMS.
+        noise: the RMS of the first kept output's change when its inputs move, relative to the output's RMS.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Reference:
 
     @property
     def right_fds(self) -> list[int]:
-        """The outputs that suffice to judge configs, the right one first; empty if there are none yet."""
+        """The outputs that suffice to judge configs, the right one first; empty while unknown."""
         if self._is_given:
             return [] if self._calibrates else self.fds
         return [] if self.standard is None else [self.fds[self.standard]]
@@ -195,7 +195,7 @@ class Reference:
 
         Args:
             measured: the configs' trials by index.
-            default: the index of the config that equals the defaults; None if there is none.
+            default: the index of the config that equals the defaults; None if no config does.
         """
         trials = dict(measured)
         if self.untuned is not None and finals.default_among(measured, default) == UNTUNED:

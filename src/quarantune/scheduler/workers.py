@@ -91,7 +91,7 @@ class Job:
     Attributes:
         index: the config's index.
         config: the config.
-        executable_fd: the file of its executable; -1 if there is none.
+        executable_fd: the file of its executable; -1 for none.
         compile_s: seconds spent tracing, lowering and compiling it.
         figures: the compiler's figures about its program.
         program: the identity of its program, known after lowering.
@@ -109,7 +109,7 @@ class Job:
         first_run: milliseconds of its first run: the wall time, and the time without waits for a CPU. None if the run
             was not informative.
         was_disturbed: whether a disturbance or a pause makes the first run uninformative after all.
-        held_s: seconds for which it held a device before.
+        held_s: seconds that it held a device before.
         route: its route; None if it takes the plan's route.
         runs: whether it runs although an earlier sweep has a trial of its program.
         end: its trial and its output, which jobs with the same program share; None until they are known.
@@ -169,7 +169,7 @@ class Job:
         self.was_disturbed |= is_disturbed
 
     def held_device(self, seconds: float) -> None:
-        """Adds the seconds for which it held a device that it gives back."""
+        """Adds the seconds that it held a device, which it gives back."""
         self.held_s += seconds
 
     def compiled_again(self, figures: CompilerFigures | None) -> None:
@@ -189,7 +189,7 @@ class Job:
         self.losses += counts
 
     def wants_fresh(self) -> None:
-        """Asks for a fresh worker at the next try."""
+        """Asks for a fresh worker at its next try."""
         self.needs_fresh = True
 
     def wants_memory(self) -> None:
@@ -205,7 +205,7 @@ class Job:
         self.end = trial, log
 
     def failed_like(self, first: Job) -> None:
-        """Takes over where the job whose end it shares raised its exception."""
+        """Takes the place of the exception from the job whose end it shares."""
         self.raised_at = first.raised_at
 
     def was_held_up(self) -> None:
@@ -281,7 +281,7 @@ class Worker:
         memory_meter: measures the memory of its processes.
         descendants: process ids below its own.
         offered: the number of outputs to compare its own with.
-        output_fd: the file for its own output; -1 if there is none.
+        output_fd: the file for its own output; -1 for none.
         traceback: the last lines of the traceback that its config left.
         raised_at: the place of the exception that its task failed with.
         verdict: the meaning of its end; None while it lives.
@@ -402,7 +402,7 @@ class Worker:
         self.is_ahead = others > 0
 
     def stood_still(self, seconds: float) -> None:
-        """Does not count a time in which this process, and perhaps the worker, stood still."""
+        """Does not count a time while this process, and perhaps the worker, stood still."""
         self.extend(seconds)
         self.assigned_at += seconds
         if self.job is not None:

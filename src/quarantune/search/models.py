@@ -9,7 +9,7 @@ process learns how values depend on each other; for independent values, the dens
 are faster than either. A forecast of some candidates serves for several trials and learns from each, because making a
 forecast takes ten times as long as choosing by it.
 
-The constants were chosen by replays of recorded GPU spaces with 1,280 to 18,000 configs, of which up to 60% fail.
+Replays of recorded GPU spaces chose the constants. The spaces have 1,280 to 18,000 configs; up to 60% of them fail.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ most of the time."""
 _IMPROVABLE = 3
 """Rank of the time that improvements count from. Counted from the best time, fewer runs find an isolated best."""
 _DOUBTFUL = 0.2
-"""Probability of success below which a config is a candidate only if there is no other."""
+"""Probability of success below which a config is a candidate only if all others were chosen."""
 _LAST = 1e6
 _CAUTION = (1.0, 2.0)
 """Factors on the process's standard deviation, used in turn."""
@@ -297,7 +297,7 @@ class Prediction:
         self._values: dict[int, float] = {}
 
     def observe(self, index: int) -> None:
-        """Lowers the variance as if the value at a point were known; its mean stands in until `tell` gives the value."""
+        """Lowers the variance as if the value at a point were known; until `tell`, its mean stands in for the value."""
         covariance = _matern(cdist(self._points, self._points[index : index + 1], "sqeuclidean"))[:, 0]
         covariance -= self._solved.T @ self._solved[:, index]
         for earlier, total in self._seen.values():

@@ -14,13 +14,13 @@ from quarantune.values.space import Space
 
 _ROUNDS = 50
 _RARE, _ENOUGH = 0.02, 200
-"""Share of free configs below which, after this many random draws, repairs replace the draws."""
+"""Share of free configs among at least `_ENOUGH` random ones; repairs replace random draws below `_RARE`."""
 _MOST_REPAIRS = 1000
 """Largest number of times that a draw asks the predicate; they take about 20 ms."""
 _MOST_IN_VAIN = 100_000
 """Replaces `_MOST_REPAIRS` until a config is found; these calls take about two seconds."""
 _MOST_LOOKED_AT = 1_000_000
-"""Largest space in which a draw looks at configs in order, if it found no free config at random."""
+"""Size of the largest space that a draw searches in order if it found no free config at random."""
 
 
 class RandomSearch(Strategy):

@@ -15,7 +15,7 @@ from quarantune.values.trial import TIME, Outcome, Trial, ranked_by
 
 
 def log_time(trial: Trial) -> float | None:
-    """Returns the logarithm of a trial's figure; NaN for a failure; None for an uninformative trial, such as a lost one."""
+    """Returns the logarithm of a trial's figure; NaN for a failure; None if uninformative, such as for a lost config."""
     if trial.outcome is Outcome.OK and ranked_by(trial) != TIME and trial.merit is not None:
         return math.asinh(trial.merit)  # near a logarithm, and defined for all numbers
     if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.merit:
@@ -69,7 +69,7 @@ class Strategy:
         """Takes note of the trial of a config of the space; `trials` already holds it."""
 
     def pick(self, n: int) -> Iterable[int]:
-        """Yields the positions of configs for which `is_free` holds at that time; the caller takes at most `n`."""
+        """Yields the positions of configs that `is_free` accepts at that time; the caller takes at most `n`."""
         return filter(self.is_free, self._in_order)
 
     def is_free(self, position: int) -> bool:
@@ -151,5 +151,5 @@ class UsersSearch(Strategy):
             self.space.whole()  # a generator may yield it later
             position = self.space.find(config)
         if position is None:
-            raise ValueError(f"{name}.ask returned {shown(config)}, which is not one of the configs; return one of them.")
+            raise ValueError(f"{name}.ask returned {shown(config)}, which is not one of the configs; return one.")
         return position

@@ -50,7 +50,7 @@ class Surrogate(RandomSearch):
         self._features = Features(self._fields)
         self._sizes = np.array([len(values) for values in self._fields.values], np.int64)
         self._models: Models | None = None
-        self._positions: list[int] = []  # of the configs in the forecast; empty if there is no current forecast
+        self._positions: list[int] = []  # of the configs in the forecast; empty before a forecast
         self._renewal = 0
         self._hopeless = 0
         self._best = math.inf
