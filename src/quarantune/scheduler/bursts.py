@@ -71,8 +71,8 @@ class Admission:
     def _is_any_pending(self) -> bool:
         """Returns whether a config is pending; asks the source if none is and one could begin now.
 
-        A search that chooses later has learnt from more trials. A burst of compiling brings no new trials, so the source
-        gives the whole burst at once.
+        A search that chooses later has learnt from more trials. A burst of compiling brings no new trials, so the
+        source gives the whole burst at once.
         """
         jobs = self._run.jobs
         if jobs.pending or not jobs.may_grow:

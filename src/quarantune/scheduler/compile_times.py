@@ -67,7 +67,7 @@ class CompileTimes:
             rank_of = {key: rank * count // len(distinct) for rank, key in enumerate(distinct)}
             for own, key in zip(places.values(), keys, strict=True):
                 own.append(len(weights) + rank_of[key])
-            weights += [*[_LIKENESS * (count - 1)] * (count - 1), 0.0]  # the last effect has no step to the next tunable
+            weights += [*[_LIKENESS * (count - 1)] * (count - 1), 0.0]  # no step leads to the next tunable
         units = np.eye(len(weights))
         steps = np.diff(units, axis=0)
         has_value = np.array([units[places[job]].sum(0) for job, _ in times])

@@ -15,7 +15,7 @@ from quarantune.values.trial import TIME, Outcome, Trial, ranked_by
 
 
 def log_time(trial: Trial) -> float | None:
-    """Returns the logarithm of a trial's figure; NaN for a failure; None if uninformative, such as for a lost config."""
+    """Returns the logarithm of a trial's figure; NaN for a failure; None if uninformative, as of a lost config."""
     if trial.outcome is Outcome.OK and ranked_by(trial) != TIME and trial.merit is not None:
         return math.asinh(trial.merit)  # near a logarithm, and defined for all numbers
     if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.merit:
