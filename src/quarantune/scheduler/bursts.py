@@ -57,7 +57,7 @@ class Admission:
         return self._has_place()
 
     def _is_open(self) -> bool:
-        """Returns whether any config may compile now."""
+        """Returns whether now is a time to compile."""
         raise NotImplementedError
 
     def _has_place(self) -> bool:
@@ -135,8 +135,8 @@ class Stream(Admission):
     def _wanted(self) -> int:
         """Returns how many configs to ask the source for now.
 
-        Many configs compile while a worker initialises its device, or while `ref_fn` runs. Asking for twice as many
-        until then keeps all slots busy, also while those configs are measured.
+        Many configs compile while a worker initialises its device, or while `ref_fn` runs. Until then, twice as many
+        may wait, so that no slot idles then, nor while a device measures them.
         """
         run, slots = self._run, self._run.numbers.slots
         is_early = run.reference.is_coming or not run.workers.in_state(WorkerState.IDLE, WorkerState.MEASURING)

@@ -50,7 +50,7 @@ class GemmCache:
     def update(self) -> None:
         """Lets the programs proceed that need not wait.
 
-        No program waits twice for a product: if a program ended its worker, the next with its products may do so again.
+        The products of a program that ended its worker count as tried: the next program with them may end its worker.
         """
         compiling = self._workers.in_state(WorkerState.COMPILING) if self._programs else []
         for program in list(self._programs):

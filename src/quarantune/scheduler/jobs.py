@@ -358,7 +358,7 @@ class Jobs:
 
 
 def _informative_part(log: str) -> str:
-    """Returns a log's end, or if faulthandler reported, the text around the start of its report."""
+    """Returns a log's end, or the text around the start of faulthandler's report, which has the latest call first."""
     report = max(log.rfind("Fatal Python error"), log.rfind("(most recent call first):"))
     start = len(log) - _LOG_TAIL_CHARS if report < 0 else report - _LOG_TAIL_CHARS // 4
     return log[max(0, start) :][:_LOG_TAIL_CHARS]

@@ -193,7 +193,7 @@ class Scheduler:
         self._run.fastest.close()
 
     def _compared(self, task: Compare, fds: Sequence[int]) -> Compared:
-        """Makes a worker compare the finalists, and returns its reply; replaces a worker that dies once.
+        """Makes a worker compare the finalists, and returns its reply; if the worker dies, another tries once.
 
         Raises:
             ValueError: the comparison failed.

@@ -184,9 +184,9 @@ class Reference:
             if not self.compares or group == right:
                 finish(index, trial, log)
                 continue
-            message = "its output differs from the configs that agree with each other"
+            message = "its output differs from the output of the configs that agree with each other"
             if self.standard is not None:
-                message = "its output differs from the defaults"
+                message = "its output differs from the defaults' output"
             finish(index, trial.without_times(Outcome.WRONG, message, phase=Phase.CHECK), log)
         self._held.clear()
 

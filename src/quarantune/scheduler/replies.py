@@ -107,7 +107,7 @@ class Replies:
             self._run.workers.share_modules(reply.modules)
 
     def _on_lowered(self, worker: Worker, job: Job, reply: messages.Lowered) -> None:
-        """Ends a worker whose program another config has, or has a trial in an earlier sweep."""
+        """Ends a worker whose program another config runs, or an earlier sweep measured."""
         job.lowered(reply.program, worker.deadline - self._run.clock())
         self._route.on_lowered(reply.outputs)
         jobs = self._run.jobs

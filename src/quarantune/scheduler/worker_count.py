@@ -45,7 +45,7 @@ class WorkerCount:
 
     @property
     def waits(self) -> bool:
-        """Whether a process or a device was lacking, and tasks that lacked it may still run again."""
+        """Whether a process, thread or device was lacking, and tasks that lacked it may still run again."""
         return self._most < _UNLIMITED
 
     @property

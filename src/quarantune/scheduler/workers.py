@@ -97,7 +97,7 @@ class Job:
         program: the identity of its program, known after lowering.
         peak_bytes: the most memory that its workers held.
         slack_s: seconds of the compile deadline left after lowering.
-        losses: how many of its workers died without a result.
+        losses: how many lost workers count against it.
         forgiven: how many of its workers died before they began with it.
         needs_fresh: whether only a fresh worker may do its next step.
         is_alone: whether it runs when no other config does, because it lacked memory with others running.
@@ -284,7 +284,7 @@ class Worker:
         output_fd: the file for its own output; -1 for none.
         traceback: the last lines of the traceback that its config left.
         raised_at: the place of the exception that its task failed with.
-        verdict: the meaning of its end; None while it lives.
+        verdict: the meaning of its end; None while undecided.
         is_bare: whether no config has begun in it.
     """
 

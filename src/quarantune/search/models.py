@@ -193,8 +193,8 @@ def _normal_scores(logs: Floats) -> Floats:
 
 _JITTER = 1e-8
 _SCALE, _SCALE_APART, _SCALE_SPREAD = np.log(0.5), np.log(2.0), 1.2
-"""The prior of the length scales' logarithms: half of an axis, within a factor of three. The scale is longer between
-numbers with one coordinate each; these coordinates count if the size of the numbers does not explain the values."""
+"""The prior of the length scales' logarithms: half of an axis, within a factor of three. The scale is longer for
+coordinates of single numbers, which matter only if the size of the numbers does not explain the values."""
 _NOISE, _NOISE_SPREAD = np.log(1e-2), 2.0
 """The prior of the logarithm of the noise's share of the variance."""
 

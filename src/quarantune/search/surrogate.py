@@ -27,7 +27,7 @@ _STARTS = 16
 """Number of configs spread over the space before the models choose. The models end the search only after as many
 worked."""
 _SPREAD_OVER = 12
-"""Number of random configs that the next start is the best of."""
+"""Number of random configs to draw for each start; the best of them becomes the start."""
 _CANDIDATES = 1000
 """Number of configs that the models choose among; half of them are near the best configs."""
 _SERVES = 8
@@ -50,7 +50,7 @@ class Surrogate(RandomSearch):
         self._features = Features(self._fields)
         self._sizes = np.array([len(values) for values in self._fields.values], np.int64)
         self._models: Models | None = None
-        self._positions: list[int] = []  # of the configs in the forecast; empty before a forecast
+        self._positions: list[int] = []  # of the configs in the forecast; empty if a new forecast is due
         self._renewal = 0
         self._hopeless = 0
         self._best = math.inf

@@ -17,7 +17,7 @@ from quarantune.values.codec import as_json
 from quarantune.values.trial import READY, ArrayKind, CompileTarget, Outcome, Phase, Route
 
 _MOST_LOST = 10
-"""If more than one in this many configs ends the worker that compiles it, no compile worker is reused."""
+"""Least number of compiled configs per lost compile worker; with fewer, each config gets a new worker."""
 _CPU_PARKED = 16
 """Number of compiled configs that wait on a CPU, memory permitting, before compiling stops and measuring begins. Among
 many, slow configs show sooner."""
