@@ -311,7 +311,7 @@ class TrialRoute:
         run.workers.send_next(worker, task, fds)
 
     def _ends_with(self, worker: Worker) -> bool:
-        """Returns whether a worker ends after its next config without further orders."""
+        """Returns whether a worker ends unasked after its next config; the run retires a worker that may pause."""
         return False
 
     def _stop_ms(self, job: Job) -> float | None:

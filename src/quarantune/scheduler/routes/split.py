@@ -34,7 +34,7 @@ class Split(TrialRoute):
         return len(self._run.jobs.ready)
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
-        """Takes the executable of a job from a worker, and frees the worker."""
+        """Takes the executable of a job and frees its worker, which ends unasked after its last config, if it can."""
         job.protect_executable()
         self.free(worker)
         if reason := self._run.jobs.unloadable:
