@@ -112,7 +112,7 @@ def test_a_first_run_that_cannot_win_is_stopped_and_its_config_is_slow() -> None
     assert result.outcomes == ["ok", "ok", "slow", "ok"]
     slow = result.trials[2]
     assert (slow.phase, slow.time_ms, slow.own_ms, slow.samples_ms) == ("check", 520.0, 480.0, (520.0,))
-    assert slow.message == "its first run was stopped after 520 ms, where another config takes 60"
+    assert slow.message == "its first run was stopped after 520 ms; another config takes 60"
     assert limits[0] is None, "there is nothing to compare the first one with"
     assert (limits[1], limits[2]) == (4 * 2 * 60.0, 3 * 2 * 60.0), "the more is known of the noise, the sooner"
     assert limits[3] is None, "the time of the function's defaults is of interest in any case"

@@ -357,7 +357,7 @@ def test_an_object_of_the_users_that_asks_nonsense_is_told_so() -> None:
 
     odd = Odd(quarantune.grid(**GRID))
     odd.answer = {"BM": 17, "BN": 16, "fast": True}
-    with pytest.raises(ValueError, match=r"Odd.ask returned \{'BM': 17.*which is none of the configs"):
+    with pytest.raises(ValueError, match=r"Odd.ask returned \{'BM': 17.*which is not one of the configs"):
         searches.make(odd, Space(GRID)).ask(1)
     odd.answer = 7
     with pytest.raises(TypeError, match=r"Odd.ask returned 7 among the configs; every config is a dict"):

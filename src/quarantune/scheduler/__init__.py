@@ -1,1 +1,1 @@
-"""Decides which config runs when and where, and when a worker is killed; knows nothing of JAX."""
+"""Decides when and where each config runs, and when to kill a worker; knows nothing of JAX."""

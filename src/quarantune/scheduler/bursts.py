@@ -9,36 +9,36 @@ from quarantune.scheduler.run_state import RunState
 from quarantune.scheduler.workers import DeviceState, Job, WorkerState
 
 _PARKED_S = 5.0
-"""Seconds that a compiled config may wait for those before it: a config with a result is not lost with the sweep."""
+"""Seconds that a compiled config may wait for configs before it. An interrupted sweep keeps measured configs only."""
 _PARKED_SHARE = 0.25
-"""The share of the memory, free without them, that compiled configs may hold while others are compiled."""
+"""Share of the memory, held by workers or free, that compiled configs may hold while others compile."""
 _ASKED_AT_ONCE = 8
-"""Configs that a source is asked for at once where compiling and measuring do not alternate. Asking `surrogate` for one
-config took 13 ms of CPU at 400 trials, for eight 24 ms (on a CPU with 2 cores)."""
+"""Number of configs to ask a source for at once if compiling and measuring do not alternate. At 400 trials, asking
+`surrogate` for one config took 13 ms of CPU, and for eight 24 ms (on a CPU with 2 cores)."""
 _MAX_READY = 64
-"""Executables that wait to be measured; each holds a descriptor."""
+"""Largest number of executables that wait for measuring; each holds a descriptor."""
 
 
 class Admission:
-    """Admits configs to be compiled and to be measured; what all routes share."""
+    """Decides for every route which configs may begin to compile, and which devices may measure."""
 
     def __init__(self, run: RunState, waiting: Callable[[], int], may_begin: Callable[[Job], bool]) -> None:
         """Sets up the admission.
 
         Args:
             run: the run.
-            waiting: returns how many configs wait, compiled, for a device.
-            may_begin: returns whether there is a worker for a job, or one may be started.
+            waiting: returns how many compiled configs wait for a device.
+            may_begin: returns whether a worker can take a job, or a new worker may start.
         """
         self._run = run
         self._waiting = waiting
         self._may_begin = may_begin
 
     def update(self) -> None:
-        """Decides what may go on; called before anything starts."""
+        """Decides whether to compile or to measure; called before anything starts."""
 
     def order(self) -> None:
-        """Orders the configs that wait to be compiled."""
+        """Orders the configs that wait for a compile worker."""
 
     def may_compile(self) -> bool:
         """Whether one more config may begin to compile now."""
@@ -57,22 +57,22 @@ class Admission:
         return self._has_place()
 
     def _is_open(self) -> bool:
-        """Returns whether configs may be compiled at all now."""
+        """Returns whether now is a time to compile."""
         raise NotImplementedError
 
     def _has_place(self) -> bool:
-        """Returns whether the next config, once it is compiled, has a place to wait."""
+        """Returns whether the next config has a place to wait after compiling."""
         raise NotImplementedError
 
     def _wanted(self) -> int:
-        """Returns how many configs the source is asked for now."""
+        """Returns how many configs to ask the source for now."""
         raise NotImplementedError
 
     def _is_any_pending(self) -> bool:
-        """Returns whether a config is pending; the source is asked once one could begin now.
+        """Returns whether a config is pending; asks the source if none is and one could begin now.
 
-        The later a search is asked, the more trials it has learnt from. Within a burst of compiling there are no new
-        trials, so that a whole burst is asked at once.
+        A search that chooses later has learnt from more trials. A burst of compiling brings no new trials, so the
+        source gives the whole burst at once.
         """
         jobs = self._run.jobs
         if jobs.pending or not jobs.may_grow:
@@ -81,25 +81,25 @@ class Admission:
         return wanted > 0 and jobs.refill(wanted)
 
     def may_measure(self, device: DeviceState) -> bool:
-        """Whether a device may be assigned now; if not, and configs compile, its lease is released."""
+        """Whether a worker may take a device now."""
         run = self._run
         if device.measuring is not None or run.reference.is_coming:
             return False
         if run.reference.is_open and run.workers.measuring():
-            return False  # while none is known to be right, outputs are compared one after another
+            return False  # while no output is known to be right, outputs arrive one after another
         return not (
             self._suspect_runs() or (self._suspect_waits() and (run.workers.measuring() or run.workers.compiling()))
         )
 
     def _suspect_runs(self) -> bool:
-        """Whether a config runs that was killed, and may kill others: it runs alone, so that none is lost with it."""
+        """Whether a suspect runs: a config whose worker was lost before. It runs alone, as it may kill others."""
         return any(
             worker.job is not None and worker.job.was_lost and worker.state is not WorkerState.PARKED
             for worker in self._run.workers
         )
 
     def _suspect_waits(self) -> bool:
-        """Whether such a config waits, compiled, until nothing else runs."""
+        """Whether a compiled suspect waits until nothing else runs."""
         run = self._run
         waiting = [
             *itertools.islice(run.jobs.ready, 1),
@@ -108,21 +108,21 @@ class Admission:
         return any(job is not None and job.was_lost and run.jobs.may_be_compared(job) for job in waiting)
 
     def _runs_alone(self) -> bool:
-        """Whether a config runs, or waits, that may use the memory of all."""
+        """Whether a config that may use all memory runs or waits."""
         return any(job.is_alone for job in [*self._run.jobs.ready, *self._run.workers.jobs()])
 
     def _is_quiet(self) -> bool:
-        """Whether no config waits to be measured and no worker lives but those made ready ahead."""
+        """Whether no compiled config waits and only standby workers live."""
         run = self._run
         is_none_ready = not run.jobs.ready or run.jobs.default_is_pending()
         return is_none_ready and all(worker.is_standby for worker in run.workers)
 
 
 class Stream(Admission):
-    """Configs are compiled while others are measured."""
+    """Compiles configs while others are measured."""
 
     def order(self) -> None:
-        """Puts the configs first that will take the longest to compile."""
+        """Puts the configs first that will compile longest."""
         self._run.jobs.put_longest_first(self._run.workers.compiling_s())
 
     def _is_open(self) -> bool:
@@ -133,10 +133,10 @@ class Stream(Admission):
         return not self._suspect_waits() and (len(jobs.ready) < _MAX_READY or jobs.default_is_pending())
 
     def _wanted(self) -> int:
-        """Returns how many configs the source is asked for now.
+        """Returns how many configs to ask the source for now.
 
-        Many configs compile in the time that a worker takes to initialise its device, or `ref_fn` to run. No slot idles
-        until then, nor while those configs are measured.
+        Many configs compile while a worker initialises its device, or while `ref_fn` runs. Until then, twice as many
+        may wait, so that no slot idles then, nor while a device measures them.
         """
         run, slots = self._run, self._run.numbers.slots
         is_early = run.reference.is_coming or not run.workers.in_state(WorkerState.IDLE, WorkerState.MEASURING)
@@ -146,7 +146,7 @@ class Stream(Admission):
 
 
 class Bursts(Admission):
-    """Bursts of compiling and of measuring alternate, because compiling would disturb measuring."""
+    """Alternates bursts of compiling and of measuring, because compiling would disturb measuring."""
 
     def __init__(self, run: RunState, waiting: Callable[[], int], may_begin: Callable[[Job], bool]) -> None:
         super().__init__(run, waiting, may_begin)
@@ -154,7 +154,7 @@ class Bursts(Admission):
         self._is_measuring = False
 
     def update(self) -> None:
-        """Decides whether configs are compiled or measured now."""
+        """Decides whether to compile or to measure now."""
         run = self._run
         if run.jobs.default_is_pending():
             self._is_measuring = False
@@ -171,7 +171,7 @@ class Bursts(Admission):
             self._is_measuring = not (self._has_room() and self._is_any_pending())
 
     def _make_way(self) -> None:
-        """Ends workers that wait for the defaults where these must run alone; their configs are compiled again."""
+        """If the defaults must run alone, ends the workers that wait for them; their configs compile again."""
         jobs = self._run.jobs
         for worker in self._run.workers.in_state(WorkerState.PARKED) if jobs.pending[0].is_alone else ():
             if worker.job is not None:
@@ -189,7 +189,7 @@ class Bursts(Admission):
         return self._run.numbers.parked - self._waiting() - self._run.workers.compiling() if self._has_place() else 0
 
     def may_measure(self, device: DeviceState) -> bool:
-        """Whether a device may be assigned now; if not, and configs compile, its lease is released."""
+        """Whether a worker may take a device now; while configs compile, releases the device's lease."""
         if not super().may_measure(device):
             return False
         if not self._is_measuring:
@@ -197,7 +197,7 @@ class Bursts(Admission):
         return self._is_measuring and not self._run.workers.compiling()
 
     def _has_room(self) -> bool:
-        """Whether one more config may wait, compiled, to be measured."""
+        """Whether one more compiled config may wait for a device."""
         run, pending = self._run, self._run.jobs.pending
         if run.jobs.default_is_pending():
             return True
@@ -207,17 +207,17 @@ class Bursts(Admission):
         return waiting < min(run.numbers.parked, run.worker_count.most) and not self._is_late(waiting)
 
     def _is_late(self, waiting: int) -> bool:
-        """Returns whether those that wait should be measured before others are compiled."""
+        """Returns whether waiting configs should run before further configs compile."""
         run = self._run
         is_long = self._waiting_since is not None and run.clock() - self._waiting_since > _PARKED_S
         return is_long or (waiting > 1 and run.memory.held_share > _PARKED_SHARE)
 
 
 class Batches(Bursts):
-    """Bursts in which compiled programs wait in files, and no worker holds them: a batch is compiled as a whole."""
+    """Bursts that compile a whole batch, because compiled programs wait in files and no worker holds them."""
 
     def order(self) -> None:
-        """Puts the configs first that will take the longest to compile."""
+        """Puts the configs first that will compile longest."""
         self._run.jobs.put_longest_first(self._run.workers.compiling_s())
 
     def _is_late(self, waiting: int) -> bool:

@@ -1,4 +1,4 @@
-"""Predicts which configs take the longest to compile, so that none of these begins last."""
+"""Predicts which configs compile longest, so that none of these begins last."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quarantune.values.codec import is_number, text_of
 _LIKENESS = 0.5
 _MOST_EFFECTS = 64
 _GROWTH = 1 / 16
-"""The order is made again once so many more configs have been compiled, as a share of those before."""
+"""Least growth of the number of known compile times, as a share, that makes a new order worthwhile."""
 _LEAST_S = 1e-3
 
 
 class CompileTimes:
-    """The compile times of a run's configs, and a model of them: the logarithm is a sum of effects, one for each value.
+    """The compile times of a run's configs, and a model: the logarithm of a time is a sum of effects, one per value.
 
-    An effect has the prior weight of one config. So has, for a tunable of three values, the difference between the
-    effects of two neighbours; with more values, the steps between them are smaller in proportion, by `_LIKENESS`.
-    Numbers are neighbours by size, other values by their order in the list of configs. Where a tunable has more than
-    `_MOST_EFFECTS` values, as the index of an opaque object may, neighbours share an effect.
+    An effect has the prior weight of one config. The difference between the effects of two neighbours has the same
+    weight if a tunable has three values; with more values, `_LIKENESS` makes the steps smaller in proportion. Numbers
+    are neighbours by size, other values by their order in the list of configs. If a tunable has more than
+    `_MOST_EFFECTS` values (the index of an opaque object may), neighbours share an effect.
 
-    Replaying the compile times of 48 and 768 Triton matmuls and of 24 attention programs in plain JAX, the last
-    compilation ended 1% after that of an order which knew all times, and 7 to 15% later in the order of the list. In
-    replays of made-up times of 24 to 120 opaque objects, 4 to 14 compile workers took 2 to 9% less time than in the
-    order of the list where neighbours compile similarly long, and as much where they do not.
+    In replays of the compile times of 48 and 768 Triton matmuls and of 24 attention programs in plain JAX, the last
+    compilation ended 1% later than with an order that knew all times. In the order of the list, it ended 7 to 15%
+    later. In replays of made-up times of 24 to 120 opaque objects, 4 to 14 compile workers took 2 to 9% less time than
+    in the order of the list if neighbours compile similarly long, and the same time if they do not.
 
     The longest job first is the classic rule for few idle machines at the end (Graham, Bounds on Multiprocessing Timing
     Anomalies, SIAM Journal on Applied Mathematics 1969).
@@ -44,20 +44,20 @@ class CompileTimes:
 
     @property
     def is_news(self) -> bool:
-        """Whether so many configs were compiled since the last order that another one is worth making."""
+        """Whether enough configs have compiled since the last order to make a new order worthwhile."""
         return len(self._known) > max(1.0, (1 + _GROWTH) * self._ordered_with)
 
     def longest_first(self, jobs: Sequence[Job], running_s: Mapping[Job, float]) -> list[Job]:
-        """Orders jobs by their predicted compile times; those with equal ones keep their order.
+        """Orders jobs by their predicted compile times; jobs with equal times keep their order.
 
         Args:
             jobs: the jobs.
-            running_s: how long others have been compiling, which will take at least the usual time.
+            running_s: the seconds that other jobs have compiled so far; each will take at least the usual time.
         """
         self._ordered_with = len(self._known)
         usual_s = statistics.geometric_mean(seconds for _, seconds in self._known)
         times = [*((job, max(spent_s, usual_s)) for job, spent_s in running_s.items()), *self._known]
-        # The places of the effects of each job's values, and the weight of the step from each effect to the next one.
+        # The places of the effects of each job's values, and the weight of the step from each effect to the next.
         places: dict[Job, list[int]] = {job: [] for job in sorted({*jobs, *dict(times)}, key=lambda job: job.index)}
         weights: list[float] = []
         for name in jobs[0].config:
@@ -67,7 +67,7 @@ class CompileTimes:
             rank_of = {key: rank * count // len(distinct) for rank, key in enumerate(distinct)}
             for own, key in zip(places.values(), keys, strict=True):
                 own.append(len(weights) + rank_of[key])
-            weights += [*[_LIKENESS * (count - 1)] * (count - 1), 0.0]  # there is no step to the next tunable
+            weights += [*[_LIKENESS * (count - 1)] * (count - 1), 0.0]  # no step leads to the next tunable
         units = np.eye(len(weights))
         steps = np.diff(units, axis=0)
         has_value = np.array([units[places[job]].sum(0) for job, _ in times])

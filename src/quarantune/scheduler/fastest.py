@@ -1,4 +1,4 @@
-"""The fastest configs of a sweep: the best times so far, how much runs are disturbed, and the executables."""
+"""The fastest configs of a sweep: the best times so far, the disturbance of runs, and the executables."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Fastest:
 
     Attributes:
         best_median_ms: the time of the fastest config, in milliseconds; None before there is one.
-        disturbance: how much runs are disturbed here.
-        ran_as: the index of the config that ran instead, by the indices of those that lowered to the same program.
+        disturbance: how much other processes disturb runs here.
+        ran_as: for configs that lowered to another config's program, the index of the config that ran instead.
     """
 
     def __init__(self, *, by_time: bool = True) -> None:
         """Begins without times.
 
         Args:
-            by_time: whether the fastest config wins; else none is ruled out by its time.
+            by_time: whether the fastest config wins; if not, times rule out no config.
         """
         self._by_time = by_time
         self.best_median_ms: float | None = None
@@ -37,17 +37,17 @@ class Fastest:
         self._kept: dict[int, tuple[float, int]] = {}
 
     def note_first_run(self, index: int, run_ms: float, cpu_ms: float) -> None:
-        """Records the informative first run of a config, in all and without the time that it waited for a CPU."""
+        """Records a config's informative first run: its wall time, and its time without waits for a CPU."""
         self.disturbance.add([run_ms], cpu_ms)
         if index != UNTUNED and self._by_time:
             self._fastest_first_ms = min(self._fastest_first_ms or run_ms, run_ms)
 
     def hopeless_beside_ms(self, run_ms: float, cpu_ms: float) -> float | None:
-        """Returns the time that a config cannot reach after its first run, in milliseconds; None while it may win.
+        """Returns the time in milliseconds that a config cannot reach, by its first run; None while it may win.
 
         Args:
-            run_ms: the time of its first run.
-            cpu_ms: the same without the time that it waited for a CPU.
+            run_ms: the wall time of its first run.
+            cpu_ms: the time without waits for a CPU.
         """
         fastest_ms = min(ms for ms in (self.best_median_ms, run_ms) if ms is not None)
         is_hopeless = sampling.is_hopeless(
@@ -60,12 +60,12 @@ class Fastest:
 
     @property
     def fastest_ms(self) -> float | None:
-        """The time of the fastest config so far, or of its first run, in milliseconds; None before there is one."""
+        """The time of the fastest config or first run so far, in milliseconds; None before there is one."""
         return min((ms for ms in (self.best_median_ms, self._fastest_first_ms) if ms), default=None)
 
     @property
     def stop_ms(self) -> float | None:
-        """The time after which a first run cannot win any more; None before there is one to compare it with."""
+        """Milliseconds after which a first run can no longer win; None before there is a time to compare it with."""
         return (
             None
             if self.fastest_ms is None
@@ -75,24 +75,24 @@ class Fastest:
     def note_time(self, index: int, ranking_ms: float) -> None:
         """Records the time of a config that may win.
 
-        The time of the defaults does not count where they cannot win: all others may be slower.
+        The time of defaults that cannot win does not count, because all others may be slower.
         """
         if index != UNTUNED and self._by_time and (self.best_median_ms is None or ranking_ms < self.best_median_ms):
             self.best_median_ms = ranking_ms
 
     def keep_compiled(self, job: Job) -> None:
-        """Keeps the executable of a config that was only compiled."""
+        """Keeps the executable of a config that only compiles."""
         if os.fstat(job.executable_fd).st_size:
             with contextlib.suppress(DamageError):
                 self._executables[job.index] = ProgramFile.read(job.executable_fd).executable
 
     def keep_executable(self, job: Job, merit: float) -> None:
-        """Keeps the executables of the best configs for the comparison, where there are any.
+        """Keeps a config's executable for the comparison, if it has one and is among the best.
 
         Args:
             job: the config's job.
-            merit: the figure by which finalists are chosen; less than any other for the defaults, which are in every
-                comparison.
+            merit: the figure that chooses finalists. The defaults have the least, because every comparison includes
+                them.
         """
         if os.fstat(job.executable_fd).st_size:
             job.protect_executable()
@@ -102,16 +102,16 @@ class Fastest:
             os.close(self._kept.pop(worst)[1])
 
     def kept_fd(self, index: int) -> int | None:
-        """Returns the file of a config's executable; None where it was not kept."""
+        """Returns the file of a config's executable; None if it was not kept."""
         _, fd = self._kept.get(self.ran_as.get(index, index), (None, None))
         return fd
 
     def executables(self) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
-        """Returns the programs that were kept: of the fastest configs, or of all if nothing was measured.
+        """Returns the kept programs: of the fastest configs, or of all if configs only compiled.
 
         Returns:
-            Executables as a worker loads them, and entries of JAX's compilation cache by key; both by the configs'
-            indices.
+            Executables in the form that a worker loads, and entries of JAX's compilation cache by key; both by the
+            configs' indices.
         """
         executables, for_cache = dict(self._executables), dict[int, dict[str, bytes]]()
         for index, (_, fd) in self._kept.items():
@@ -123,7 +123,7 @@ class Fastest:
         return executables, for_cache
 
     def close(self) -> None:
-        """Closes the executables that were kept."""
+        """Closes the kept executables."""
         for _, fd in self._kept.values():
             os.close(fd)
         self._kept.clear()

@@ -1,8 +1,8 @@
-"""Has a program wait while another one that shares most of its products is compiled with the device.
+"""Makes a program wait while another program that shares most of its products compiles with the device.
 
-XLA tries kernels for each product of a program on the device, and the workers of all sweeps share what it has found.
-Programs that begin at the same time would all try the same kernels: on an H100 with 16 cores, eight configs of a
-training step that share 11 of 17 products took 37 s, and 21.5 s if one goes first.
+XLA tries kernels for each product of a program on the device, and the workers of all sweeps share the results. Programs
+that begin at the same time would all try the same kernels. On an H100 with 16 cores, eight configs of a training step
+that share 11 of 17 products took 37 s, and 21.5 s if one config began before the others.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from quarantune.scheduler.workers import Job, Worker, Workers, WorkerState
 
 @dataclasses.dataclass(eq=False)
 class _LoweredProgram:
-    """A program that was lowered.
+    """A lowered program.
 
     Attributes:
         worker: its worker.
         job: its config.
         products: the names of its products.
-        lowered_at: when it was lowered.
-        is_begun: whether it is being compiled; else it waits.
+        lowered_at: the time of its lowering.
+        is_begun: whether it compiles; else it waits.
     """
 
     worker: Worker
@@ -43,14 +43,14 @@ class GemmCache:
         self._tried: set[str] = set()
 
     def add(self, worker: Worker, job: Job, products: Collection[str]) -> None:
-        """Adds the program of a worker, which waits; its time does not count meanwhile."""
+        """Adds the program of a worker, which waits; the wait does not count toward its deadline."""
         self._programs.append(_LoweredProgram(worker, job, frozenset(products), self._clock()))
         worker.wait()
 
     def update(self) -> None:
-        """Has all go on that wait for nothing.
+        """Lets the programs proceed that need not wait.
 
-        A program that ended its worker is not waited for again: the next with its products may do the same.
+        The products of a program that ended its worker count as tried: the next program with them may end its worker.
         """
         compiling = self._workers.in_state(WorkerState.COMPILING) if self._programs else []
         for program in list(self._programs):

@@ -1,4 +1,4 @@
-"""The jobs of a run: those that wait, those that are compiled, those that share a program, and the ends of all."""
+"""The jobs of a run: which wait, which compile, which share a program, and how each ends."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Jobs:
     """The jobs of one run.
 
     Attributes:
-        pending: those that have yet to be compiled.
-        ready: those that were compiled for another worker, and wait for it.
-        unfinished: how many have no outcome yet.
-        leftovers: those that another route must settle.
-        compile_times: how long those took to compile that have been.
+        pending: jobs that have yet to compile.
+        ready: compiled jobs that wait for another worker to measure them.
+        unfinished: the number of jobs without an outcome.
+        leftovers: configs that another route must settle.
+        compile_times: the compile times so far.
         begun: all jobs so far.
-        compiled: how many were compiled for other workers.
-        lost_compilers: how many ended the worker that compiled them.
-        has_loaded: whether a worker could load a program that another had compiled.
-        will_measure: whether a config is measured, as far as known; not while all programs so far are recalled.
-        unloadable: why programs that other workers compiled cannot be loaded; empty while one may be.
+        compiled: the number of jobs that have compiled.
+        lost_compilers: the number of jobs that ended the worker that compiled them.
+        has_loaded: whether a worker has loaded a program that another compiled.
+        will_measure: whether any config needs measuring; False while every program so far has an earlier trial.
+        unloadable: why workers cannot load programs that others compiled; empty while they may.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Jobs:
         self._confirms = confirms
 
     def begin(self, configs: Mapping[int, Config]) -> None:
-        """Makes a job of each config; the function's defaults come first where others wait for them."""
+        """Makes a job of each config; the function's defaults come first if others wait for them."""
         jobs = [Job(index, config) for index, config in configs.items()]
         reference = self._reference
         jobs.sort(key=lambda job: not (reference.is_awaited and reference.is_default(job.index)))
@@ -97,11 +97,11 @@ class Jobs:
 
     @property
     def ended(self) -> int:
-        """How many have an outcome."""
+        """The number of jobs with an outcome."""
         return len(self.begun) - self.unfinished
 
     def refill(self, room: int) -> bool:
-        """Takes configs from the source; returns whether there were any.
+        """Takes configs from the source, and returns whether it gave any.
 
         Args:
             room: how many more configs may begin to compile.
@@ -112,12 +112,12 @@ class Jobs:
         return bool(taken)
 
     def put_longest_first(self, compiling_s: Mapping[Job, float]) -> None:
-        """Orders those that are pending by their predicted compile times, once there is something to predict them by.
+        """Orders the pending jobs by their predicted compile times, once some compile times are known.
 
-        The function's defaults, configs that were in trouble before and those that are tried again keep their places.
+        The function's defaults, configs that hung or crashed before, and repeated configs keep their places.
 
         Args:
-            compiling_s: how long others have been compiling.
+            compiling_s: the seconds that other jobs have compiled so far.
         """
         movable = [job for job in self.pending if self._may_move(job)]
         if len(movable) > 1 and self.compile_times.is_news:
@@ -129,16 +129,16 @@ class Jobs:
         return not (is_repeated or job.index in self._plan.troubled or self._reference.is_default(job.index))
 
     def fails_by_itself(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
-        """Whether an error cannot be the doing of configs that the same worker had before.
+        """Whether earlier configs of the same worker cannot have caused an error.
 
-        It is not if there were none, or if a config that had a worker to itself has raised an exception at that place.
+        They cannot if the worker is new, or if a config that had a worker to itself raised an exception at that place.
         """
         if outcome is not Outcome.ERROR or worker.is_compiling is not (worker.phase is Phase.COMPILE):
             return False
         return not worker.used or (bool(job.raised_at) and job.raised_at in self._places)
 
     def default_is_pending(self) -> bool:
-        """Whether the config that all others are compared with must yet be compiled, perhaps again."""
+        """Whether the defaults, whose output all others wait for, have yet to compile, perhaps again."""
         reference = self._reference
         return reference.is_awaited and any(reference.is_default(job.index) for job in self.pending)
 
@@ -147,15 +147,15 @@ class Jobs:
         return not self._reference.is_awaited or self._reference.is_default(job.index)
 
     def again(self, job: Job) -> None:
-        """Has a job tried again from the last step that it finished."""
+        """Repeats a job from the last step that it finished."""
         if job.is_saved:
             self.ready.appendleft(job)
         else:
-            self.release_same_program(job)  # it may end in another way, or lower to another's program itself
+            self.release_same_program(job)  # it may end in another way, or lower to another job's program
             self.pending.appendleft(job)
 
     def again_alone(self, job: Job) -> None:
-        """Has a job tried again when no other runs."""
+        """Repeats a job when no other runs."""
         job.wants_memory()
         self.release_same_program(job)
         if self._reference.is_awaited and self.may_be_compared(job):
@@ -164,13 +164,13 @@ class Jobs:
             self.pending.append(job)
 
     def first_with(self, program: str, job: Job) -> Job:
-        """Returns the job that runs a program: an earlier one, or `job`."""
+        """Returns the job that runs a program: an earlier job, or `job`."""
         if job.runs:
             self._first_with[program] = job
         return self._first_with.setdefault(program, job)
 
     def join_same_program(self, job: Job, first: Job) -> None:
-        """Gives a job the outcome of another, once that is known."""
+        """Gives a job the outcome of another job, now or when that ends."""
         job.close_executable()
         if first.end is not None:
             self._finish_as(job, first)
@@ -178,9 +178,9 @@ class Jobs:
             first.same_program.append(job)
 
     def note_program(self, job: Job) -> bool:
-        """Records that a job was lowered; returns whether an earlier sweep has measured its program.
+        """Records a lowered job, and returns whether an earlier sweep has measured its program.
 
-        The worker has then stopped.
+        If so, its worker has stopped.
         """
         recall, is_default = self._plan.recall, self._reference.is_default(job.index)
         if is_default and recall.reference is None:
@@ -196,9 +196,9 @@ class Jobs:
         self._held.append(job)
 
     def settle_held(self) -> None:
-        """Ends the held jobs whose earlier trials count, and has the others run.
+        """Ends the held jobs whose earlier trials count, and runs the others.
 
-        The defaults run if another config is measured, or may yet be: it is compared with their output.
+        The defaults run if another config needs measuring, or may yet need it, because it needs their output.
         """
         recall = self._plan.recall
         defaults = [job for job in self._held if self._reference.is_default(job.index)]
@@ -236,14 +236,14 @@ class Jobs:
         observed: Mapping[str, float] | None = None,
         **times: Any,
     ) -> None:
-        """Ends a job, and with it all that wait for its outcome.
+        """Ends a job, and all jobs that wait for its outcome.
 
         Args:
             job: the job.
-            worker: its worker; None where it has none.
+            worker: its worker; None if it has none.
             verdict: its outcome.
             phase: the phase that it ended in.
-            keeps: whether its executable is kept for the final, where it may be among the best.
+            keeps: whether to keep its executable for the final, in case the job is among the best.
             observed: the figures of observers.
             **times: fields of its trial.
         """
@@ -273,7 +273,7 @@ class Jobs:
         job.close_executable()
         if outcome is Outcome.ERROR:
             self._places.add(job.raised_at)
-        # One that has figures was refused once it had compiled.
+        # A job with figures did compile, and failed a limit afterwards.
         lost_compiler = phase is Phase.COMPILE and outcome.is_failure and outcome is not Outcome.ERROR
         self.lost_compilers += lost_compiler and job.figures is None
         self._settle_as(job, trial, log)
@@ -281,14 +281,14 @@ class Jobs:
         if (outcome is Outcome.LOST and self._devices) or (
             (outcome, phase) == (Outcome.TIMEOUT, Phase.COMPILE) and was_slow_to_lower
         ):
-            self.release_same_program(job)  # a fault of the machinery, or of its own tracing, is none of its program
+            self.release_same_program(job)  # the machinery or its own tracing failed, not its program
             return
         job.ended(trial, log)
         for other in job.same_program:
             self._finish_as(other, job)
 
     def leave_unfit(self, job: Job, reason: str) -> None:
-        """Leaves a job to the other route, with those not yet begun: their programs are of the same kind."""
+        """Leaves a job to another route, with the jobs not yet begun: their programs are of the same kind."""
         ready = list(self.ready) if self.unloadable else []
         left = [job, *ready, *self._held]
         unfits = [*left, *(same for each in left for same in each.same_program), *self.pending]
@@ -315,12 +315,12 @@ class Jobs:
             self.finish(job, None, verdict, phase)
 
     def release_same_program(self, job: Job) -> None:
-        """Has the jobs that wait for a job's outcome run by themselves."""
+        """Queues the jobs that wait for a job's outcome, so that each runs."""
         self._forget_programs([job])
         self.pending.extend(job.release_same_program())
 
     def _forget_programs(self, jobs: Collection[Job]) -> None:
-        """Makes jobs that will have no result stand for no others."""
+        """Forgets which programs belong to jobs that will have no result."""
         self._first_with = {program: first for program, first in self._first_with.items() if first not in jobs}
 
     def _add(self, jobs: Sequence[Job]) -> None:
@@ -358,7 +358,7 @@ class Jobs:
 
 
 def _informative_part(log: str) -> str:
-    """Returns a log's end, or the surroundings of faulthandler's report, which begins with the latest call."""
+    """Returns a log's end, or the text around the start of faulthandler's report, which has the latest call first."""
     report = max(log.rfind("Fatal Python error"), log.rfind("(most recent call first):"))
     start = len(log) - _LOG_TAIL_CHARS if report < 0 else report - _LOG_TAIL_CHARS // 4
     return log[max(0, start) :][:_LOG_TAIL_CHARS]

@@ -1,6 +1,6 @@
 """The event loop of one sweep. It knows nothing of JAX, of search or of files.
 
-A job is compiled and then measured; its route (`scheduler.routes`) decides by which workers.
+A job compiles and then runs on a device; its route (`scheduler.routes`) chooses the workers for both steps.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class Scheduler:
 
         Args:
             workforce: starts and kills workers.
-            plan: what to run, and within which limits.
-            route: where trials run; for this scheduler alone.
+            plan: the devices, the limits, and how trials are ranked.
+            route: the route of the trials; no other scheduler may use it.
             on_trial: called once for each config that ended, with its index, its trial and its output.
             on_tick: called many times a second while the sweep lives.
             on_phase: called with the index of a config and the phase that it enters.
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
-            source: gives further configs, in addition to those that `run` is given.
-            fastest: the times in this run and others of the sweep, and the executables that are kept; None for those of
-                this run. Closed with this one.
-            clock: seconds.
-            available_memory: bytes of memory that are free now.
-            lease_on: makes the lease on a device, or returns the one that the sweep has.
-            stops: notices when this process is stopped; None for one that takes its work for a stop, too.
+            source: gives further configs, in addition to the arguments of `run`.
+            fastest: the times and kept executables of this run and others of the sweep; None begins without any.
+                Closed with this scheduler.
+            clock: returns the time in seconds.
+            available_memory: returns the bytes of memory that are free now.
+            lease_on: returns the lease on a device: a new one, or the sweep's.
+            stops: notices when this process stood still; the default also counts this process's own work as such.
         """
         self._workforce = workforce
         self._on_tick, self._source, self._clock = on_tick, source, clock
@@ -106,17 +106,17 @@ class Scheduler:
         self._side_tasks = SideTasks(run, route)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
-        """Runs every config, and those of the source, to its outcome.
+        """Runs every config to its outcome, including the source's configs.
 
         Args:
-            configs: the configs by index; they start in this order, after the function's defaults where others are
-                compared with these.
+            configs: the configs by index, in the order of their start. The function's defaults start first if the
+                others wait for their output.
 
         Returns:
             The configs that another route must settle.
 
         Raises:
-            ReferenceFailedError: there is no output of `ref_fn` that any config could agree with.
+            ReferenceFailedError: `ref_fn` gave no output that a config could agree with.
         """
         run = self._run
         run.reference.begin(configs.keys())
@@ -139,17 +139,17 @@ class Scheduler:
                 device.lease.release()
             for job in run.jobs.begun:
                 job.close_executable()
-            for worker in run.workers:  # a retired one may take its time to die
+            for worker in run.workers:  # a retired worker may still be dying
                 worker.close_output()
         return self._side_tasks.leftovers()
 
     def take_standby_workers(self, earlier: Scheduler) -> None:
-        """Takes over the workers that an earlier run of the sweep has made ready, if this one needs such workers."""
+        """Takes over the standby workers of an earlier run of the sweep, if this run needs any."""
         self._route.take_standby(earlier._run)
 
     @property
     def has_idle_worker(self) -> bool:
-        """Whether a worker that has its device already waits for a task."""
+        """Whether a worker with its device waits for a task."""
         run = self._run
         idle = filter(None, (idle_on(run, device) for device in run.devices))
         return any(run.workers.pid(worker) is not None for worker in idle)
@@ -157,13 +157,13 @@ class Scheduler:
     def compare(self, configs: Mapping[int, Config]) -> finals.Final:
         """Times configs in turn in one worker, so that only their programs differ.
 
-        The executables that the fastest has kept are loaded; other configs are compiled again.
+        The worker loads the executables that were kept, and compiles the other configs again.
 
         Args:
             configs: the configs by index.
 
         Returns:
-            The result; empty where they could not be compared.
+            The result; empty if the comparison failed.
         """
         kept = [self._run.fastest.kept_fd(index) for index in configs]
         entries = tuple(
@@ -180,7 +180,7 @@ class Scheduler:
             return finals.Final()
 
     def free_devices(self) -> None:
-        """Ends the workers that own a device, and waits until they are gone, so that another process can use it."""
+        """Ends the workers that own a device and waits for their end, so that another process can use it."""
         owners = [worker for worker in self._run.workers if worker.device and worker.device.device.has_one_owner]
         for worker in owners:
             self._run.workers.retire(worker)
@@ -194,10 +194,10 @@ class Scheduler:
         self._run.fastest.close()
 
     def _compared(self, task: Compare, fds: Sequence[int]) -> Compared:
-        """Has a worker compare the finalists, and returns its reply; one that dies is replaced once.
+        """Makes a worker compare the finalists, and returns its reply; if the worker dies, another tries once.
 
         Raises:
-            ValueError: it was not done.
+            ValueError: the comparison failed.
         """
         run = self._run
         seconds = len(task.entries) * (run.plan.compile_timeout_s + run.plan.timeout_s)
@@ -222,7 +222,7 @@ class Scheduler:
         raise ValueError("no device is left")
 
     def _start_workers(self) -> None:
-        """Starts all that may start now."""
+        """Starts all tasks that may start now."""
         run, admission, route = self._run, self._admission, self._route
         self._side_tasks.update_reference()
         admission.update()
@@ -238,13 +238,13 @@ class Scheduler:
                 route.measure_on(device)
 
     def _step(self, timeout_s: float | None = None) -> bool:
-        """Handles the next events and looks after all that sends none.
+        """Handles the next events, then everything that sends none.
 
         Args:
-            timeout_s: how long to wait for an event; None for the time until the next deadline.
+            timeout_s: seconds to wait for an event; None waits until the next deadline.
 
         Returns:
-            Whether something may start now.
+            Whether a task may start now.
         """
         events = self._workforce.poll(self._until_next_deadline() if timeout_s is None else timeout_s)
         for event in events:
@@ -275,12 +275,12 @@ class Scheduler:
         return max(0.0, min([*deadlines, max(self._next_tick, now + 0.001)]) - now)
 
     def _watch(self) -> None:
-        """Kills workers that are overdue or hold too much memory, and gives up those that do not die."""
+        """Kills workers that are overdue or hold too much memory, and gives up workers that do not die."""
         if lost_s := self._stops.lost_s():
             self._extend_deadlines(lost_s)
         now, workers = self._clock(), self._run.workers
         if any(now >= worker.deadline for worker in workers):
-            # A message that came in time counts, however late it is read.
+            # A message that came in time counts, however late this process reads it.
             for event in self._workforce.poll(0.0):
                 self._handle(event)
         for worker in workers:
@@ -299,7 +299,7 @@ class Scheduler:
                 workers.kill_with_verdict(worker, verdict)
 
     def _extend_deadlines(self, lost_s: float) -> None:
-        """Gives back to all workers the time while this process, and perhaps they too, stood still."""
+        """Adds to all deadlines the time while this process, and perhaps its workers, stood still."""
         _logger.info("this process was stopped for %.1f s: deadlines are extended by it", lost_s)
         for worker in self._run.workers:
             worker.stood_still(lost_s)

@@ -16,16 +16,16 @@ from quarantune.values.trial import TIME, Trial
 Finish: TypeAlias = Callable[[int, Trial, str], None]
 """Receives the index of a config, its trial and its output, once the trial is over."""
 CompareProgram: TypeAlias = Callable[[Config, Mapping[str, int]], None]
-"""Compares the program of a config, as `Traced` tells it, with the caller's; raises where it is another one."""
+"""Compares a config's program, given as `Traced.lines`, with the caller's program; raises if they differ."""
 
 
 @dataclasses.dataclass(eq=False)
 class Proof:
-    """Has one program that a worker of a sweep has traced compared with that of the caller.
+    """Compares one program that a worker of a sweep has traced with the caller's program.
 
     Attributes:
-        compare: the comparison; None where a program was compared, or for no proof.
-        only: the indices of the configs that may be compared; empty for all.
+        compare: the comparison; None after it ran, or if no proof is needed.
+        only: the indices of the configs to choose from; empty for all.
     """
 
     compare: CompareProgram | None = None
@@ -33,15 +33,15 @@ class Proof:
 
     @property
     def is_due(self) -> bool:
-        """Whether a program is still to be compared."""
+        """Whether a comparison is still due."""
         return self.compare is not None
 
     def wants(self, index: int) -> bool:
-        """Returns whether the program of a config is to be compared."""
+        """Returns whether to compare the program of a config."""
         return self.is_due and (not self.only or index in self.only)
 
     def show(self, config: Config, lines: Mapping[str, int]) -> None:
-        """Compares the program of a config, unless one was compared before."""
+        """Compares the program of a config, unless an earlier program was compared."""
         compare, self.compare = self.compare, None
         if compare is not None:
             compare(config, lines)
@@ -50,7 +50,7 @@ class Proof:
 class ConfigSource:
     """Gives further configs to a run, or to several runs one after another, and receives their trials.
 
-    The base is the source of a run whose configs are all known from the start.
+    This base class gives none: all configs of its run are known from the start.
     """
 
     @property
@@ -59,18 +59,18 @@ class ConfigSource:
         return True
 
     def take(self, count: int) -> Mapping[int, Config]:
-        """Returns at most `count` further configs by index; fewer where it waits for trials, or at its end."""
+        """Returns at most `count` further configs by index; fewer if it waits for trials, or at its end."""
         return {}
 
     def ended(self, index: int, trial: Trial) -> None:
         """Receives the trial of any config of a run, as soon as it has ended."""
 
     def reason_to_stop(self) -> str:
-        """Returns why configs that are not being measured should not go on; empty while they should."""
+        """Returns why configs that no device measures should stop; empty while they should continue."""
         return self.why_late()
 
     def why_late(self) -> str:
-        """Returns that the time is over in which configs may be tried; empty while it is not."""
+        """Returns why the time for further configs is over; empty while it is not."""
         return ""
 
 
@@ -80,17 +80,17 @@ NOTHING_MORE = ConfigSource()
 STARTUP_DEADLINE_S = 120.0
 """Seconds that a worker may take before its first message; only a broken machine needs them."""
 KILL_DEADLINE_S = 10.0
-"""Seconds that a worker may take to die after SIGKILL; then its device is withdrawn."""
+"""Seconds that a worker may take to die after SIGKILL, before the run withdraws its device."""
 TICK_S = 0.05
 """Seconds between two looks at everything that sends no events."""
 _MOST_BARE_BYTES = 4 << 30
-"""A worker in which no config has begun may exceed a limit up to this, so that it can report how much it needs."""
+"""Memory that a worker may hold before a config begins, even over a limit, so that it can report how much it needs."""
 MEMORY_SHARE = 0.9
-"""The share of the free memory that workers may take together where nobody set a limit."""
+"""The share of the free memory that workers may take together if nobody set a limit."""
 
 
 class Mode(enum.Enum):
-    """Which steps of a sweep's trials there are, and which of them run in workers."""
+    """The steps of a sweep's trials, and which of them run in workers."""
 
     IN_WORKERS = enum.auto()
     """Workers do all steps."""
@@ -101,12 +101,12 @@ class Mode(enum.Enum):
     COMPILING = enum.auto()
     """Workers compile, and nothing runs."""
     CHECKING = enum.auto()
-    """Workers compile for a device that need not exist here, and no program is kept."""
+    """Workers compile for a device that need not exist here, and keep no program."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """How much memory the configs of a run may take, as the user has set it.
+    """The memory that the configs of a run may take, set by the user.
 
     Attributes:
         worker_bytes: host memory of one worker and its children.
@@ -119,15 +119,15 @@ class MemoryLimits:
     device_bytes: int | None = None
 
     def alone_bytes(self, available_bytes: int) -> int | None:
-        """Returns the limit of a config that runs alone, with so much memory free; None for the same as for others."""
+        """Returns the limit of a config that runs alone, given the free memory; None if the usual limit holds."""
         return None
 
     def bare_bytes(self, limit_bytes: int) -> int:
-        """Returns the limit of a worker in which no config has begun, so that it can report how much it needs."""
+        """Returns the limit of a worker before a config begins in it; it must be able to report how much it needs."""
         return max(limit_bytes, _MOST_BARE_BYTES)
 
     def check(self, bare_bytes: int) -> None:
-        """Checks that a worker may hold what it holds before a config begins in it.
+        """Checks that the limit exceeds the memory that a worker holds before a config begins in it.
 
         Raises:
             ValueError: the limit is too low.
@@ -141,9 +141,9 @@ class MemoryLimits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedMemoryLimits(MemoryLimits):
-    """A share of the free memory for each worker, as nobody has set a limit.
+    """A share of the free memory for each worker, if nobody has set a limit.
 
-    A config over it is tried once more, alone, with nearly all of the memory.
+    A config over its share runs once more, alone, with nearly all of the memory.
     """
 
     grows_alone: ClassVar[bool] = True
@@ -157,7 +157,7 @@ class SharedMemoryLimits(MemoryLimits):
         return limit_bytes
 
     def check(self, bare_bytes: int) -> None:
-        """Checks nothing: nobody has set the limit."""
+        """Checks nothing, because nobody has set a limit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,17 +181,17 @@ class Numbers:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a scheduler runs its configs for, and within which limits, on whichever route.
+    """The purpose and the limits of a run, on any route.
 
     Attributes:
-        devices: where to measure; one lease each.
+        devices: the devices that measure; each has one lease.
         compile_timeout_s: seconds for loading, tracing, lowering and compiling one config.
-        timeout_s: seconds for checking and measuring one config, from the moment it holds its device.
+        timeout_s: seconds for checking and measuring one config, counted from when it holds its device.
         memory: the limits of memory.
-        has_final: whether the fastest configs are compared at the end.
+        has_final: whether a final compares the fastest configs at the end.
         troubled: the indices of configs that hung or crashed before, and come last.
         proof: compares the program of one config with the caller's.
-        objective: the author's objective, by which trials are ranked.
+        objective: the author's objective, which ranks trials.
         recall: the trials of earlier sweeps, by program.
     """
 
@@ -212,12 +212,12 @@ class Plan:
 
 @dataclasses.dataclass
 class Unconfirmed:
-    """An error that was raised where there was no device.
+    """An error raised in a worker without the device.
 
     Attributes:
         trial: the config's trial.
         log: the worker's output.
-        place: the exception's type and where it was raised, as `worker.failures.place_of` returns it.
+        place: the exception's type and the code that raised it, from `worker.failures.place_of`.
     """
 
     trial: Trial
@@ -230,13 +230,13 @@ class Leftovers:
     """Configs that a route could not settle.
 
     Attributes:
-        unfit: the configs whose programs must be compiled on their device, by index.
+        unfit: the configs whose programs must compile on their device, by index.
         why_unfit: why the last of them must.
-        unconfirmed: the configs that failed where there was no device, by index.
-        first_at: of those, the first config of each place where one failed.
-        confirmed: the places where that one failed on the device, too, with the same error.
+        unconfirmed: the configs that failed without the device, by index.
+        first_at: the index of the first unconfirmed config that failed at each place.
+        confirmed: the places whose first config also failed on the device, with the same error.
         none_fits: whether all configs are unfit.
-        raised_at: the places where configs failed while they were compiled with their device, by index.
+        raised_at: the places where configs failed while they compiled with their device, by index.
     """
 
     unfit: dict[int, Config] = dataclasses.field(default_factory=dict)
@@ -248,6 +248,6 @@ class Leftovers:
     raised_at: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def add_unconfirmed(self, index: int, error: Unconfirmed) -> None:
-        """Adds a config that failed where there was no device."""
+        """Adds a config that failed without the device."""
         self.unconfirmed[index] = error
         self.first_at.setdefault(error.place, index)

@@ -1,7 +1,7 @@
-"""The trials of earlier sweeps, recalled by program: a config whose program has a trial is lowered, and not measured.
+"""Recalls trials of earlier sweeps by program: a config whose program has a trial is lowered, but not measured.
 
-Whether an output is right depends on the output that it was compared with. So a trial is recalled if the program of the
-function's defaults, the *reference*, is the same as in the sweep that measured it.
+Whether an output is right depends on the output to compare it with. So a sweep recalls a trial only if the program of
+the function's defaults, the *reference*, is the same as in the sweep that measured the trial.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from quarantune.sandbox.messages import tail_of
 from quarantune.values.trial import Outcome, Trial, lowered_half
 
 _MOST_KNOWN = 2048
-"""Each task to compile a config lists the known programs; this many take 30 kB."""
+"""Largest number of known programs. Each task to compile a config lists them; this many take 30 kB."""
 NO_REFERENCE = ""
-"""In place of the defaults' program, if outputs are not compared with theirs."""
+"""Replaces the defaults' program if outputs are not compared with the defaults' output."""
 
 
 def comparable(reference: str) -> str | None:
-    """Returns what tells a reference from others; None if its identity does not say all about the program."""
+    """Returns the part of a reference that identifies it; None if its identity does not cover the whole program."""
     return lowered_half(reference) or (NO_REFERENCE if reference == NO_REFERENCE else None)
 
 
@@ -28,9 +28,9 @@ class Recall:
     """The trials that one sweep may recall.
 
     Attributes:
-        reference: the program that outputs are compared with in this sweep; `NO_REFERENCE` if they are not compared
-            with the defaults', and None until it is known.
-        known: `tail_of` the programs that have a trial.
+        reference: the program whose output this sweep compares others with; `NO_REFERENCE` if that is not the
+            defaults' program; None while it is unknown.
+        known: `tail_of` each program that has a trial.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class Recall:
         """Takes the trials of earlier sweeps.
 
         Args:
-            trials: the trials by the `lowered_half` of their program, and what is `comparable` of their reference.
+            trials: the trials, by the `lowered_half` of their program and the `comparable` part of their reference.
             finals: the trials of the finalists of each earlier sweep, with their rounds, the latest last.
-            has_reference: whether outputs are compared with the output of the defaults.
+            has_reference: whether the sweep compares outputs with the defaults' output.
         """
         self.reference: str | None = None if has_reference else NO_REFERENCE
         self._trials = {each: trial for each, trial in (trials or {}).items() if not trial.is_ruled_out}
@@ -55,15 +55,15 @@ class Recall:
         self._finals = finals
 
     def ranked(self) -> Recall:
-        """Returns the trials of programs that were compiled cheaply, too, which no reference judges."""
+        """Returns the trials of cheaply compiled programs, as trials that need no reference."""
         return Recall({(lowered, NO_REFERENCE): _as_cheap(trial) for lowered, trial in self._ranked.items()})
 
     def time_ms(self, program: str, defaults: str | None) -> float | None:
-        """Returns the time of a program in milliseconds; None if it will not be recalled, or has none.
+        """Returns the time of a program in milliseconds; None if it has none, or no recallable trial.
 
         Args:
             program: the program.
-            defaults: the program of the function's defaults in this sweep; None if it is not known.
+            defaults: the program of the function's defaults in this sweep; None if unknown.
         """
         reference = defaults if self.reference is None else self.reference
         against = None if reference is None else comparable(reference)
@@ -81,13 +81,13 @@ class Recall:
         return None if found is None else dataclasses.replace(found, recalled_from=found.recalled_from or found.ended_s)
 
     def final(self, contenders: Mapping[int, Trial]) -> Final:
-        """Returns the final of an earlier sweep between the programs of contenders that were all recalled.
+        """Returns an earlier sweep's final between the programs of some contenders, if all were recalled.
 
         Args:
             contenders: the trials of the contenders by index.
 
         Returns:
-            The final; one without rounds if a contender was measured in this sweep, or there was no such final.
+            The final; without rounds if this sweep measured a contender, or no earlier final holds all of them.
         """
         if all(trial.recalled_from is not None for trial in contenders.values()):
             for finalists in reversed(self._finals):

@@ -1,8 +1,8 @@
-"""The outputs that those of one sweep's configs are compared with, and the groups of configs that agree.
+"""The outputs to compare a sweep's configs with, and the groups of configs that agree.
 
-Where `ref_fn` is a function, its output is right. Where it is left at "defaults", the output of the function's own
-defaults is: they run first, as a config like any other, and their output is kept. Where they fail, or where there are
-none, outputs are compared with each other as they arrive, and the largest group of those that agree counts as right.
+If `ref_fn` is a function, its output is right. If it is "defaults", the output of the function's own defaults is right:
+they run first, like any other config, and the sweep keeps their output. If the defaults fail or do not exist, the sweep
+compares outputs with each other as they arrive, and the largest group that agrees counts as right.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from quarantune.values.configs import Config, format_config
 from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
 
 _MOST_GROUPS = 8
-"""The number of different outputs that are kept while it is not known which is right."""
+"""Largest number of different outputs to keep while the right one is unknown."""
 _MOST_WRONG_GROUPS = 3
-"""The number of wrong outputs that are kept once it is known; only a warning needs them."""
+"""Largest number of wrong outputs to keep once the right one is known; only a warning needs them."""
 _SHOWN = 3
 
 
@@ -28,12 +28,12 @@ class Reference:
     """The outputs to compare with, and the groups of configs that agree.
 
     Attributes:
-        fds: descriptors of the outputs to compare with, which nobody can write to.
-        untuned: the trial of the function's defaults, where they ran as `UNTUNED`; else None.
-        compares: whether the configs' outputs are compared with each other.
+        fds: descriptors of the outputs to compare with; nobody can write to them.
+        untuned: the trial of the function's defaults if they ran as `UNTUNED`; else None.
+        compares: whether to compare the configs' outputs with each other.
         is_awaited: whether the defaults must run before any other config does.
-        is_coming: whether a worker must compute the output of `ref_fn` before anything is compared.
-        noise: the RMS by which the first kept output moves when its inputs do, relative to its own.
+        is_coming: whether a worker must compute the output of `ref_fn` before any comparison.
+        noise: the RMS of the first kept output's change when its inputs move, relative to the output's RMS.
     """
 
     def __init__(
@@ -42,10 +42,10 @@ class Reference:
         """Sets up a reference.
 
         Args:
-            compares: whether the configs' outputs are compared with each other, and not only with the one of `give`.
-            default: the index under which the function's defaults run; None where the function has none.
-            is_first: whether all other configs wait for the defaults, and are not compared with each other until then.
-            calibrates: whether the defaults' output is kept beside the one of `give`, for their noise alone.
+            compares: whether to compare the configs' outputs with each other, and not only with the output of `give`.
+            default: the index under which the function's defaults run; None if the function has none.
+            is_first: whether all other configs wait for the defaults before any comparison.
+            calibrates: whether to keep the defaults' output in addition to the output of `give`, for its noise alone.
         """
         self.fds: list[int] = []
         self.untuned: Trial | None = None
@@ -63,13 +63,13 @@ class Reference:
         self._configs: dict[int, Config] = {}
 
     def give(self, fd: int) -> None:
-        """Takes the file that holds the output of `ref_fn`, or one of `right_fds` of an earlier sweep."""
+        """Takes a file with the output of `ref_fn`, or a file of an earlier sweep's `right_fds`."""
         self.fds.append(spool.protect(fd))
         self._is_given, self.is_coming = True, False
 
     @property
     def right_fds(self) -> list[int]:
-        """The outputs that suffice to judge configs, the one that is right first; empty if there are none yet."""
+        """The outputs that suffice to judge configs, the right one first; empty while unknown."""
         if self._is_given:
             return [] if self._calibrates else self.fds
         return [] if self.standard is None else [self.fds[self.standard]]
@@ -82,23 +82,23 @@ class Reference:
     # While configs run
 
     def begin(self, indices: Collection[int]) -> None:
-        """Prepares for the configs that are about to run; all wait for the defaults if these are among them."""
+        """Prepares for the configs that will run next; all wait for the defaults if these are among them."""
         is_here = not self._defaults.isdisjoint(indices)
         is_unknown = self._calibrates or (self.compares and not self.fds)
         self.is_awaited = is_unknown and self._is_first and is_here
 
     @property
     def is_open(self) -> bool:
-        """Whether outputs are compared and none is known to be right."""
+        """Whether outputs are compared while the right one is unknown."""
         return self.compares and not self.is_awaited and self.standard is None
 
     def is_default(self, index: int) -> bool:
-        """Whether a config is that of the function's defaults, or lowers to their program."""
+        """Whether a config equals the function's defaults, or lowers to their program."""
         return index in self._defaults
 
     @property
     def standard(self) -> int | None:
-        """The position in `fds` of the output that is right, that of `ref_fn` or the defaults; None where none is."""
+        """The position in `fds` of the right output, from `ref_fn` or the defaults; None if unknown."""
         if self._is_given:
             return 0
         groups = [self._group_of[index] for index in self._defaults if index in self._group_of]
@@ -106,23 +106,23 @@ class Reference:
 
     @property
     def keeps(self) -> bool:
-        """Whether an output that differs from all in `fds` is kept."""
+        """Whether to keep an output that differs from all in `fds`."""
         most = _MOST_GROUPS if self.standard is None else 1 + _MOST_WRONG_GROUPS
         return (self.compares and len(self.fds) < most) or (self._calibrates and self.is_awaited)
 
     def note(self, index: int, group: int | None, *, offered: int, fd: int, noise: float | None = None) -> None:
-        """Records the output that a config's own agrees with.
+        """Records the output that a config's own output agrees with.
 
         Args:
-            index: the config's.
-            group: the reply of its worker: a position in `fds`, `offered` for an output that was kept, or None for one
-                that differs from all and was not kept.
-            offered: the number of outputs that it was compared with.
+            index: the config's index.
+            group: the reply of its worker: a position in `fds`; `offered` if the worker kept a new output; None if the
+                output differs from all and was not kept.
+            offered: the number of outputs that the worker compared it with.
             fd: the file for its own output; -1 for none.
-            noise: how far its output moves when its inputs do, if it was kept.
+            noise: how far its output moves when its inputs do, if the worker kept it.
 
         Raises:
-            ValueError: no worker can have replied so.
+            ValueError: the reply names an output that does not exist.
         """
         if not self.compares and not self._calibrates:
             return
@@ -140,14 +140,14 @@ class Reference:
             self.is_awaited = False
 
     def join(self, index: int, first: int) -> None:
-        """Records that another config, with the same program, runs in the place of a config."""
+        """Records that another config with the same program runs instead of a config."""
         if first in self._group_of:
             self._group_of[index] = self._group_of[first]
         if index in self._defaults:
             self._defaults.add(first)
 
     def ended(self, index: int, end: str = "") -> None:
-        """Records that a config has ended; if it was the defaults and left no output, the others wait no longer."""
+        """Records the end of a config. If it was the defaults and left no output, the others wait no longer."""
         if index in self._defaults and index not in self._group_of:
             self.is_awaited = False
             self._default_end = end or self._default_end
@@ -159,7 +159,7 @@ class Reference:
 
         Args:
             finish: receives the trials of configs.
-            on_untuned: receives the trial of the function's own defaults, where they are no config.
+            on_untuned: receives the trial of the function's own defaults, if they ran as `UNTUNED`.
         """
 
         def take(index: int, trial: Trial, log: str) -> None:
@@ -177,25 +177,25 @@ class Reference:
         return take
 
     def judge_held(self, finish: Finish) -> None:
-        """Judges the trials that were held, now that all outputs are known."""
+        """Judges the held trials, once all outputs are known."""
         right = self._right()
         for index, (trial, log) in self._held.items():
             group = self._group_of.get(index)
             if not self.compares or group == right:
                 finish(index, trial, log)
                 continue
-            message = "its output is not that of the configs that agree with each other"
+            message = "its output differs from the output of the configs that agree with each other"
             if self.standard is not None:
-                message = "its output is not that of the defaults"
+                message = "its output differs from the defaults' output"
             finish(index, trial.without_times(Outcome.WRONG, message, phase=Phase.CHECK), log)
         self._held.clear()
 
     def contenders(self, measured: Mapping[int, Trial], default: int | None) -> dict[int, Config]:
-        """Returns the configs to compare in the final by index; the function's defaults are among them if they work.
+        """Returns the configs to compare in the final by index, including the function's defaults if they work.
 
         Args:
             measured: the configs' trials by index.
-            default: the index of the config that equals the defaults; None where there is none.
+            default: the index of the config that equals the defaults; None if no config does.
         """
         trials = dict(measured)
         if self.untuned is not None and finals.default_among(measured, default) == UNTUNED:
@@ -203,7 +203,7 @@ class Reference:
         return {index: trials[index].config for index in finals.in_final(trials, default)}
 
     def complaint(self) -> str:
-        """Returns the warning for the author on how outputs disagree; empty where they do not."""
+        """Returns a warning for the author about outputs that disagree; empty if they agree."""
         groups = {index: group for index, group in sorted(self._group_of.items()) if index != UNTUNED}
         right, standard = self._right(), self.standard
         if not self.compares or right is None or not groups:
@@ -213,7 +213,7 @@ class Reference:
             if 2 * sum(group != right for group in others) <= len(others):
                 return ""
             return (
-                f"most configs do not compute what the function's defaults do, and only those that do can win "
+                f"most configs disagree with the function's defaults, and only configs that agree can win "
                 f"({self._show(groups, right, 'like the defaults')}); if the defaults are not right, give ref_fn"
             )
         agree = f"{self._show(groups, right, 'taken to be right')}; {_ADVICE}"
@@ -223,7 +223,7 @@ class Reference:
         return f"configs compute different things: {agree}" if len(set(groups.values())) > 1 else ""
 
     def _right(self) -> int | None:
-        """Returns the group that is right: that of the defaults, else the largest, else the one of the first config."""
+        """Returns the right group: the defaults' group, else the largest, else the first config's."""
         if (standard := self.standard) is not None:
             return standard
         known = sorted((index, group) for index, group in self._group_of.items() if group is not None)
@@ -242,4 +242,4 @@ class Reference:
         return "; ".join(parts)
 
 
-_ADVICE = "give ref_fn to say what is right, or ref_fn=None where configs may differ"
+_ADVICE = "give ref_fn to define the right output, or ref_fn=None if configs may differ"

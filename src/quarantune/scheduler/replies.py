@@ -1,4 +1,4 @@
-"""Draws the conclusions from what workers say and from how they end, for their jobs and their devices."""
+"""Draws conclusions for jobs and devices from the replies of workers, and from how workers end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from quarantune.values.trial import READY, Outcome, Phase, lowered_half
 _logger = logging.getLogger("quarantune")
 
 _SHAPES_S = 10.0
-"""Seconds for the shapes of outputs, which are only looked at to fail early."""
+"""Seconds to compare the shapes of outputs; the only use of this is to fail early."""
 _MAX_DEVICE_FAILURES = 2
 _LOST_FACTOR = 5
-"""So many times as many workers may be lost before that: other processes may have killed them."""
+"""Multiple of `_MAX_DEVICE_FAILURES` at which lost workers withdraw a device: another process may have killed them."""
 _EXPLICABLE = (Outcome.CRASHED, Outcome.ERROR, Outcome.TIMEOUT, Outcome.LOST)
-"""Outcomes that a shortage may have brought about."""
+"""Outcomes that a shortage may have caused."""
 
 
 class Replies:
@@ -36,13 +36,13 @@ class Replies:
         self._route = route
         self._oom_kills = machine.oom_kills()
 
-    # What workers say
+    # Replies of workers
 
     def on_message(self, worker: Worker, frame: codec.JsonObject) -> None:
-        """Applies a worker's reply; one that cannot be true ends the worker."""
+        """Applies a worker's reply; an invalid reply ends the worker."""
         expected = None if worker.job is None else worker.job.index
         if worker.verdict is not None or frame.get("trial") != expected:
-            return  # late, or of a trial that is over
+            return  # late, or about a trial that has ended
         worker.heard()
         try:
             reply = codec.decode(frame, *messages.REPLIES)
@@ -95,7 +95,7 @@ class Replies:
                 self._on_failed(worker, reply)
 
     def _begin(self, worker: Worker) -> None:
-        """Starts the clock of a worker whose time counts from its first phase on."""
+        """Starts the clock of a worker whose deadline counts from its first phase."""
         if worker.job is not None:
             self._route.enter(worker.job, worker.phase.value)
         if worker.state in (WorkerState.COMPILING, WorkerState.SIDE_TASK) and worker.began_at is None:
@@ -108,7 +108,7 @@ class Replies:
             self._run.workers.share_modules(reply.modules)
 
     def _on_lowered(self, worker: Worker, job: Job, reply: messages.Lowered) -> None:
-        """Ends a worker whose config lowered to the program of another one, or to one that was measured earlier."""
+        """Ends a worker whose program another config runs, or an earlier sweep measured."""
         job.lowered(reply.program, worker.deadline - self._run.clock())
         self._route.on_lowered(reply.outputs)
         jobs = self._run.jobs
@@ -155,11 +155,11 @@ class Replies:
             and is_unreliable(reply.samples_ms, reply.cpu_ms)
             and self._route.measure_again(worker, job, reply)
         ):
-            fastest.note_time(job.index, reply.ranking_ms)  # it takes no longer than that
+            fastest.note_time(job.index, reply.ranking_ms)  # an upper bound of its time
             return
         verdict = WorkerVerdict(Outcome.OK, "")
         if reply.is_slow:
-            message = f"at best {min(reply.samples_ms):.4g} ms, where another config takes {fastest.best_median_ms:.4g}"
+            message = f"at best {min(reply.samples_ms):.4g} ms; another config takes {fastest.best_median_ms:.4g}"
             verdict = WorkerVerdict(Outcome.SLOW, message)
         else:
             fastest.note_time(job.index, reply.ranking_ms)
@@ -168,7 +168,7 @@ class Replies:
             worker,
             verdict,
             Phase.MEASURE,
-            # Slow configs may be in the final, if they were disturbed.
+            # A slow config may reach the final if other processes disturbed its runs.
             keeps=run.reference.is_default(job.index) or not (reply.is_slow and reply.clock == "device"),
             time_ms=statistics.median(reply.samples_ms),
             samples_ms=reply.samples_ms,
@@ -179,7 +179,7 @@ class Replies:
         self._route.free(worker)
 
     def _on_failed(self, worker: Worker, reply: messages.Failed) -> None:
-        """Ends a worker whose task raised, and with it all that its config did to the process."""
+        """Ends the job of a worker whose task raised, and the worker unless another config may follow safely."""
         run = self._run
         if reply.outcome == "unfit" and self._route.on_unfit(worker, reply):
             return
@@ -203,7 +203,7 @@ class Replies:
 
         Args:
             worker: the worker.
-            status: the status of its process, as for `Ended`.
+            status: the exit status of its process; see `Ended`.
         """
         worker.keep_peak()
         run, device, verdict = self._run, worker.device, worker.verdict or self._judge(worker, status)
@@ -221,11 +221,11 @@ class Replies:
         self._run.workers.remove(worker)
 
     def _judge(self, worker: Worker, status: int | None) -> WorkerVerdict:
-        """Returns the verdict on a worker, and kills another one that took the memory it died for.
+        """Returns the verdict on a worker. If it died for lack of memory that another worker took, kills the other.
 
         Args:
             worker: the worker.
-            status: its exit code, or minus the signal that ended it; None where its template died with it.
+            status: its exit code, or minus the signal that ended it; None if its template died with it.
         """
         if status is None:
             return WorkerVerdict(Outcome.LOST, "it could not be started, or the process that started it died")
@@ -240,11 +240,11 @@ class Replies:
         if (culprit := self._run.memory.larger_than(worker)) is not None:
             reason = "the kernel ran out of memory, killed another config's process"
             self._run.workers.kill_with_verdict(culprit, shortage(culprit, reason))
-            return WorkerVerdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
+            return WorkerVerdict(Outcome.LOST, "the kernel killed the process because another one held too much memory")
         return WorkerVerdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
 
     def give_up(self, worker: Worker) -> None:
-        """Goes on without a worker that SIGKILL does not end, and without its device."""
+        """Forgets a worker that SIGKILL does not end, and withdraws its device."""
         assert worker.verdict is not None
         verdict, device = worker.verdict, worker.device
         _logger.error("worker %s does not die after SIGKILL", self._run.workers.pid(worker))
@@ -257,7 +257,7 @@ class Replies:
             self._withdraw(device, WorkerVerdict(Outcome.LOST, message))
 
     def stop(self, reason: str) -> None:
-        """Ends all jobs but those that are being measured."""
+        """Ends all jobs except jobs that a device measures, or that wait to repeat disturbed runs."""
         run, verdict = self._run, WorkerVerdict(Outcome.NOT_RUN, reason)
         run.jobs.end_waiting(verdict, None)
         for worker in run.workers:
@@ -266,13 +266,13 @@ class Replies:
                 run.workers.kill_with_verdict(worker, verdict)
 
     def _end_or_repeat(self, job: Job, worker: Worker, verdict: WorkerVerdict) -> None:
-        """Ends a job, or has it tried again where its worker's end may not be its own doing."""
+        """Ends a job, or repeats it if something else may have ended its worker."""
         run, outcome = self._run, verdict.outcome
         is_parked = worker.state is WorkerState.PARKED
         if not run.devices or verdict.lacked:
             run.jobs.finish(job, worker, verdict, worker.phase)
         elif outcome is Outcome.LOST and (is_parked or job.may_be_repeated):
-            # One that only waited did nothing that could have killed its template.
+            # A job that only waited cannot have killed its template.
             job.lost_worker(counts=not is_parked)
             run.jobs.again(job)
         elif self._may_fit_alone(job, worker, outcome):
@@ -280,14 +280,14 @@ class Replies:
         elif outcome is Outcome.DEVICE_OOM and worker.device and self._make_room(worker.device):
             run.jobs.again(job)
         elif worker.used and outcome.is_failure and not run.jobs.fails_by_itself(job, worker, outcome):
-            # An earlier config may have done something to this process: only a fresh one can tell.
+            # An earlier config may have damaged this process, so a fresh process decides.
             job.wants_fresh()
             run.jobs.again(job)
         else:
             run.jobs.finish(job, worker, verdict, worker.phase)
 
     def _repeat_beside_fewer(self, worker: Worker) -> None:
-        """Has the job of a worker that lacked something that its config has no part in tried again, if it had one."""
+        """Repeats the job, if any, of a worker that lacked a process or its device, with fewer workers."""
         run, job = self._run, worker.job
         for device in run.devices:
             device.is_cramped = True
@@ -299,7 +299,7 @@ class Replies:
             (run.jobs.again_alone if run.worker_count.most == 1 else run.jobs.again)(job)
 
     def _may_fit_alone(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
-        """Whether a config that ran out of memory might not have done so without the others."""
+        """Whether a config that ran out of memory may fit without the others."""
         memory = self._run.plan.memory
         if job.is_alone or outcome not in (Outcome.OOM, Outcome.DEVICE_OOM):
             return False
@@ -310,7 +310,7 @@ class Replies:
         return any(other is not job for other in self._run.workers.jobs())
 
     def _make_room(self, device: DeviceState) -> bool:
-        """Retires the other workers on a device, whose memory a config lacked; returns whether there were any."""
+        """Retires the other workers on a device whose memory did not suffice, and returns whether it had any."""
         beside = self._run.workers.in_state(WorkerState.SIDE_TASK, WorkerState.AHEAD)
         others = [*self._run.workers.standby(device), *(worker for worker in beside if worker.device is device)]
         for worker in others:
@@ -319,9 +319,9 @@ class Replies:
         return bool(others)
 
     def _blame_device(self, device: DeviceState, worker: Worker, verdict: WorkerVerdict) -> None:
-        """Counts a standby worker that failed before it had a config; its device is withdrawn the second time.
+        """Counts a standby worker that failed before it had a config, and withdraws its device the second time.
 
-        Workers that were lost count less.
+        Lost workers count less.
         """
         if verdict.outcome is Outcome.DEVICE_OOM and worker.is_ahead:
             device.is_cramped = True
@@ -335,7 +335,7 @@ class Replies:
             self._withdraw(device, WorkerVerdict(outcome, message))
 
     def _withdraw(self, device: DeviceState, verdict: WorkerVerdict) -> None:
-        """Goes on without a device; without the last one, all jobs end."""
+        """Removes a device from the run; all jobs end with the last device."""
         run = self._run
         device.lease.release()
         run.devices.remove(device)

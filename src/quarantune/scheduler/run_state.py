@@ -1,4 +1,4 @@
-"""The parts that one run of a scheduler is made of."""
+"""The parts of one run of a scheduler."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class RunState:
     Attributes:
         plan: the plan.
         numbers: how many configs and workers the route has at a time.
-        devices: the devices that were not withdrawn.
+        devices: the devices that still work.
         workers: the workers.
         jobs: the jobs.
         fastest: the times so far.
         reference: the outputs to compare with.
         memory: the watch on workers' memory.
-        gemm_cache: the programs whose products are tried on the device.
-        worker_count: the number of configs that may have a worker, where processes or threads ran out.
-        clock: seconds.
+        gemm_cache: the programs whose products XLA tries kernels for.
+        worker_count: the number of configs that may have a worker; lower after processes or threads ran out.
+        clock: returns the time in seconds.
         on_phase: called with the index of a config and the phase that it enters.
     """
 
@@ -52,7 +52,7 @@ class RunState:
         return min(self.devices, key=self.workers.on)
 
     def may_start_on(self, device: DeviceState | None) -> bool:
-        """Whether a further worker may be started: not while another one, even a dying one, owns its device."""
+        """Whether a further worker may start: not while another worker, even a dying one, owns its device."""
         if self.worker_count.pauses:
             return False
         return device is None or not device.device.has_one_owner or not self.workers.on(device)

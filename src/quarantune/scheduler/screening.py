@@ -1,8 +1,8 @@
-"""Rank configs by a cheap compile, and compile fully those that may win: branch and bound on cheap times.
+"""Ranks configs by a cheap compile, and compiles fully those that may win: branch and bound on cheap times.
 
-XLA tries many kernels for a product of matrices, on the device, while it compiles; most of that time is spent on
-programs that lose. Compiled without trying any, they rank nearly as they do compiled fully. How nearly is measured: the
-bound comes from the ratios of full to cheap time in this sweep.
+XLA tries many kernels on the device while it compiles a product of matrices, and spends most of that time on programs
+that lose. Programs compiled without such trials rank nearly the same. The sweep measures how nearly: its ratios of full
+to cheap time give the bound.
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from quarantune.values.trial import READY, UNTUNED, Outcome, Trial
 MARGIN = 0.8
 """Factor on the smallest ratio of full to cheap time seen so far: an unseen ratio may be smaller by this much.
 
-On an H100 (examples/benchmarks/fidelity_h100.json.gz, 27 programs), half of the work of all compiles is left, and one
-winner is more than 1% slower than the best (2.1%, a product with 8 rows). fidelity_replay.py shows what other margins
-cost.
+On an H100 (examples/benchmarks/fidelity_h100.json.gz, 27 programs), half of the compile work is left, and one winner is
+more than 1% slower than the best (2.1%, a product with 8 rows). fidelity_replay.py shows the costs of other margins.
 """
 _LEAST = 3
-"""Number of configs, fastest by cheap time, that are compiled fully before any is ruled out."""
+"""Number of configs, fastest by cheap time, that compile fully before any is ruled out."""
 _WORTH = 0.25
-"""Share of the configs that must be ruled out, or they are compiled fully as well."""
+"""Least share of the configs worth ruling out; below it, all compile fully."""
 _SAME_AT_EACH_FIDELITY = frozenset({Outcome.TIMEOUT, Outcome.CRASHED, Outcome.OOM})
-"""How a config may end before it is compiled, so that it would end so again. Errors are confirmed on the device."""
+"""Outcomes before the end of compiling that a full compile would repeat. Errors need confirming on the device."""
 
 
 class CheapTrials:
-    """The trials of configs whose programs were compiled cheaply; none is the result of its config.
+    """The trials of cheaply compiled programs; none is the result of its config.
 
     Attributes:
         trials: the trials that have a time, by index.
-        configs: the configs that must be compiled fully, or ruled out, by index.
+        configs: the configs to compile fully or rule out, by index.
     """
 
     def __init__(self, configs: Mapping[int, Config], finish: Finish, enter: Callable[[int, str], None]) -> None:
         """Begins without trials.
 
         Args:
-            configs: the configs that are known from the start.
+            configs: the configs known from the start.
             finish: receives the trials that end a config.
             enter: called with the index of each other config, and `READY`.
         """
@@ -64,15 +63,15 @@ class CheapTrials:
             self.trials[index] = trial
 
     def finish_fully(self, index: int, trial: Trial, log: str) -> None:
-        """Receives the trial of a config that was compiled fully, and notes its cheap time there."""
+        """Receives the trial of a fully compiled config, and adds the config's cheap time."""
         cheap = self.trials.get(index)
         self._finish(index, trial if cheap is None else dataclasses.replace(trial, cheap_ms=cheap.time_ms), log)
 
     def rule_out(self, screening: Screening) -> None:
-        """Ends the configs that were not compiled fully.
+        """Ends the configs that did not compile fully.
 
         Args:
-            screening: has chosen those that were.
+            screening: the screening that chose the others.
         """
         for index, at_least_ms in screening.left.items():
             if at_least_ms:
@@ -84,7 +83,7 @@ class CheapTrials:
 
 
 def _ruled_out(cheap: Trial, message: str) -> Trial:
-    """Returns the trial of a config whose cheap one has ruled it out; nothing was measured of its own program."""
+    """Returns the trial of a config ruled out by its cheap trial, without measurements of its own program."""
     nothing: Any = {"clock": "", "figures": None, "recalled_from": None}
     return cheap.without_times(Outcome.SLOW, message, cheap_ms=cheap.time_ms, **nothing)
 
@@ -93,11 +92,11 @@ class Screening(ConfigSource):
     """Gives configs to compile fully, in the order of their cheap times, until no other config can win.
 
     A config can win if its cheap time, times the bound, is at most the fastest full time. The bound is the smallest
-    ratio of full to cheap time in this sweep, times the margin. No config is ruled out before the defaults and the
-    fastest configs have their ratios. A config without a cheap time is always compiled fully, and so is one whose cheap
-    time, times the margin, is at most the shortest: no ratio can rule it out, so that it waits for none.
+    ratio of full to cheap time in this sweep, times the margin. Nothing is ruled out before the defaults and the
+    fastest configs have their ratios. A config without a cheap time always compiles fully. So does a config whose cheap
+    time, times the margin, is at most the shortest cheap time: no ratio can rule it out, so it need not wait.
 
-    Rulings are final only when the source is closed: any trial may lower the bound.
+    Rulings are final only when the source is closed, because any trial may lower the bound.
     """
 
     def __init__(
@@ -117,11 +116,10 @@ class Screening(ConfigSource):
             configs: the configs by index.
             cheap_ms: the time of each config's cheap program in milliseconds, without those that failed.
             defaults: the index of the function's own defaults; None if they are not among the configs.
-            known_ms: the times of configs whose full programs have a time, in milliseconds. They are given first, and
-                need not be compiled.
+            known_ms: the milliseconds of configs whose full programs have a time; they come first, and need no compile.
             best_ms: the time of the fastest config that needs no screening, in milliseconds.
             margin: factor on the smallest ratio, at most 1.
-            source: has given the configs, and says when the time for them is over.
+            source: the source of the configs, which decides when the time for them is over.
         """
         self._configs = configs
         self._cheap_ms = {index: cheap_ms[index] for index in configs if index in cheap_ms}
@@ -154,7 +152,7 @@ class Screening(ConfigSource):
 
     @property
     def why_it_did_not_pay(self) -> str:
-        """Says that all configs were compiled fully, and why; empty if some were ruled out."""
+        """A message that all configs compiled fully, and why; empty if some were ruled out."""
         if self._waiting or not self._ratios:
             return ""
         spread = f"{min(self._ratios):.2g} to {max(self._ratios):.2g}"
@@ -182,7 +180,7 @@ class Screening(ConfigSource):
                 self._best_ms = min(self._best_ms, trial.time_ms)
             if index in self._cheap_ms:
                 self._ratios.append(trial.time_ms / self._cheap_ms[index])
-        elif index in self._surely:  # it has no ratio, so the next one stands in for it
+        elif index in self._surely:  # it has no ratio, so the next config takes its place
             others = [other for other in self._waiting if other in self._cheap_ms and other not in self._surely]
             self._surely.update(others[:1])
         self._surely.discard(index)
@@ -195,7 +193,7 @@ class Screening(ConfigSource):
 
     @property
     def _bound(self) -> float:
-        """The smallest ratio of full to cheap time that is considered possible; 0 until the first are all known."""
+        """The smallest possible ratio of full to cheap time; 0 until all of the first ratios are known."""
         return self._margin * min(self._ratios, default=0.0) if self._has_bound else 0.0
 
     @property
@@ -209,7 +207,7 @@ class Screening(ConfigSource):
         return index in self._known or index in self._level or index not in self._cheap_ms
 
     def _candidates(self) -> list[int]:
-        """Returns the configs that may be compiled fully now, in the order of their cheap times."""
+        """Returns the configs that may compile fully now, in the order of their cheap times."""
         if not self._has_bound:
             return [index for index in self._waiting if index in self._surely or self._needs_no_bound(index)]
         return [index for index in self._waiting if self._takes_all or self._can_win(index)]

@@ -1,4 +1,4 @@
-"""Tasks beside trials: computing the output of `ref_fn`, and confirming on the device errors raised without it."""
+"""Tasks other than trials: computing the output of `ref_fn`, and confirming errors on the device."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TRIES = 2
 
 
 def start_on(run: RunState, device: DeviceState, task: Task, fds: Sequence[int], seconds: float) -> Worker | None:
-    """Has a standby worker that is ready, or else a new one, do a side task; returns None while neither can begin.
+    """Starts a side task in a ready standby worker, or else in a new worker; returns None while neither can begin.
 
     Args:
         run: the run.
         device: the worker's device.
         task: the task.
-        fds: the descriptors that travel with it.
-        seconds: how long it may take from its first phase on.
+        fds: the descriptors that travel with the task.
+        seconds: the time limit, counted from the task's first phase.
     """
     if not device.lease.acquire(run.clock()):
         return None
@@ -35,7 +35,7 @@ def start_on(run: RunState, device: DeviceState, task: Task, fds: Sequence[int],
     if worker is not None:
         worker.transition(WorkerState.SIDE_TASK)
         run.workers.send(worker, task, fds)
-    elif not run.workers.standby(device) and run.may_start_on(device):  # else one is nearly ready
+    elif not run.workers.standby(device) and run.may_start_on(device):  # else a standby worker is nearly ready
         worker = run.workers.start(task, WorkerState.SIDE_TASK, device=device, fds=fds)
     else:
         return None
@@ -44,7 +44,7 @@ def start_on(run: RunState, device: DeviceState, task: Task, fds: Sequence[int],
 
 
 def may_be_repeated(run: RunState, verdict: WorkerVerdict, tries: int) -> bool:
-    """Returns whether a side task is done again after its worker has ended without a reply.
+    """Returns whether to repeat a side task after its worker has ended without a reply.
 
     Args:
         run: the run.
@@ -57,15 +57,15 @@ def may_be_repeated(run: RunState, verdict: WorkerVerdict, tries: int) -> bool:
 
 
 def idle_on(run: RunState, device: DeviceState) -> Worker | None:
-    """Returns a standby worker that is ready, if there is one."""
+    """Returns a ready standby worker of a device, if there is one."""
     return next((worker for worker in run.workers.standby(device) if worker.state is WorkerState.IDLE), None)
 
 
 class SideTasks:
-    """The tasks of a run beside its trials.
+    """The tasks of a run other than its trials.
 
-    One worker with a device computes the reference, then compares its shapes with those of the function's output.
-    Others compile, one after another, one config of each place where an error was raised without the device.
+    One worker with a device computes the reference, then compares its shapes with the shapes of the function's output.
+    Further workers, one after another, compile one config for each place that raised an error without the device.
     """
 
     def __init__(self, run: RunState, route: TrialRoute) -> None:
@@ -77,7 +77,7 @@ class SideTasks:
         self._confirming: dict[str, Worker] = {}
 
     def update_reference(self) -> None:
-        """Has the reference computed once a device is free, and heeds the replies and the end of its worker.
+        """Starts computing the reference once a device is free, and handles the replies and the end of its worker.
 
         Raises:
             ReferenceFailedError: `ref_fn` failed, or returns other shapes than the function.
@@ -93,7 +93,7 @@ class SideTasks:
             self._on_end(worker)
 
     def close(self) -> None:
-        """Closes the file of a reference that was not completed."""
+        """Closes the file of an incomplete reference."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -110,7 +110,7 @@ class SideTasks:
 
     def _on_end(self, worker: Worker) -> None:
         if isinstance(worker.reply, ReferenceComputed):
-            self._give(worker, None)  # the function may have ended it while it was traced: its configs may do better
+            self._give(worker, None)  # tracing the function may have ended it; its configs may do better
             return
         assert worker.verdict is not None
         if not may_be_repeated(self._run, worker.verdict, self._tries):
@@ -123,12 +123,12 @@ class SideTasks:
         self.close()
         if differs:
             raise ReferenceFailedError(
-                f"ref_fn does not return what the function returns with its defaults: {differs}; "
+                f"with its defaults, the function returns other arrays than ref_fn: {differs}; "
                 f"return arrays of the same shapes and kinds from both"
             )
 
     def confirm_next(self) -> None:
-        """Has the device compile a config of the next place, if there is one, and room for the worker."""
+        """Compiles a config of the next place on the device, if there is a next place and room for the worker."""
         run, left = self._run, self._run.jobs.leftovers
         place = next((place for place in left.first_at if place not in self._confirming), None)
         if place is None or self.is_confirming or not run.devices:
@@ -146,7 +146,7 @@ class SideTasks:
         return any(worker.verdict is None for worker in self._confirming.values())
 
     def leftovers(self) -> Leftovers:
-        """Returns the configs that another route must settle, with errors as they were raised on the device."""
+        """Returns the configs that another route must settle, with the errors that the device confirmed."""
         left = self._run.jobs.leftovers
         for place, worker in self._confirming.items():
             verdict, device = worker.verdict, worker.device
@@ -174,17 +174,17 @@ def settle_errors(
     run: Callable[[dict[int, Config], ConfigSource], Leftovers],
     source: ConfigSource = NOTHING_MORE,
 ) -> None:
-    """Settles the configs that failed where there was no device.
+    """Settles the configs that failed without the device.
 
-    Of each place where an exception was raised, one config is repeated on the device. If the same exception is raised
-    at the same place there, the others of that place have failed; if not, they are repeated as well. Another exception
-    says nothing of them: the device may have let the config get further.
+    For each place that raised an exception, one config runs again on the device. If it raises the same exception at
+    the same place, the other configs of that place have failed. If not, they also run again: a different exception does
+    not confirm theirs, because the config may have got further with the device.
 
     Args:
-        left: those configs; more places are confirmed there.
-        finish: receives the trials of those that do not run again.
-        run: runs configs with the device, stops when a source says, and returns where exceptions were raised.
-        source: says when to stop, but for the configs that confirm others; it gives no further configs.
+        left: those configs; the function adds the places that it confirms.
+        finish: receives the trials of configs that do not run again.
+        run: runs configs with the device until a source stops it, and returns where exceptions occurred.
+        source: decides when to stop, except for the configs that confirm others; it gives no further configs.
     """
     errors, confirmed = left.unconfirmed, left.confirmed
     firsts = {index for place, index in left.first_at.items() if place not in confirmed}

@@ -1,4 +1,4 @@
-"""Runs fewer configs at a time once a worker lacks a process, a thread or its device, and none for a while."""
+"""Runs fewer configs at a time once a worker lacks a process, a thread or its device, after a short pause."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quarantune.scheduler.workers import Worker, Workers, WorkerVerdict
 _logger = logging.getLogger("quarantune")
 
 _TRIES = 3
-"""How often a worker that is alone is repeated, since other programs may have taken the processes that it lacked."""
+"""Number of times a lone worker runs again, because other programs may have taken the processes that it lacked."""
 _PAUSE_S = 0.25
 _PATIENCE_S = 10.0
-"""How long a run waits, altogether, until other programs have ended processes."""
+"""Total seconds that a run waits for other programs to end processes."""
 _AMPLE = 64
-"""More processes and threads than a worker without unusual needs has: about 20 on 2 cores."""
+"""Number of processes and threads that suffices for an ordinary worker, which has about 20 on 2 cores."""
 _UNLIMITED = 1 << 20
 _GROWTH = 8
-"""One more worker is tried after so many configs for each without a shortage."""
+"""Number of configs per worker without a shortage after which one more worker is tried."""
 
 
 class WorkerCount:
-    """Knows how many configs may have a worker at a time, and when the next worker may be started."""
+    """Limits how many configs may have a worker at a time, and when the next worker may start."""
 
     def __init__(self, workers: Workers, jobs: Jobs, clock: Callable[[], float]) -> None:
         self._workers = workers
@@ -45,23 +45,23 @@ class WorkerCount:
 
     @property
     def waits(self) -> bool:
-        """Whether something was lacking, and tasks that lacked it are still repeated."""
+        """Whether a process, thread or device was lacking, and tasks that lacked it may still run again."""
         return self._most < _UNLIMITED
 
     @property
     def is_full(self) -> bool:
-        """Whether no further config may get a worker now; one at a time begins when all others are gone."""
+        """Whether no further config may get a worker now. If only one may run, it begins once all workers are gone."""
         return len(self._workers.jobs()) >= self.most if self.most > 1 else any(self._workers)
 
     @property
     def pauses(self) -> bool:
-        """Whether no worker may be started for a while."""
+        """Whether no worker may start for a while."""
         return self._clock() < self._resume_at
 
     def gives_up(self, worker: Worker, verdict: WorkerVerdict) -> bool:
-        """Notes a worker that lacked something; returns whether its task is not repeated.
+        """Records a worker that lacked something, and returns whether to give up its task.
 
-        It is repeated beside fewer workers, then alone, and then after a pause.
+        If not, its task runs again with fewer workers, then alone, and then after a pause.
 
         Raises:
             OSError: not even one worker can run.

@@ -1,1 +1,1 @@
-"""Which configs of a space to try next; nothing in here knows how they are run."""
+"""Chooses which configs of a space to try next, without knowing how they run."""

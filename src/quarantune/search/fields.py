@@ -1,6 +1,6 @@
-"""Configs as the models see them: a column for each number and word of a space, and points where sizes keep order.
+"""Configs as the models see them: a column for each number and word of a space, and points that keep sizes in order.
 
-Values that hold several numbers or words, such as tuples and dataclasses, are taken apart.
+Values that hold several numbers or words, such as tuples and dataclasses, have a column for each.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from quarantune.values.space import Codes, Space, Values
 Floats = NDArray[np.float64]
 
 _LARGEST = 1e100
-"""Larger numbers count as words: their differences may overflow."""
+"""Largest number that counts as a number; larger ones count as words, because their differences may overflow."""
 _MOST_APART = 64
-"""More numbers than this are told from each other by their size only: each is tried too seldom to be known itself."""
+"""Largest number of numeric values that also have one coordinate each. With more, a search tries each value too seldom
+to learn about it, so only the size counts."""
 
 
 class Fields:
-    """Takes apart dataclasses, named tuples, tuples and dicts, so that searches see what two of them have in common.
+    """Takes apart dataclasses, named tuples, tuples and dicts, so that searches see the parts that two of them share.
 
     Attributes:
         names: a name for each column, such as `config.tile_m` or `block[0]`.
@@ -33,7 +34,7 @@ class Fields:
     """
 
     def __init__(self, space: Space) -> None:
-        """Looks at all values of the space, so that a generator is run to its end."""
+        """Looks at all values of the space, and so runs a generator to its end."""
         space.whole()
         self._space = space
         columns = [_Column(name, values) for name, values in zip(space.names, space.values, strict=True)]
@@ -47,14 +48,14 @@ class Fields:
         return np.concatenate([column.rows[codes[:, at]] for at, column in enumerate(self._columns)], axis=1)
 
     def positions_of(self, codes: Codes) -> list[int]:
-        """Returns the positions of those codes that are configs of the space, dropped ones included."""
+        """Returns the positions of the codes that are configs of the space, including dropped configs."""
         parts = np.split(codes, np.cumsum([len(column.names) for column in self._columns])[:-1], axis=1)
         whole = np.stack([column.find(part) for column, part in zip(self._columns, parts, strict=True)], axis=1)
         return self._space.positions_of(whole[(whole >= 0).all(axis=1)])
 
 
 def by_size(values: Sequence[ConfigValue]) -> list[int] | None:
-    """Returns the positions of numbers in the order of their size; None where some value is a word or a flag."""
+    """Returns the positions of numbers in the order of their size; None if any value is a word or a flag."""
     if not all(map(is_number, values)):
         return None
     return sorted(range(len(values)), key=values.__getitem__)
@@ -72,12 +73,12 @@ class _Column:
         self._codes = {row: code for code, row in enumerate(rows)}
         self.rows = np.array(rows, np.int64).reshape(len(rows), len(self.names))
         self.values = [each.listed for each in known]
-        if self.names in ([], [name]) or len(self._codes) < len(rows):  # plain values, or some would look the same
+        if self.names in ([], [name]) or len(self._codes) < len(rows):  # plain values, or two have the same parts
             self._codes = {}
             self.names, self.values, self.rows = [name], [list(values)], np.arange(len(values))[:, None]
 
     def find(self, rows: Codes) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Returns the position of the value with each row of parts; -1 where there is none."""
+        """Returns the position of the value with each row of parts; -1 if there is none."""
         if not self._codes:
             return np.asarray(rows[:, 0])
         return np.array([self._codes.get(tuple(row), -1) for row in rows.tolist()], np.int64)
@@ -101,12 +102,12 @@ def _parts(value: ConfigValue, name: str) -> Iterator[tuple[str, ConfigValue]]:
 
 
 class Features:
-    """Turns codes into points; each name has up to three groups of coordinates, which share a length scale each.
+    """Turns codes into points. Each name has up to three groups of coordinates; a group shares one length scale.
 
     Attributes:
         groups: the group of each coordinate.
-        ordered: so many coordinates, the first, tell numbers by their size; the others tell each number by itself,
-            because some are special to hardware or only name a choice.
+        ordered: the number of leading coordinates for sizes and words. The others have one coordinate for each number,
+            because some numbers are special to hardware or only name a choice.
     """
 
     def __init__(self, fields: Fields) -> None:
@@ -127,12 +128,12 @@ class Features:
 
 
 def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
-    """Returns the coordinates of each value of a name, in one or two groups; none where there is one value only."""
+    """Returns the coordinates of each value of a name, in one or two groups; no groups for a single value."""
     if len(values) == 1:
         return []
     is_moderate = by_size(values) is not None and all(abs(value) < _LARGEST for value in values)
     numbers = np.array(values if is_moderate else [0.0], np.float64)
-    if np.ptp(numbers) == 0:  # words, or numbers that are not far enough apart to be told from each other
+    if np.ptp(numbers) == 0:  # words, or numbers that are too close to tell apart
         return [_words(len(values))]
     ranks = np.argsort(np.argsort(numbers)) / (len(values) - 1)
     if (numbers > 0).all() and (numbers.max() >= 8 * numbers.min() or (np.log2(numbers) % 1 == 0).all()):
@@ -140,7 +141,7 @@ def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
     tables = [0.5 * _scaled(numbers) + 0.5 * ranks]
     halvings = np.array([_halvings(value) for value in values], np.float64)
     if len(values) > 4 and (numbers % 1 != 0).any() and np.ptp(halvings) > 0:
-        # Among many whole numbers, those that powers of two divide are special to hardware.
+        # Among many whole numbers, multiples of powers of two are special to hardware.
         tables.append(_scaled(halvings))
     return [table[:, None] for table in tables]
 

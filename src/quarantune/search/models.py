@@ -1,15 +1,15 @@
-"""What a search expects of configs that it has not tried: how fast they are, and whether they work at all.
+"""Predicts how fast untried configs are, and whether they work at all.
 
-Of three configs, two are chosen by a Gaussian process: this is Bayesian optimisation by expected improvement (Jones,
-Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998), weighted by the probability
-of success (Gardner and others, "Bayesian Optimization with Inequality Constraints", 2014). Pending configs count as
-measured at their predicted times (Ginsbourger and others, "Kriging Is Well-Suited to Parallelize Optimization", 2010).
-The third has the values that the best configs have more often than the others (`log_densities`). The process follows
-how values depend on each other, and the densities find good values from fewer trials where they do not: together they
-are faster than either. A forecast of some candidates serves for several trials, and learns from each of them: to make
-one takes ten times as long as to choose by it.
+A Gaussian process chooses two of three configs, by Bayesian optimisation with expected improvement (Jones, Schonlau and
+Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998), weighted by the probability of success
+(Gardner and others, "Bayesian Optimization with Inequality Constraints", 2014). Pending configs count as measured at
+their predicted times (Ginsbourger and others, "Kriging Is Well-Suited to Parallelize Optimization", 2010). Densities
+choose the third config, with values that the best configs have more often than the others (`log_densities`). The
+process learns how values depend on each other; for independent values, the densities need fewer trials. Together they
+are faster than either. A forecast of some candidates serves for several trials and learns from each, because making a
+forecast takes ten times as long as choosing by it.
 
-The constants were chosen by replays of recorded GPU spaces with 1,280 to 18,000 configs, of which up to 60% fail.
+Replays of recorded GPU spaces chose the constants. The spaces have 1,280 to 18,000 configs; up to 60% of them fail.
 """
 
 from __future__ import annotations
@@ -34,33 +34,34 @@ from quarantune.values.configs import ConfigValue
 from quarantune.values.space import Codes
 
 _MOST_POINTS = 256
-"""The cost of the Gaussian process grows with the cube of the number of its points."""
+"""Largest number of points of the Gaussian process, whose cost grows with the cube of that number."""
 _ADAPT_AFTER = 16
-"""The length scales are adapted after so many further trials, or an eighth of all, which takes most of the time."""
+"""Number of further trials, or an eighth of all if that is more, after which the length scales adapt. Adapting takes
+most of the time."""
 _IMPROVABLE = 3
-"""An improvement is what is gained over the time of this rank: over the best, fewer runs find an isolated one."""
+"""Rank of the time that improvements count from. Counted from the best time, fewer runs find an isolated best."""
 _DOUBTFUL = 0.2
-"""A config that works with less than this probability is asked when there is no other candidate."""
+"""Probability of success below which a config is a candidate only if all others were chosen."""
 _LAST = 1e6
 _CAUTION = (1.0, 2.0)
-"""Every second config is chosen as if the process were so much less certain."""
+"""Factors on the process's standard deviation, used in turn."""
 _STEEPNESS_AT = (2, 4, 8, 16)
-"""Ranks of the different times that show, with the best time, how much faster a lower value is; the steepest counts."""
+"""Ranks of distinct times that show, with the best time, how much faster a lower value is; the steepest counts."""
 _BY_DENSITIES = 3
-"""Of so many configs, one is chosen by the densities."""
+"""Number of configs among which the densities choose one, and the process the others."""
 _BEST_SHARE = 0.1
 """The share of the trials that count as good for the densities."""
 _DRAWN = 24
-"""The densities choose among so many candidates, drawn with the probabilities of the good ones."""
+"""Number of candidates that the densities choose among, drawn with the probabilities of the good configs."""
 
 
 class Models:
     """Learns from all trials so far, and chooses among candidates.
 
-    A forecast is what is expected of some candidates. It learns from their trials, too, until it is made anew.
+    A forecast predicts some candidates. It also learns from their trials, until a new forecast replaces it.
 
     Attributes:
-        gain: the gain over the best time that the forecast expected when it was made, as a share of that time.
+        gain: the gain over the best time that the forecast first expected, as a share of that time.
     """
 
     def __init__(self, fields: Fields, features: Features, rng: np.random.Generator) -> None:
@@ -75,10 +76,10 @@ class Models:
         """Makes a forecast of some candidates.
 
         Args:
-            known: the configs that were tried; at least two of them work.
+            known: the configs tried before; at least two of them work.
             logs: the logarithms of their times; NaN for failures.
             candidates: the configs to choose from.
-            pending: the configs that are being tried.
+            pending: the configs that run now.
         """
         with _one_thread():
             works = np.isfinite(logs)
@@ -89,7 +90,7 @@ class Models:
             ordered = slice(self._features.ordered)
             all_work = np.ones(len(there))
             succeeds = all_work if works.all() else _success(points[:, ordered], works, there[:, ordered])
-            # How much less than the others each candidate promises, because it may fail.
+            # How much less each candidate promises because it may fail.
             self._rank = (2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0))[: len(candidates)]
             self.gain = self._gain(np.where(succeeds < _DOUBTFUL, 0, succeeds))
             for index in range(len(candidates), len(there)):
@@ -99,9 +100,9 @@ class Models:
             self._densities = log_densities(self._levels, known, good, candidates)
 
     def _learn(self, points: Floats, logs: Floats, *, known: int) -> tuple[Floats, Floats]:
-        """Teaches the Gaussian process the times of configs that work, and returns them in order with its values.
+        """Teaches the Gaussian process the times of working configs; returns the sorted times and the sorted values.
 
-        Its values are the normal scores of the times: how slow a slow config is says little about where the best is.
+        Its values are the normal scores of the times, because the times of slow configs show little about the best.
         """
         scores = _normal_scores(logs)
         kept = self._kept(scores)
@@ -113,7 +114,7 @@ class Models:
         return np.sort(logs), np.sort(values)
 
     def _kept(self, scores: Floats) -> NDArray[np.int64]:
-        """Returns which trials the process learns from: of too many, the best and some of the others."""
+        """Returns which trials the process learns from; if there are too many, the best and some of the others."""
         order = np.argsort(scores, kind="stable")
         if len(order) <= _MOST_POINTS:
             return np.arange(len(order))
@@ -121,20 +122,20 @@ class Models:
         return np.concatenate([order[:half], self._rng.choice(order[half:], half, replace=False)])
 
     def tell(self, index: int, log: float) -> None:
-        """Takes the logarithm of the time of a point of the forecast, NaN for a failure; it is not chosen any more."""
+        """Takes the logarithm of the time of a point, NaN for a failure; `choose` will not return the point again."""
         if index < len(self._rank):
             self._rank[index] = -np.inf
         if np.isfinite(log):
             self._prediction.tell(index, float(np.interp(log, *self._scale)))
 
     def choose(self, turn: int) -> int | None:
-        """Returns the index of the candidate that promises most, as if those chosen before were measured.
+        """Returns the index of the candidate that promises most; earlier choices count as measured.
 
         Args:
             turn: how many configs the search has chosen before.
 
         Returns:
-            The index; None where every candidate was chosen.
+            The index; None if every candidate was chosen.
         """
         if not np.isfinite(self._rank).any():
             return None
@@ -147,12 +148,12 @@ class Models:
     def _most_improving(self, caution: float) -> int:
         """Returns the index of the candidate with the greatest expected improvement."""
         improvement = self._improvements(self._scale[1][:_IMPROVABLE][-1], caution)
-        # Where there is no improvement to be expected anywhere, the process's times decide.
+        # If no candidate should improve on the best, the predicted times decide.
         promise = np.log(np.maximum(improvement, 1e-30)) - 1e-3 * self._prediction.mean
         return int(np.argmax(self._rank + promise[: len(self._rank)]))
 
     def _improvements(self, over: float, caution: float) -> Floats:
-        """Returns the expected improvement over a value at each point, as if the process were so much less certain."""
+        """Returns the expected improvement over a value at each point; `caution` is a factor on the deviations."""
         deviation = caution * np.sqrt(self._process.variance * self._prediction.variance)
         gain = (over - self._prediction.mean) / deviation
         return np.asarray(deviation * (gain * special.ndtr(gain) + np.exp(-0.5 * gain**2) / np.sqrt(2 * np.pi)))
@@ -160,20 +161,20 @@ class Models:
     def _gain(self, succeeds: Floats) -> float:
         """Returns the sum of the expected gains over the best time, which is at least the expected gain of all points.
 
-        The times near the best show which gain an improvement of the process's values is. The deviations count double,
+        The times near the best convert an improvement of the process's values into a gain. The deviations count double,
         because the process may be too certain.
 
         Args:
             succeeds: the probability that the config at each point works.
         """
-        logs, first = np.unique(self._scale[0], return_index=True)  # programs that are the same share one time
+        logs, first = np.unique(self._scale[0], return_index=True)  # equal programs share one time
         values = self._scale[1][first]
         ranks = np.minimum(_STEEPNESS_AT, len(logs) - 1)
         steepness = np.max((logs[ranks] - logs[0]) / (values[ranks] - values[0] + 1e-9))
         return float(steepness * (succeeds @ self._improvements(values[0], max(_CAUTION))))
 
     def _densest(self) -> int:
-        """Returns the index of the drawn candidate whose values the best configs have most more often than others."""
+        """Returns the index of the drawn candidate whose values most favour the best configs over the others."""
         among_good, among_others = self._densities
         weights = np.where(np.isfinite(self._rank), np.exp(among_good - among_good.max()), 0)
         count = min(_DRAWN, int((weights > 0).sum()))
@@ -182,7 +183,7 @@ class Models:
 
 
 def _normal_scores(logs: Floats) -> Floats:
-    """Returns the quantile of the normal distribution for the rank of each time; equal times share theirs."""
+    """Returns the quantile of the normal distribution for the rank of each time; equal times share a quantile."""
     ordered = np.sort(logs)
     ranks = (np.searchsorted(ordered, logs, "left") + np.searchsorted(ordered, logs, "right") + 1) / 2
     return np.asarray(special.ndtri(ranks / (len(logs) + 1)))
@@ -192,17 +193,17 @@ def _normal_scores(logs: Floats) -> Floats:
 
 _JITTER = 1e-8
 _SCALE, _SCALE_APART, _SCALE_SPREAD = np.log(0.5), np.log(2.0), 1.2
-"""The prior of the length scales' logarithms: half of an axis, within a factor of three; longer between numbers that
-are told from each other one by one, which is needed where their size does not explain the values."""
+"""The prior of the length scales' logarithms: half of an axis, within a factor of three. The scale is longer for
+coordinates of single numbers, which matter only if the size of the numbers does not explain the values."""
 _NOISE, _NOISE_SPREAD = np.log(1e-2), 2.0
 """The prior of the logarithm of the noise's share of the variance."""
 
 
 class GaussianProcess:
-    """A function of points, learned from noisy values with mean 0 and variance 1; a length scale for each group.
+    """A function of points, learned from noisy values with mean 0 and variance 1; each group has a length scale.
 
-    The formulas are those of Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), algorithm 2.1 and
-    equation 5.9, with the signal's variance at its maximum-likelihood value.
+    It uses algorithm 2.1 and equation 5.9 of Rasmussen and Williams, Gaussian Processes for Machine Learning (2006),
+    with the signal's variance at its maximum-likelihood value.
     """
 
     def __init__(self, groups: NDArray[np.int64], ordered: int) -> None:
@@ -210,7 +211,7 @@ class GaussianProcess:
 
         Args:
             groups: the group of each coordinate, counted from 0.
-            ordered: so many coordinates, the first, are those of sizes and words.
+            ordered: the number of leading coordinates for sizes and words.
         """
         self._groups = groups
         self._count = int(groups.max(initial=-1)) + 1
@@ -223,7 +224,7 @@ class GaussianProcess:
 
         Args:
             points: one row for each value.
-            values: with mean 0 and variance 1.
+            values: the values, with mean 0 and variance 1.
             steps: how many steps to take towards the most likely length scales; 0 leaves them alone.
         """
         if steps:
@@ -279,7 +280,7 @@ class GaussianProcess:
 
 
 class Prediction:
-    """The mean and variance of a function at some points, which observations at some of them change.
+    """The mean and variance of a function at some points; observations at these points change both.
 
     Attributes:
         mean: the expected values.
@@ -296,7 +297,7 @@ class Prediction:
         self._values: dict[int, float] = {}
 
     def observe(self, index: int) -> None:
-        """Lowers the variance as if the value at one of the points were known; until it is told, it equals its mean."""
+        """Lowers the variance as if the value at a point were known; until `tell`, its mean stands in for the value."""
         covariance = _matern(cdist(self._points, self._points[index : index + 1], "sqeuclidean"))[:, 0]
         covariance -= self._solved.T @ self._solved[:, index]
         for earlier, total in self._seen.values():
@@ -317,7 +318,7 @@ class Prediction:
 
 
 def _matern(squares: Floats) -> Floats:
-    """Returns Matern's covariance with smoothness 5/2, by the squared distance."""
+    """Returns Matern's covariance with smoothness 5/2 at squared distances."""
     radius = np.sqrt(5 * squares)
     decay = np.exp(-radius)
     decay *= (radius / 3 + 1) * radius + 1
@@ -329,19 +330,19 @@ def _matern(squares: Floats) -> Floats:
 _PENALTY = 0.05
 _STEPS = 8
 _MOST_FOR_PRODUCTS = 16
-"""With more coordinates than this, their products are left out: they would take too long."""
+"""Number of coordinates above which their products are left out, because these would take too long."""
 
 
 def _success(known: Floats, works: NDArray[np.bool_], asked: Floats) -> Floats:
-    """Returns the probability that configs work, by logistic regression fitted by Newton's method with a ridge penalty.
+    """Returns the probability that configs work, by logistic regression with Newton's method and a ridge penalty.
 
-    Shared memory and registers are products of a config's values, and so sums of their logarithms: a quadratic form of
-    the coordinates follows such a limit, where a Gaussian process needs many points along it.
+    Needs of shared memory and registers are products of a config's values, so their logarithms are sums. A quadratic
+    form of the coordinates can follow a limit on them, while a Gaussian process needs many points along it.
 
     Args:
-        known: the coordinates of the configs that were tried, one row for each.
-        works: whether each of them could be measured.
-        asked: the coordinates of the configs in question.
+        known: the coordinates of the configs tried before, one row for each.
+        works: whether each of them has a time.
+        asked: the coordinates of the configs to predict.
     """
     terms = _terms(known)
     penalty = np.full(terms.shape[1], _PENALTY)
@@ -365,22 +366,22 @@ def _terms(points: Floats) -> Floats:
 # --- densities ---------------------------------------------------------------------------------------------
 
 _MOST_LEVELS = 64
-"""More numbers than this share levels with their neighbours."""
+"""Number of numeric values above which neighbours share levels."""
 _WIDTH = 0.5
-"""How far a number's weight reaches, in levels; of more than eleven levels, a twentieth of all."""
+"""Reach of a number's weight, in levels; a twentieth of all if there are more than eleven levels."""
 
 
 def log_densities(
     levels: Sequence[tuple[NDArray[np.int64], Floats | None]], known: Codes, good: NDArray[np.bool_], asked: Codes
 ) -> tuple[Floats, Floats]:
-    """Returns the logarithms of the density of some configs among good ones, and of that among the others.
+    """Returns the logarithms of the densities of some configs among good configs, and among the others.
 
-    It estimates how probable each value is, for each name by itself: this is the tree-structured Parzen estimator of
-    Bergstra and others, "Algorithms for Hyper-Parameter Optimization" (2011), for values that can be listed.
+    It estimates the probability of each value, separately for each name: this is the tree-structured Parzen estimator
+    of Bergstra and others, "Algorithms for Hyper-Parameter Optimization" (2011), for a finite list of values.
 
     Args:
-        levels: for each name what `levels_of` returns.
-        known: the configs that were tried.
+        levels: the result of `levels_of` for each name.
+        known: the configs tried before.
         good: which of them are good.
         asked: the configs to estimate.
     """
@@ -393,9 +394,9 @@ def log_densities(
 
 
 def levels_of(values: Sequence[ConfigValue]) -> tuple[NDArray[np.int64], Floats | None]:
-    """Returns the level of each value of a name, and how much a config at one level says of each other level.
+    """Returns the level of each value of a name, and the weight of a config at one level for each other level.
 
-    Numbers are near by size; for words, each by itself, the second is None.
+    Numbers of similar size share weight. For words the second result is None, because each word stands alone.
     """
     order = by_size(values)
     if order is None:
@@ -407,7 +408,7 @@ def levels_of(values: Sequence[ConfigValue]) -> tuple[NDArray[np.int64], Floats 
 
 
 def _log_density(seen: NDArray[np.int64], count: int, nearness: Floats | None) -> Floats:
-    """Returns the density of each level, to which one config that may have any value is added."""
+    """Returns the density of each level, after adding one config that may have any value."""
     weights = np.bincount(seen, minlength=count).astype(np.float64)
     density = (weights if nearness is None else nearness @ weights) + 1 / count
     return np.asarray(np.log(density / density.sum()))
@@ -415,11 +416,11 @@ def _log_density(seen: NDArray[np.int64], count: int, nearness: Floats | None) -
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limits the OpenBLAS libraries of NumPy and SciPy to one thread: more cost more than they save on small matrices.
+    """Limits the OpenBLAS libraries of NumPy and SciPy to one thread: on small matrices, more cost more than they save.
 
-    Their threads wait for work by spinning: on a machine of 2 cores with other work, a search took 8.8 ms of CPU per
-    trial instead of 0.8, on cores that workers compile on. Neither package has a function for this. A library that is
-    not known is left alone.
+    Their threads wait for work by spinning. On a machine of 2 cores with other work, a search took 8.8 ms of CPU per
+    trial instead of 0.8, on cores that workers compile on. Neither package has a function for this. Unknown libraries
+    keep their threads.
     """
     before = [(put, get()) for get, put in _openblas_functions()]
     for put, _ in before:

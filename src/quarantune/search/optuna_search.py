@@ -1,4 +1,4 @@
-"""Searches by the samplers of Optuna, which asks for no config twice here."""
+"""Searches with the samplers of Optuna, without asking for a config twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Outcome, Trial
 
 _LEFT_OUT = frozenset({"base", "basega", "bruteforce", "grid", "partialfixed"})
-"""Base classes, samplers that need further arguments, and one that stops a study that nobody has started."""
+"""Names that no search may have: base classes, samplers that need further arguments, and a sampler that stops a study
+that nobody has started."""
 _NEEDED = {"cmaes": "cmaes", "gp": "torch"}
 """Modules that Optuna imports only after some trials."""
 
@@ -36,11 +37,11 @@ class OptunaSearch(RandomSearch):
             sampler: the name of a class in `optuna.samplers` in lower case, without `Sampler`.
             space: the configs.
             seed: the sampler's seed.
-            starts: as for `Strategy`.
+            starts: configs to try first; see `Strategy`.
 
         Raises:
-            ImportError: Optuna is not installed, or a module that the sampler needs.
-            ValueError: it has no such sampler.
+            ImportError: Optuna, or a module that the sampler needs, is not installed.
+            ValueError: Optuna has no sampler of this name.
         """
         try:
             self._optuna: Any = importlib.import_module("optuna")
@@ -68,7 +69,7 @@ class OptunaSearch(RandomSearch):
         self._asked: dict[int, Any] = {}
 
     def pick(self, n: int) -> Iterable[int]:
-        """Yields the sampler's next configs that can be tried; random ones where it only repeats itself."""
+        """Yields the sampler's next new configs; random configs if the sampler only repeats itself."""
         repeats = 0
         while repeats < MOST_REPEATS:
             proposal = self._study.ask(self._distributions)
@@ -84,7 +85,7 @@ class OptunaSearch(RandomSearch):
         yield from super().pick(n)
 
     def learn(self, position: int, trial: Trial) -> None:
-        """Tells the study of a trial, whoever asked for it."""
+        """Adds a trial to the study, even if the study did not ask for it."""
         value = self._value(trial)
         if (proposal := self._asked.pop(position, None)) is not None:
             self._finish(proposal, value)
@@ -99,7 +100,7 @@ class OptunaSearch(RandomSearch):
         return next(iter(self._fields.positions_of(np.array([codes], np.int64))), None)
 
     def _value(self, trial: Trial | None) -> float | None:
-        """Returns what the study is told: a failure counts as the slowest config, and as failed while there is none."""
+        """Returns the study's value for a trial: a failure counts as the slowest config, or None if none is known."""
         log = None if trial is None else log_time(trial)
         if log is None or not math.isnan(log):
             return log
@@ -127,7 +128,7 @@ def _make_sampler(optuna: Any, name: str, seed: int) -> Any:
             f"search='{OPTUNA}{name}' needs {needed}, which is not installed: pip install {needed}, or give another "
             f"sampler such as '{OPTUNA}tpe'"
         )
-    seed %= 1 << 32  # Optuna's generators take no larger ones
+    seed %= 1 << 32  # Optuna's generators take no larger seeds
     with warnings.catch_warnings():
         # Optuna warns that samplers, and the option for several trials at a time, are experimental.
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""A search that asks for random configs, as the first ones of others are."""
+"""A search that asks for random configs, and the random draws that other searches use."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from quarantune.values.space import Space
 
 _ROUNDS = 50
 _RARE, _ENOUGH = 0.02, 200
-"""Where a smaller share of so many random configs can be asked, the others are looked for."""
+"""Share of free configs among at least `_ENOUGH` random ones; repairs replace random draws below `_RARE`."""
 _MOST_REPAIRS = 1000
-"""A draw asks the predicate so often at most, which takes some 20 ms."""
+"""Largest number of times that a draw asks the predicate; they take about 20 ms."""
 _MOST_IN_VAIN = 100_000
-"""As long as none was found, so often; it takes some two seconds."""
+"""Replaces `_MOST_REPAIRS` until a config is found; these calls take about two seconds."""
 _MOST_LOOKED_AT = 1_000_000
-"""Where nearly all configs of a smaller space are dropped or were asked already, they are looked at in order."""
+"""Size of the largest space that a draw searches in order if it found no free config at random."""
 
 
 class RandomSearch(Strategy):
     """Asks for random configs.
 
-    Where nearly all configs of a grid are dropped, one that is dropped is repaired: predicates mostly look at a few
-    names, and drop the config as soon as these do not fit together, so that only the last of these names has to change,
-    and the one before it once all values of the last were tried. (Backjumping, as in Prosser, "Hybrid Algorithms for
-    the Constraint Satisfaction Problem", 1993.) The work grows with the sum of what the single constraints drop, where
-    drawing at random grows with the product.
+    If nearly all configs of a grid are dropped, the search repairs a dropped config. Predicates mostly look at a few
+    names, and drop the config as soon as these do not fit together. So only the last of these names has to change, and
+    the name before it after all values of the last. This is backjumping (Prosser, "Hybrid Algorithms for the
+    Constraint Satisfaction Problem", 1993). Its work grows with the sum of the configs that single constraints drop,
+    while the work of random draws grows with the product.
     """
 
     def __init__(self, space: Space, seed: int, starts: Iterable[Config] = ()) -> None:
@@ -39,7 +39,7 @@ class RandomSearch(Strategy):
         Args:
             space: the configs.
             seed: the same seed and the same trials give the same configs.
-            starts: as for `Strategy`.
+            starts: configs to try first; see `Strategy`.
         """
         self._size = space.whole()
         super().__init__(space, starts)
@@ -53,7 +53,7 @@ class RandomSearch(Strategy):
         return map(int, self.draw(n))
 
     def draw(self, count: int) -> NDArray[np.int64]:
-        """Returns up to so many random configs that can be asked."""
+        """Returns the positions of up to `count` random free configs."""
         found: set[int] = set()
         if self._size > 4 * count:
             for drawn in range(1, _ROUNDS + 1):
@@ -75,14 +75,14 @@ class RandomSearch(Strategy):
         asked = 0
         while len(found) < count and asked < (_MOST_REPAIRS if found else _MOST_IN_VAIN):
             position, steps = self._repair()
-            # A predicate may look at all values before it decides, and a config be found sooner at random.
+            # If the predicate looks at all values before it decides, random draws may find a config sooner.
             drawn = self.rng.integers(self._size, size=steps).tolist()
             found.update(filter(self.is_free, drawn if position is None else [position, *drawn]))
             asked += 2 * steps
         return found
 
     def _repair(self) -> tuple[int | None, int]:
-        """Returns a config that is kept, if one is found, and how many steps that took."""
+        """Returns the position of a kept config, or None if it finds none, and how many steps it took."""
         row: list[int] = self.rng.integers(self._counts).tolist()
         untried: dict[int, list[int]] = {}
         blamed: dict[int, set[int]] = {}
@@ -108,7 +108,7 @@ class RandomSearch(Strategy):
         return None, _MOST_REPAIRS
 
     def _to_blame(self, row: list[int]) -> set[int]:
-        """Returns the columns whose values make the predicate drop a config; none where it is kept."""
+        """Returns the columns whose values make the predicate drop a config; empty if it keeps the config."""
         for columns, dropped in self._dropped.items():
             if tuple([row[column] for column in columns]) in dropped:
                 return set(columns)
@@ -120,7 +120,7 @@ class RandomSearch(Strategy):
         return set(to_blame)
 
     def _note(self, columns: set[int], row: list[int]) -> None:
-        """Notes that every config with these values is dropped."""
+        """Records that the predicate drops every config with these values."""
         if 0 < len(columns) < len(row):
             key = tuple(sorted(columns))
             self._dropped.setdefault(key, set()).add(tuple([row[column] for column in key]))

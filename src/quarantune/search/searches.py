@@ -21,7 +21,7 @@ from quarantune.values.options import (
 from quarantune.values.space import Space
 
 _READ_FIRST_S = 0.2
-"""So much CPU time a generator gets before the first config is tried; it yields some 50,000 configs in that time."""
+"""Seconds of CPU time for a generator before the first config runs; it yields some 50,000 configs in that time."""
 
 
 def reads_on(space: Space) -> bool:
@@ -39,11 +39,12 @@ def make(search: str | Search, space: Space, *, seed: int = 0, starts: Sequence[
     Args:
         search: a name, or an object with the methods of `Search`.
         space: the configs.
-        seed: the same seed and the same trials give the same search; an object of the user's has its own.
-        starts: configs to try first, such as the best ones of similar problems; those outside the space are left out.
+        seed: the same seed and the same trials give the same search; a user's object ignores it.
+        starts: configs to try first, such as the best configs of similar problems; configs outside the space are
+            ignored.
 
     Raises:
-        TypeError: `search` is neither a name nor such an object.
+        TypeError: `search` is neither a name nor an object with the methods of `Search`.
         ValueError: no search has this name.
         ImportError: the search needs an extra that is not installed.
     """
@@ -58,7 +59,7 @@ def make(search: str | Search, space: Space, *, seed: int = 0, starts: Sequence[
         return UsersSearch(Strategy(space), space, starts, lambda: make(search, space, seed=seed, starts=starts))
     if search == RANDOM:
         return RandomSearch(space, seed, starts)
-    # Imported where they are used: scipy and optuna take time.
+    # Importing scipy and optuna takes time, so each import waits until it is needed.
     if search == SURROGATE:
         from quarantune.search.surrogate import Surrogate
 

@@ -1,4 +1,4 @@
-"""The rules that all searches share: configs that are known already are not asked, and the starts come first."""
+"""The rules that all searches share: no config is asked twice, and the starts come first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quarantune.values.trial import TIME, Outcome, Trial, ranked_by
 
 
 def log_time(trial: Trial) -> float | None:
-    """Returns the logarithm of a trial's figure, NaN for a failure; None for one that says nothing, as a lost one."""
+    """Returns the logarithm of a trial's figure; NaN for a failure; None if uninformative, as of a lost config."""
     if trial.outcome is Outcome.OK and ranked_by(trial) != TIME and trial.merit is not None:
         return math.asinh(trial.merit)  # near a logarithm, and defined for all numbers
     if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.merit:
@@ -24,13 +24,13 @@ def log_time(trial: Trial) -> float | None:
 
 
 MOST_REPEATS = 100
-"""A search that returns so many configs in a row which were asked before, or are dropped, has nothing new to try."""
+"""Number of repeated or dropped configs in a row after which a search has nothing new to try."""
 
 
 class Strategy:
-    """A search over positions in their order, or as a class that derives from it picks them.
+    """A search over positions in their order; subclasses pick positions otherwise.
 
-    It implements `Search`; of a generator, it reads only as many configs as are asked.
+    It implements `Search`. It reads a generator only as far as `ask` needs.
     """
 
     def __init__(self, space: Space, starts: Iterable[Config] = ()) -> None:
@@ -38,7 +38,7 @@ class Strategy:
 
         Args:
             space: the configs.
-            starts: configs to try before all others; those that are not in the space are left out.
+            starts: configs to try before all others; configs outside the space are ignored.
         """
         self.space = space
         self.trials: dict[int, Trial] = {}
@@ -48,14 +48,14 @@ class Strategy:
         self._starts = iter([at for at in map(space.find, starts) if at is not None])
 
     def ask(self, n: int) -> list[Config]:
-        """Returns up to `n` configs that were never returned nor told before."""
+        """Returns up to `n` configs that were never asked or told before."""
         asked = list(map(self._take, itertools.islice(filter(self.is_free, self._starts), n)))
         left = n - len(asked)
         asked += map(self._take, itertools.islice(self.pick(left), left))
         return [self.space[position] for position in asked]
 
     def tell(self, config: Config, trial: Trial) -> None:
-        """Takes note of a trial; those of configs outside the space are left out."""
+        """Takes note of a trial, unless its config is outside the space."""
         position = self.space.find(config)
         if position is None:
             return
@@ -66,14 +66,14 @@ class Strategy:
             self.learn(position, trial)
 
     def learn(self, position: int, trial: Trial) -> None:
-        """Takes note of the trial of a config of the space, which `trials` holds from now on."""
+        """Takes note of the trial of a config of the space; `trials` already holds it."""
 
     def pick(self, n: int) -> Iterable[int]:
-        """Yields the positions of configs for which `is_free` holds then; `n` of them are wanted."""
+        """Yields the positions of configs that `is_free` accepts at that time; the caller takes at most `n`."""
         return filter(self.is_free, self._in_order)
 
     def is_free(self, position: int) -> bool:
-        """Whether a config is kept and was neither asked nor told."""
+        """Whether the space keeps a config that was neither asked nor told."""
         return position not in self._taken and self.space.keeps(position)
 
     def _take(self, position: int) -> int:
@@ -86,7 +86,7 @@ Make: TypeAlias = Callable[[], Search]
 
 
 class UsersSearch(Strategy):
-    """Passes on what another search asks, mostly an object of the user's, without configs that were asked before."""
+    """Passes on the configs of another search, mostly a user's object, without repeats."""
 
     def __init__(self, search: Search, space: Space, starts: Iterable[Config], make_next: Make | None = None) -> None:
         """Wraps the object.
@@ -94,15 +94,15 @@ class UsersSearch(Strategy):
         Args:
             search: the object.
             space: the configs.
-            starts: as for `Strategy`; the object is told their trials like all others.
-            make_next: makes the search that takes the object's place once there is a trial, and that may read the space
-                to its end; until then, one config is tried at a time. None where the object stays.
+            starts: configs to try first; see `Strategy`. The object receives their trials like all others.
+            make_next: makes the search that replaces the object once there is a trial, and may read the space to its
+                end. Until then, only one config is tried at a time. None if the object stays.
         """
         super().__init__(space, starts)
         self._search, self._make_next = search, make_next
 
     def pick(self, n: int) -> Iterable[int]:
-        """Yields configs that the object asks; a repeated one is answered with the trial that is known."""
+        """Yields the object's new configs; answers a repeated config with its known trial."""
         if self._make_next is not None:
             if self.pending:
                 return
@@ -134,7 +134,7 @@ class UsersSearch(Strategy):
 
     @property
     def expects_gain(self) -> bool:
-        """Whether the other search expects a gain, if it has a model; True if it has none."""
+        """Whether the other search expects a gain; True if it has no model."""
         return bool(getattr(self._search, "expects_gain", True))
 
     def tell(self, config: Config, trial: Trial) -> None:
@@ -151,5 +151,5 @@ class UsersSearch(Strategy):
             self.space.whole()  # a generator may yield it later
             position = self.space.find(config)
         if position is None:
-            raise ValueError(f"{name}.ask returned {shown(config)}, which is none of the configs; return one of them.")
+            raise ValueError(f"{name}.ask returned {shown(config)}, which is not one of the configs; return one.")
         return position

@@ -1,4 +1,4 @@
-"""A search that models how fast each config is and whether it works, and asks for what promises most."""
+"""A search that models how fast each config is and whether it works, and asks for the most promising configs."""
 
 from __future__ import annotations
 
@@ -24,47 +24,48 @@ if TYPE_CHECKING:
     from quarantune.search.models import Models
 
 _STARTS = 16
-"""So many configs are spread over the space before the models choose, and have worked before they end the search."""
+"""Number of configs spread over the space before the models choose. The models end the search only after as many
+worked."""
 _SPREAD_OVER = 12
-"""The next start is the best of so many random configs."""
+"""Number of random configs to draw for each start; the best of them becomes the start."""
 _CANDIDATES = 1000
-"""The models choose among so many configs; half of them are near the best ones."""
+"""Number of configs that the models choose among; half of them are near the best configs."""
 _SERVES = 8
-"""New candidates are looked at after so many trials, or after one that was better than all before it."""
+"""Number of trials after which new candidates are drawn; a new best trial also draws them."""
 _PARENTS = 9
 """The number of the best configs whose neighbours and crossovers are candidates."""
 _AGREEING = 3
 """Number of forecasts in a row without a gain that end the hope of one."""
 _MUTATIONS = 0.5
-"""The mean number of values that are changed at random in a crossover."""
+"""The mean number of values that a crossover changes at random."""
 
 
 class Surrogate(RandomSearch):
     """Asks first for configs that are far from each other, then for those that may improve on the best."""
 
     def __init__(self, space: Space, seed: int, starts: Iterable[Config] = ()) -> None:
-        """Makes no model yet; the arguments are those of `RandomSearch`."""
+        """Makes no model yet; see `RandomSearch` for the arguments."""
         super().__init__(space, seed, starts)
         self._fields = Fields(space)
         self._features = Features(self._fields)
         self._sizes = np.array([len(values) for values in self._fields.values], np.int64)
         self._models: Models | None = None
-        self._positions: list[int] = []  # of the configs in the forecast; none where it must be made
+        self._positions: list[int] = []  # of the configs in the forecast; empty if a new forecast is due
         self._renewal = 0
         self._hopeless = 0
         self._best = math.inf
         self._logs: dict[int, float] = {}
-        # The models import SciPy, which takes a second and is not needed before the starts have been tried.
-        with contextlib.suppress(RuntimeError):  # no further thread can start: they are imported when they are needed
+        # The models import SciPy, which takes a second; the search needs it only after the starts.
+        with contextlib.suppress(RuntimeError):  # if no further thread can start, the first use imports them
             threading.Thread(target=importlib.import_module, args=("quarantune.search.models",), daemon=True).start()
 
     @property
     def expects_gain(self) -> bool:
-        """Whether the models expect that a further config is faster than the best by the least gain that counts."""
+        """Whether the models expect a further config to beat the best by at least the least gain that counts."""
         return self._hopeless < _AGREEING
 
     def learn(self, position: int, trial: Trial) -> None:
-        """Takes the logarithm of the config's time, or NaN for a failure; a lost config has neither."""
+        """Takes the logarithm of the config's time, or NaN for a failure; ignores a lost config."""
         self._logs.pop(position, None)
         if (log := log_time(trial)) is None:
             return
@@ -75,7 +76,7 @@ class Surrogate(RandomSearch):
             self._models.tell(self._positions.index(position), log)
 
     def pick(self, n: int) -> Iterable[int]:
-        """Yields the configs that promise most, given all trials so far."""
+        """Yields the most promising configs, given all trials so far."""
         told, works = list(self._logs), np.isfinite(list(self._logs.values()))
         while len(told) + len(self.pending) < _STARTS or works.sum() < 2:
             start = self._start(told, works)
@@ -104,7 +105,7 @@ class Surrogate(RandomSearch):
         return int(drawn[int(np.argmax(np.sqrt(squares.min(1)) * works_there**2))])
 
     def _forecasting(self) -> Models:
-        """Returns the models, which have made a forecast of new candidates, if any are left."""
+        """Returns the models with a forecast of new candidates, if any candidates are left."""
         from quarantune.search.models import Models
 
         models = self._models or Models(self._fields, self._features, self.rng)
@@ -142,5 +143,5 @@ class Surrogate(RandomSearch):
         return sorted({*near.tolist(), *self.draw(_CANDIDATES - len(near)).tolist()})
 
     def _points(self, positions: Sequence[int]) -> Floats:
-        """Returns configs as points, where only sizes and words count."""
+        """Returns configs as points with the coordinates of sizes and words only."""
         return self._features.points(self._fields.codes(positions))[:, : self._features.ordered]

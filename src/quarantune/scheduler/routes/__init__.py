@@ -1,1 +1,1 @@
-"""The routes of trials through processes, one a file; `choosing` says which a sweep takes."""
+"""The routes of trials through processes, one per file; `choosing` decides which a sweep takes."""

@@ -29,21 +29,22 @@ class Apart(WithoutDevice, PreparedAhead):
         return cls(numbers, target=given.target, confirms=given.confirms)
 
     def may_confirm_on(self, device: DeviceState) -> bool:
-        """Returns whether a further worker may confirm an error on a device while other configs go on."""
+        """Returns whether a further worker may confirm an error on a device while other configs run."""
         return not device.is_cramped and self._run.may_start_on(device)
 
 
 class Cheaply(Apart):
-    """The same with programs that are compiled cheaply; their times rank the configs, and are nobody's result.
+    """Like `Apart`, but programs compile cheaply; their times rank the configs, and are never a result.
 
-    The workers that compile fully next take the device meanwhile, once the one that measures has it. Each then lowers
-    its config within 0.1 s. A worker that was started beside the compiles of others took 2.1 s for that, on an H100.
+    Once the measuring worker has the device, this route also starts the workers that will compile fully on the next
+    route, so that they take the device early. On an H100, each then lowers its config within 0.1 s; a worker that
+    started while others compiled took 2.1 s.
     """
 
     _ranks = True
 
     def __init__(self, numbers: Numbers, *, target: CompileTarget | None = None, confirms: bool = False) -> None:
-        # An error is met again where the config is compiled fully.
+        # The full compile meets an error again.
         super().__init__(numbers, target=target, confirms=False)
         self._ahead_on = set[DeviceState]()
 
@@ -51,7 +52,7 @@ class Cheaply(Apart):
         return dataclasses.replace(super()._task(job, last=last), is_cheap=True)
 
     def prepare_on(self, device: DeviceState) -> None:
-        """Starts the standby workers that will be needed, here and by the route that follows."""
+        """Starts the standby workers that this route and the next will need."""
         super().prepare_on(device)
         run = self._run
         is_first_ready = any(worker.state is WorkerState.IDLE for worker in run.workers.standby(device))
@@ -62,7 +63,7 @@ class Cheaply(Apart):
 
 
 class ApartInTurns(WithoutDevice, Split):
-    """The same if the device is the machine: compiling and measuring alternate."""
+    """Like `Apart` if the device is the machine's CPU: compiling and measuring alternate."""
 
     label = Route.APART
 

@@ -17,28 +17,29 @@ from quarantune.values.codec import as_json
 from quarantune.values.trial import READY, ArrayKind, CompileTarget, Outcome, Phase, Route
 
 _MOST_LOST = 10
-"""Where more than one in so many configs ends the worker that compiles it, each gets one of its own."""
+"""Least number of compiled configs per lost compile worker; with fewer, each config gets a new worker."""
 _CPU_PARKED = 16
-"""How many compiled configs wait on a CPU, memory permitting, before compiling stops and they are measured: among many,
-slow configs are recognised sooner."""
+"""Number of compiled configs that wait on a CPU, memory permitting, before compiling stops and measuring begins. Among
+many, slow configs show sooner."""
 _SEARCH_PARKED = 8
-"""The same where a search decides what is tried: in replays of five recorded GPU spaces, it needed 11 to 65% more
-trials in batches of 16 than in batches of 8."""
+"""Replaces `_CPU_PARKED` if a search chooses the configs. In replays of five recorded GPU spaces, searches needed 11 to
+65% more trials in batches of 16 than in batches of 8."""
 _CPU_SHARES = 4
-"""The least number of configs among which the memory is divided."""
+"""The least number of configs that share the memory of a CPU."""
 DEVICE_PARKED = 6
-"""How many workers compile on each accelerator, and how many compiled configs wait in workers that hold a context."""
+"""Number of workers that compile on each accelerator, and of compiled configs that wait in workers with a context."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _CONFIGS_PER_TPU_WORKER = 1000
-"""No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
+"""Number of configs that a TPU worker measures. A TPU takes seconds to initialise, and only one worker can own it, so
+that no other can get ready ahead."""
 _COMPILES_PER_WORKER = 32
-"""How many configs one compile worker takes for an accelerator. The first takes 0.3 s more than others: on an H200, 648
-configs, 59% of them bad, take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
+"""Number of configs that one compile worker takes for an accelerator. The first config of a worker takes 0.3 s more
+than others: on an H200, 648 configs, 59% of them bad, took a second less than with 8 per worker. A worker grows by less
+than 1 MB per config."""
 _THREADS = "NPROC"
-"""Read by XLA: it starts threads for so many cores."""
+"""Environment variable that XLA reads: the number of cores that it starts threads for."""
 _BATCH = 64
-"""How many configs are compiled before this process measures them: a sweep that is interrupted loses the work on no
-more."""
+"""Number of configs that compile before any is measured; an interrupted sweep loses the work on at most this many."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,15 +48,15 @@ class Conditions:
 
     Attributes:
         platform: the platform to tune for.
-        mode: which steps there are, and which of them run in workers.
-        is_jitted: whether there is a program that one process can compile for another.
+        mode: the steps of a trial, and which of them run in workers.
+        is_jitted: whether one process can compile the program for another.
         is_spread: whether one trial needs several devices.
         is_taken: whether this process has the device, and no worker can use it.
         target: the device that workers without it compile for; None if they cannot.
-        devices: how many devices there are to measure on.
+        devices: how many devices measure.
         slots: how many configs compile at a time.
         each: how many configs a measuring worker takes; None chooses by platform.
-        ranks: whether configs may be ranked by a cheap compile, and only those compiled fully that may win.
+        ranks: whether a cheap compile may rank the configs, so that only those compile fully that may win.
     """
 
     platform: str
@@ -82,16 +83,16 @@ class Conditions:
 
     @property
     def slots_with_device(self) -> int:
-        """How many workers compile with the device at a time: only one can use a TPU."""
+        """How many workers compile with the device at a time; only one worker can use a TPU."""
         return 1 if self.platform == "tpu" else self.slots
 
     @property
     def confirms(self) -> bool:
-        """Whether errors raised without the device are confirmed on it: libtpu compiles alike with it and without."""
+        """Whether errors without the device need confirming on it; libtpu compiles alike with a TPU and without."""
         return self.target is not None and self.platform != "tpu"
 
     def in_workers(self, slots: int, *, is_closed: bool, **numbers: int) -> Numbers:
-        """Returns the numbers of a route on which workers wait with compiled configs; `is_closed` as for `in_files`."""
+        """Returns the numbers of a route whose workers wait with compiled configs; see `in_files` for `is_closed`."""
         if self.platform == "cpu":
             parked = max(_CPU_PARKED if is_closed else _SEARCH_PARKED, 2 * slots)
             return Numbers(slots=slots, parked=parked, workers=max(_CPU_SHARES, 2 * slots), **numbers)
@@ -113,13 +114,13 @@ class Conditions:
 class TrialRoute:
     """One way of trials through processes: who compiles a config, who measures it, and how many at a time.
 
-    The scheduler asks a route what to do next, and never which one it is. Workers compile with their device, unless a
-    route derives from `WithoutDevice`.
+    The scheduler asks a route for its next step, and never asks which route it is. Workers compile with their device,
+    unless a route derives from `WithoutDevice`.
 
     Attributes:
         label: the name of the route, which trials show.
-        numbers: how many configs and workers there are at a time.
-        confirms: whether an error that is raised without the device counts only if it is raised with it, too.
+        numbers: how many configs and workers the route has at a time.
+        confirms: whether an error without the device counts only if it also occurs with the device.
     """
 
     label: Route
@@ -127,9 +128,9 @@ class TrialRoute:
     _admits: type[Admission] = Bursts
     """How compiling and measuring share the machine; by default, the two alternate."""
     _pauses = True
-    """Whether all configs run once before those that may still win go on."""
+    """Whether all configs run once before those that may still win continue."""
     _ranks = False
-    """Whether times only rank configs, and outputs are not judged."""
+    """Whether times only rank configs, and nothing judges outputs."""
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers = numbers
@@ -140,17 +141,17 @@ class TrialRoute:
         self._run = run
 
     def admission(self) -> Admission:
-        """Returns what decides when the next config is compiled or measured."""
+        """Returns the admission, which decides when the next config may compile or run."""
         return self._admits(self._run, self.waiting, self.may_begin)
 
-    # What differs between routes
+    # Differs between routes
 
     def environ(self) -> dict[str, str]:
         """Returns the environment variables of workers that compile without a device."""
         return {}
 
     def waiting(self) -> int:
-        """Returns how many configs wait, compiled, for a device."""
+        """Returns how many compiled configs wait for a device."""
         raise NotImplementedError
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
@@ -158,33 +159,33 @@ class TrialRoute:
         raise NotImplementedError
 
     def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
-        """Has a job wait again after an informative first run."""
+        """Makes a job wait again after an informative first run."""
 
     def measure_on(self, device: DeviceState) -> None:
         """Gives the next config that waits a device, if there is one."""
 
     def prepare_on(self, device: DeviceState) -> None:
-        """Starts the workers that a device will need, ahead of those that compile."""
+        """Starts the workers that a device will need, before any that compile."""
 
     def take_standby(self, earlier: RunState) -> None:
-        """Takes over the standby workers of an earlier run of the sweep, if this one needs such workers."""
+        """Takes over the standby workers of an earlier run of the sweep, if this route needs any."""
 
     def may_confirm_on(self, device: DeviceState) -> bool:
-        """Returns whether a further worker may confirm an error on a device while other configs go on."""
+        """Returns whether a further worker may confirm an error on a device while other configs run."""
         return False
 
     def on_lowered(self, outputs: tuple[ArrayKind, ...]) -> None:
         """Takes note of the outputs that configs have."""
 
     def measure_again(self, worker: Worker, job: Job, reply: Measured) -> bool:
-        """Has a job whose runs were disturbed measured once more; returns whether that is possible."""
+        """Repeats a job after disturbed runs, if the route can; returns whether it can."""
         return False
 
     def on_unfit(self, worker: Worker, reply: Failed) -> bool:
-        """Leaves a program that must be compiled on its device to another route.
+        """Leaves a program that must compile on its device to another route.
 
         Returns:
-            Whether it was left; if not, the worker has failed.
+            Whether the route left it; if not, the worker has failed.
 
         Raises:
             ValueError: no program can be unfit on this route.
@@ -192,19 +193,19 @@ class TrialRoute:
         raise ValueError("no program is unfit here")
 
     def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
-        """Takes note that a job was compiled where it is measured, because its program could not be passed on."""
+        """Takes note that the measuring process compiled a job, because it could not load the job's program."""
 
     def close(self) -> None:
         """Ends the run of this route."""
 
-    # What they share: compiling
+    # Shared: compiling
 
     def may_begin(self, job: Job) -> bool:
-        """Whether there is a worker for a job, or one may be started."""
+        """Whether a worker can take a job, or a new worker may start."""
         return self._run.may_start_on(self._compiling_device()) or self.reusable(job) is not None
 
     def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by a worker that is done with others, or by a new one."""
+        """Compiles a job in a worker that has finished other jobs, or in a new worker."""
         run = self._run
         job.begin(run.plan.memory.alone_bytes(run.memory.available_memory()) if job.is_alone else None)
         worker = self.reusable(job)
@@ -214,10 +215,10 @@ class TrialRoute:
             run.workers.start(task, WorkerState.COMPILING, job=job, device=self._compiling_device(), fds=fds)
         else:
             worker.take(job, run.workers.startup_deadline())
-            run.workers.send_next(worker, task, fds)  # it reads the task as soon as it is ready
+            run.workers.send_next(worker, task, fds)  # the worker reads the task as soon as it can
 
     def _task(self, job: Job, *, last: bool) -> Compile:
-        """Returns the task to compile a job, whose worker takes no further config if this is the `last` one."""
+        """Returns the task to compile a job; `last` means that its worker takes no further config."""
         plan = self._run.plan
         return Compile(
             trial=job.index,
@@ -227,17 +228,17 @@ class TrialRoute:
         )
 
     def _compiling_device(self) -> DeviceState | None:
-        """Returns the device of the next worker that compiles; None for one that needs none."""
+        """Returns the device of the next worker that compiles; None if that needs no device."""
         return self._run.least_used_device()
 
     def reusable(self, job: Job) -> Worker | None:
-        """Returns a worker that is done with other configs and may take a job; None where that needs a fresh one."""
+        """Returns a worker that has finished other configs and may take a job; None if the job needs a fresh worker."""
         if job.was_lost or job.needs_fresh or job.is_alone:
             return None
         return next(iter(self._run.workers.in_state(WorkerState.BETWEEN)), None)
 
     def retire_unneeded(self) -> None:
-        """Ends the workers that are done with a config where there is no other that they may take."""
+        """Ends the workers that have finished a config and cannot take another."""
         run, pending = self._run, self._run.jobs.pending
         is_next = self.reusable(pending[0]) is not None if pending else self._may_come()
         if is_next and run.worker_count.most > 1:
@@ -246,19 +247,19 @@ class TrialRoute:
             run.workers.retire(worker)
 
     def _may_come(self) -> bool:
-        """Returns whether workers wait for configs that the source may give."""
+        """Returns whether workers wait for further configs of the source."""
         return self._run.jobs.may_come
 
     def stopped(self, worker: Worker) -> None:
-        """Takes its job from a worker that has only lowered it, so that it may compile another."""
+        """Takes its job from a worker that has only lowered it, so that the worker may compile another."""
         worker.release()
         worker.transition(WorkerState.BETWEEN)
 
     def free(self, worker: Worker) -> None:
-        """Takes its job and its device from a worker, which may compile another config or ends."""
+        """Takes its job and its device from a worker, which then may compile another config, or ends."""
         run = self._run
         worker.release()
-        # Where configs end the workers that compile them, those must be repeated that were not the first.
+        # If configs end the workers that compile them, each config that was not its worker's first must run again.
         few_are_lost = _MOST_LOST * run.jobs.lost_compilers <= run.jobs.compiled
         if worker.used < self.numbers.compiles_per_worker and few_are_lost:
             worker.transition(WorkerState.BETWEEN)
@@ -266,25 +267,25 @@ class TrialRoute:
             run.workers.retire(worker)
 
     def may_fit_alone(self, worker: Worker) -> bool:
-        """Returns whether workers that are done with a config may hold the device memory that another one lacked."""
+        """Returns whether idle compile workers may hold the device memory that a config in `worker` lacked."""
         is_reused = self.numbers.compiles_per_worker > 1
         return is_reused and worker.device is not None and self._run.workers.on(worker.device) > 1
 
-    # What they share: measuring
+    # Shared: measuring
 
     def enter(self, job: Job, phase: str) -> None:
         """Announces the phase that a job enters."""
         self._run.on_phase(job.index, phase)
 
     def on_ended_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
-        """Ends a job whose first run was ended, because it took too long."""
+        """Ends a job whose first run took too long to finish."""
         fastest_ms = self._run.fastest.fastest_ms or reply.run_ms
-        message = f"its first run was stopped after {reply.run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        message = f"its first run was stopped after {reply.run_ms:.4g} ms; another config takes {fastest_ms:.4g}"
         self._end_as_slow(worker, job, message, reply.run_ms, reply.cpu_ms, Phase.CHECK)
-        self._run.workers.retire(worker)  # the run goes on in it
+        self._run.workers.retire(worker)  # the run still occupies it
 
     def _assign(self, device: DeviceState, worker: Worker, job: Job) -> None:
-        """Gives a worker a device to measure its job on; from now on its time counts."""
+        """Gives a worker a device to measure its job on, and starts its clock."""
         run = self._run
         worker.hold(device, run.clock(), run.plan.timeout_s - job.held_s)
         task = Measure(
@@ -294,7 +295,7 @@ class TrialRoute:
             checked=job.first_run is not None,
             pause=self._pauses,
             stop_ms=self._stop_ms(job),
-            # The fastest of those that are wrong must not rule out the right ones.
+            # A fast but wrong config must not rule out right ones.
             best_median_ms=None if run.reference.is_open else run.fastest.best_median_ms,
             disturbed=tuple(run.fastest.disturbance.runs),
             references=len(run.reference.fds),
@@ -310,15 +311,15 @@ class TrialRoute:
         run.workers.send_next(worker, task, fds)
 
     def _ends_with(self, worker: Worker) -> bool:
-        """Returns whether a worker ends by itself after its next config; one that may pause is ended later."""
+        """Returns whether a worker ends unasked after its next config; the run retires a worker that may pause."""
         return False
 
     def _stop_ms(self, job: Job) -> float | None:
-        """Returns after how many milliseconds a job's first run is ended; None if it must not be."""
+        """Returns the milliseconds after which to stop a job's first run; None never stops it."""
         return None
 
     def _note_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
-        """Records the first run of a worker's job, which waits for the device again."""
+        """Records the first run of a worker's job, which then waits for the device again."""
         job.ran_first(reply.run_ms, reply.cpu_ms, is_disturbed=reply.is_disturbed)
         self._run.fastest.note_first_run(job.index, reply.run_ms, reply.cpu_ms)
         self._take_device(worker, job)
@@ -329,14 +330,14 @@ class TrialRoute:
         worker.return_device()
 
     def _rule_out(self, worker: Worker, job: Job) -> bool:
-        """Ends the job of a worker if its first run was too slow; returns whether it was."""
+        """Ends the job of a worker if its first run was too slow, and returns whether it was."""
         run = self._run
         if job.first_run is None or job.was_disturbed or run.reference.is_open:
             return False
         run_ms, cpu_ms = job.first_run
         if (fastest_ms := run.fastest.hopeless_beside_ms(run_ms, cpu_ms)) is None:
             return False
-        message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        message = f"its first run took {run_ms:.4g} ms; another config takes {fastest_ms:.4g}"
         self._end_as_slow(worker, job, message, run_ms, cpu_ms, Phase.MEASURE)
         return True
 
@@ -350,7 +351,7 @@ class WithoutDevice(TrialRoute):
     """A route on which workers compile without their device.
 
     Attributes:
-        target: the device that they compile for; None for the machine's own.
+        target: the device that they compile for; None for the machine itself.
     """
 
     def __init__(self, numbers: Numbers, *, target: CompileTarget | None = None, confirms: bool = False) -> None:
@@ -359,9 +360,9 @@ class WithoutDevice(TrialRoute):
         self.confirms = confirms
 
     def environ(self) -> dict[str, str]:
-        """Returns the environment of workers that compile for a device they do not have: threads for their share.
+        """Returns the environment of workers that compile for a device they lack: it limits XLA's threads.
 
-        Where the cores are the device, fewer threads would make another program.
+        Workers that compile for the CPU keep all threads, because the program depends on their number.
         """
         if self.target is None or _THREADS in os.environ:
             return {}
@@ -377,7 +378,7 @@ class WithoutDevice(TrialRoute):
         return False
 
     def may_fit_alone(self, worker: Worker) -> bool:
-        """Returns False: workers that are done with a config hold no device memory."""
+        """Returns False, because workers without a device hold no device memory."""
         return False
 
 

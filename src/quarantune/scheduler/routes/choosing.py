@@ -1,9 +1,9 @@
-"""Which routes the configs of a sweep take, one after another: each leaves to the next what it cannot do.
+"""Chooses the routes of a sweep's configs, one after another: each route leaves to the next the configs it cannot run.
 
-A config is compiled apart from its device if that is possible, because most configs can then be compiled at the same
-time, and a bad one holds no device. What cannot be compiled so is compiled by several workers with the device. What
-cannot leave its process is compiled and measured by one worker. If this process measures, workers compile for it as
-long as they can.
+If possible, workers compile configs without their device: more configs can then compile at the same time, and a bad
+config holds no device. Several workers with the device compile the configs that need it. One worker compiles and
+measures a config whose program cannot leave its process. If this process measures, workers compile for it as long as
+they can.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quarantune.scheduler.routes.together import Together
 from quarantune.values.trial import Route
 
 _FEWEST_RANKED = 8
-"""Fewer configs compile nearly at the same time, and some are compiled fully anyway."""
+"""Least number of configs to rank: fewer compile nearly at the same time, and some of them compile fully anyway."""
 
 
 def without_device(given: Conditions, unfit: Collection[Route], *, is_closed: bool) -> TrialRoute | None:
@@ -43,7 +43,7 @@ def without_device(given: Conditions, unfit: Collection[Route], *, is_closed: bo
             return CompiledApart.of(given, is_closed=is_closed)
         case Mode.IN_WORKERS if can_compile and not on_cpu:
             return Apart.of(given, is_closed=is_closed)
-        # A CPU worker is cheap: to hand over an executable saves time only if the next worker takes several configs.
+        # CPU workers are cheap: handing over an executable saves time only if a measuring worker takes several configs.
         case Mode.IN_WORKERS if can_compile and given.configs_per_worker > 1:
             return ApartInTurns.of(given, is_closed=is_closed)
     return None
@@ -54,7 +54,7 @@ def cheaply(given: Conditions, *, count: int, is_closed: bool) -> TrialRoute | N
 
     Args:
         given: the conditions.
-        count: as for `with_device`, which describes the routes that follow.
+        count: how many configs there are.
         is_closed: whether no search adds configs.
     """
     is_apart = given.mode is Mode.IN_WORKERS and given.platform == "cuda" and given.target is not None
@@ -64,13 +64,13 @@ def cheaply(given: Conditions, *, count: int, is_closed: bool) -> TrialRoute | N
 
 
 def with_device(given: Conditions, unfit: Collection[Route], *, count: int, is_closed: bool) -> Iterator[TrialRoute]:
-    """Yields the routes of configs that must be compiled with their device; the last one can take any config.
+    """Yields the routes of configs that must compile with their device; the last route can take any config.
 
-    There is none for configs that are only compiled, if workers cannot use the device.
+    Yields nothing if configs only compile and workers cannot use the device.
 
     Args:
         given: the conditions.
-        unfit: as for `without_device`.
+        unfit: the routes that no config of the function could take in an earlier sweep of this process.
         count: how many configs there are.
         is_closed: whether no search adds configs.
     """

@@ -1,4 +1,4 @@
-"""The routes on which workers compile and nothing runs: for the executables, or to find out what compiles."""
+"""The routes on which workers compile and nothing runs: for the executables, or to find out which configs compile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quarantune.values.trial import Outcome, Phase, Route
 
 
 class CompiledOnly(Split):
-    """Workers compile with the device, for this process, and nothing runs."""
+    """Workers compile with the device for this process, and nothing runs."""
 
     label = Route.TOGETHER
     _admits = Stream
@@ -36,7 +36,7 @@ class CompiledOnly(Split):
 
 
 class CompiledOnlyApart(WithoutDevice, CompiledOnly):
-    """The same with workers that compile without the device."""
+    """Like `CompiledOnly`, but workers compile without the device."""
 
     label = Route.APART
 
@@ -56,8 +56,8 @@ class CompileCheck(WithoutDevice):
     @classmethod
     def of(cls, given: Conditions) -> Self:
         """Returns the route under some conditions."""
-        # libtpu may take tens of seconds for what does not fit into a TPU. A deadline missed in a used worker must be
-        # waited for twice, which is more than used workers save here.
+        # libtpu may take tens of seconds for a program that does not fit into a TPU. A config that misses its deadline
+        # in a used worker runs twice, which costs more than used workers save here.
         compiles = 1 if given.platform == "tpu" else compiles_apart(given)
         return cls(_numbers(given, given.slots, compiles_per_worker=compiles), target=given.target)
 
@@ -65,7 +65,7 @@ class CompileCheck(WithoutDevice):
         return CompileAlone(**{**vars(super()._task(job, last=last)), "last": last})
 
     def waiting(self) -> int:
-        """Returns 0: no config waits for a device."""
+        """Returns 0, because no config waits for a device."""
         return 0
 
     def on_compiled(self, worker: Worker, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""One worker compiles a config with the device, while none measures, and another one measures it."""
+"""One worker compiles a config with the device, while none measures, and another worker measures it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quarantune.values.trial import Route
 
 
 class HandedOver(PreparedAhead):
-    """Several workers compile with the device, and hand their programs over to one that measures.
+    """Several workers compile with the device, and hand their programs over to a worker that measures.
 
-    XLA tries kernels for a product of matrices on the device while it compiles: on an H200 with 16 cores, 24 attention
-    programs took 11.6 s one after another in one process, 12.3 and 25.9 s in 4 and 16 threads of it, and 5.8, 6.0 and
-    6.8 s in 4, 8 and 14 processes. The worker that measures is idle meanwhile. To have it load programs then gained
-    nothing that could be seen: 0.16 s of 9 s, with a standard error of 0.22 s, in 11 pairs of sweeps of these programs
-    on an H100.
+    XLA tries kernels for a product of matrices on the device while it compiles. On an H200 with 16 cores, 24 attention
+    programs took 11.6 s one after another in one process, 12.3 and 25.9 s in 4 and 16 threads of that process, and 5.8,
+    6.0 and 6.8 s in 4, 8 and 14 processes. The measuring worker is idle during the compiles. Loading programs in it
+    during that time had no visible gain: 0.16 s of 9 s, with a standard error of 0.22 s, in 11 pairs of sweeps of these
+    programs on an H100.
     """
 
     label = Route.HANDED_OVER

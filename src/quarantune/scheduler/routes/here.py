@@ -1,4 +1,4 @@
-"""The routes on which this process measures: what workers have compiled, or what it compiles itself."""
+"""The routes on which this process measures programs that workers have compiled, or that it compiles itself."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quarantune.values.trial import READY, Route
 
 
 class MeasuredHere(Split):
-    """Workers compile with the device, and this process stands for a standby worker that takes one config.
+    """Workers compile with the device, and this process acts as a standby worker that takes one config.
 
-    All configs run once, then those that may still win go on, the fastest first.
+    All configs run once. Then those that may still win continue, the fastest first.
     """
 
     label = Route.TOGETHER
@@ -32,13 +32,13 @@ class MeasuredHere(Split):
         return cls(given.in_files(given.slots_with_device, is_closed=is_closed))
 
     def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
-        """Has a job wait again after an informative first run."""
+        """Makes a job wait again after an informative first run."""
         self._note_first_run(worker, job, reply)
         self._run.jobs.ready.append(job)
         self.free(worker)
 
     def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
-        """Takes note that a job was compiled here, which may take as long as in a worker."""
+        """Records that this process compiled a job, and allows it the time that compiling took."""
         job.compiled_by(Route.IN_PROCESS, reply.compile_s)
         worker.extend(reply.compile_s)
 
@@ -46,7 +46,7 @@ class MeasuredHere(Split):
         return False
 
     def _give_next(self, device: DeviceState, worker: Worker) -> None:
-        """Gives this process the next config. Configs that hung or crashed before run last."""
+        """Gives this process the next config. Configs that hung or crashed before have their first run last."""
         run = self._run
         if not run.reference.is_awaited:
             begun = {job.index: place for place, job in enumerate(run.jobs.begun)}
@@ -57,7 +57,7 @@ class MeasuredHere(Split):
 
 
 class CompiledApart(WithoutDevice, MeasuredHere):
-    """The same with workers that compile without the device."""
+    """Like `MeasuredHere`, but workers compile without the device."""
 
     label = Route.APART
 
@@ -80,10 +80,10 @@ class Here(Together):
         return cls(dataclasses.replace(numbers, parked=1))
 
     def enter(self, job: Job, phase: str) -> None:
-        """Announces the phase that a job enters; nothing waits if configs are compiled one by one."""
+        """Announces the phase that a job enters, except `READY`: nothing waits if configs compile one by one."""
         if phase != READY:
             super().enter(job, phase)
 
     def _stop_ms(self, job: Job) -> float | None:
-        """Returns None: to end a run would end this process."""
+        """Returns None, because stopping a run would end this process."""
         return None

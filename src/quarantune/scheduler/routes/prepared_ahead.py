@@ -1,4 +1,4 @@
-"""Standby workers that are made ready while others compile, because the driver takes long to make a context."""
+"""Prepares standby workers while others compile, because the driver takes long to make a context."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from quarantune.scheduler.workers import DeviceState, Worker
 from quarantune.values.trial import ArrayKind
 
 _STANDBY_WORKERS = 10
-"""Standby workers of a device where each takes one config, which takes less time than making one ready: on an H100 with
-16 cores, 48 matmuls took 14.3, 11.1 and 9.6 s with 4, 6 and 10."""
+"""Number of standby workers of a device if each takes one config. A config takes less time than preparing a worker: on
+an H100 with 16 cores, 48 matmuls took 14.3, 11.1 and 9.6 s with 4, 6 and 10 workers."""
 
 
 _comparisons: dict[tuple[object, ...], bytes] = {}
 """The programs that compare outputs, by the kind of device and the outputs, for the later sweeps of this process.
 
-To compile them takes an H200's standby worker 0.7 s beside 14 compile workers, while all compiled configs wait.
+An H200's standby worker takes 0.7 s to compile them while 14 workers compile, and all compiled configs wait for it.
 """
 _MOST_COMPARISONS = 32
 
 
 class PreparedAhead(Split):
-    """A route whose standby workers are made ready while others compile."""
+    """A route that prepares standby workers while others compile."""
 
     def __init__(self, numbers: Numbers) -> None:
         super().__init__(numbers)
@@ -38,14 +38,14 @@ class PreparedAhead(Split):
     def take_standby(self, earlier: RunState) -> None:
         """Takes over the standby workers of an earlier run of the sweep.
 
-        The driver makes contexts on a device one after another: on an H100, seven took 0.8 s.
+        The driver makes the contexts of a device one after another: on an H100, seven took 0.8 s.
         """
         for device, mine in itertools.product(earlier.devices, self._run.devices):
             if device.device == mine.device:
                 earlier.workers.give_standby(device, self._run.workers, mine)
 
     def on_lowered(self, outputs: tuple[ArrayKind, ...]) -> None:
-        """Tells the standby workers, while they take their device, which outputs they will compare."""
+        """Sends the standby workers the outputs they will compare, while they take their device."""
         run = self._run
         compares = run.reference.compares or run.reference.is_coming
         if outputs and not self._outputs and compares:
@@ -55,7 +55,7 @@ class PreparedAhead(Split):
                     self._expect_outputs(worker)
 
     def _expect_outputs(self, worker: Worker, *, has_programs: bool = False) -> None:
-        """Tells a standby worker of the outputs; the first leaves its programs for other workers and later sweeps."""
+        """Sends a standby worker the outputs; the first leaves its programs for other workers and later sweeps."""
         if not self._outputs:
             return
         is_first = self._comparisons_fd < 0
@@ -72,7 +72,7 @@ class PreparedAhead(Split):
         return self._run.plan.devices[0].kind, *self._outputs
 
     def close(self) -> None:
-        """Keeps what a worker has left for later sweeps."""
+        """Keeps the comparison programs that a worker has left for later sweeps."""
         if self._comparisons_fd >= 0:
             with contextlib.suppress(OSError, ValueError):
                 if len(_comparisons) < _MOST_COMPARISONS and (programs := spool.read(self._comparisons_fd)):
@@ -81,7 +81,7 @@ class PreparedAhead(Split):
             self._comparisons_fd = -1
 
     def prepare_on(self, device: DeviceState) -> None:
-        """Starts the standby workers that will be needed, since the driver takes long to make a context."""
+        """Starts the standby workers that a device will need, because the driver takes long to make a context."""
         run, each = self._run, self.numbers.configs_per_worker
         if not run.jobs.will_measure or device.is_cramped or not run.may_start_on(device):
             return
@@ -96,13 +96,13 @@ class PreparedAhead(Split):
             waiting -= each
 
     def _needs_one_for_final(self, device: DeviceState) -> bool:
-        """Whether a worker is made ready for the final, too: on the first device, once a compile slot stays idle."""
+        """Whether to prepare a worker for the final: on the first device, once a compile slot stays idle."""
         run = self._run
         is_idle = not (run.jobs.pending or run.jobs.may_come) and run.workers.compiling() < self.numbers.slots
         return run.plan.has_final and is_idle and device is run.devices[0] and len(run.jobs.begun) > 1
 
     def _start_standby(self, device: DeviceState) -> None:
-        """Starts a standby worker, with the programs that compare outputs if another one has left them."""
+        """Starts a standby worker, with the programs that compare outputs if another worker has left them."""
         has_programs = self._has_comparisons()
         fds = [self._comparisons_fd] if has_programs else []
         worker = self._prepare(device, Prepare(has_programs=has_programs), *fds)

@@ -16,7 +16,7 @@ class Split(TrialRoute):
     Standby workers are started once a compiled config waits.
 
     Attributes:
-        as_data: whether the executable is for this process, which runs no code of a worker to load it.
+        as_data: whether the executable is for this process, which loads it without running code from a worker.
     """
 
     _pauses = False
@@ -30,11 +30,11 @@ class Split(TrialRoute):
         return worker.used + 1 >= self.numbers.configs_per_worker
 
     def waiting(self) -> int:
-        """Returns how many configs wait, compiled, for a measuring worker."""
+        """Returns how many compiled configs wait for a measuring worker."""
         return len(self._run.jobs.ready)
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
-        """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
+        """Takes the executable of a job and frees its worker, which ends unasked after its last config, if it can."""
         job.protect_executable()
         self.free(worker)
         if reason := self._run.jobs.unloadable:
@@ -43,7 +43,7 @@ class Split(TrialRoute):
             self._run.jobs.ready.append(job)
 
     def on_unfit(self, worker: Worker, reply: Failed) -> bool:
-        """Leaves a program that must be compiled on its device to another route, unless the worker was used before."""
+        """Leaves a program that must compile on its device to another route, unless the worker had other configs."""
         run = self._run
         if not (worker.is_compiling or worker.phase is Phase.LOAD):
             raise ValueError("no program is unfit here")
@@ -56,7 +56,7 @@ class Split(TrialRoute):
         return True
 
     def free(self, worker: Worker) -> None:
-        """Takes its job and its device from a worker; one that has measured may measure another config."""
+        """Takes its job and its device from a worker; a measuring worker may then measure another config."""
         run, device = self._run, worker.device
         if worker.state is not WorkerState.MEASURING or device is None:
             super().free(worker)
@@ -68,7 +68,7 @@ class Split(TrialRoute):
             worker.transition(WorkerState.IDLE)
 
     def measure_on(self, device: DeviceState) -> None:
-        """Gives the next ready job to a standby worker; where memory is short, those that have compiled end before."""
+        """Gives the next ready job to a standby worker; if memory is short, idle compile workers end before."""
         run, ready = self._run, self._run.jobs.ready
         if device.is_cramped and not run.workers.standby(device):
             for worker in run.workers.in_state(WorkerState.BETWEEN):
@@ -85,12 +85,12 @@ class Split(TrialRoute):
         if ready and ready[0].needs_fresh:
             for used in [worker for worker in run.workers.standby(device) if worker.used]:
                 run.workers.retire(used)
-        # Where only one worker can run, a compile worker has to end before.
+        # If only one worker can run, the compile worker must end first.
         is_tight = run.worker_count.most == 1
         is_needed = ready and not run.worker_count.is_full if is_tight else self._unmeasured()
         if is_needed and not run.workers.standby(device) and run.may_start_on(device):
             self._start_standby(device)
-        # One that was used before goes first, so that a fresh one stays at hand.
+        # A used worker goes first, so that a fresh one stays at hand.
         idle = [worker for worker in run.workers.standby(device) if worker.state is WorkerState.IDLE]
         chosen = max(idle, key=lambda worker: worker.used, default=None)
         if ready and chosen is not None and device.lease.acquire(run.clock()):
@@ -103,7 +103,7 @@ class Split(TrialRoute):
             self._assign(device, worker, job)
 
     def _unmeasured(self) -> int:
-        """Returns how many jobs have yet to be given to a measuring worker."""
+        """Returns how many jobs have yet to reach a measuring worker."""
         run = self._run
         to_come = self.numbers.slots if run.jobs.may_grow else 0
         return len(run.jobs.ready) + len(run.jobs.pending) + run.workers.compiling() + to_come
@@ -112,7 +112,7 @@ class Split(TrialRoute):
         self._prepare(device, Prepare())
 
     def _prepare(self, device: DeviceState, task: Prepare, *fds: int) -> Worker:
-        """Starts a standby worker, with the descriptors of its task and those of the outputs to compare with."""
+        """Starts a standby worker, with the descriptors of its task and of the outputs to compare with."""
         run = self._run
         worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=[*fds, *run.reference.fds])
         worker.started_beside(run.workers.on(device) - 1)

@@ -19,13 +19,13 @@ class Together(TrialRoute):
     def of(cls, given: Conditions, *, is_closed: bool) -> Self:
         """Returns the route under some conditions; `is_closed` says that no search adds configs."""
         each = given.configs_per_worker
-        # What a plain callable does to its process, no other config may meet.
+        # A plain callable may change its process, so no other config may run there.
         compiles = each if given.is_jitted else 1
         numbers = {"configs_per_worker": each, "compiles_per_worker": compiles}
         return cls(given.in_workers(given.slots_with_device, is_closed=is_closed, **numbers))
 
     def waiting(self) -> int:
-        """Returns how many configs wait, compiled, for a device."""
+        """Returns how many compiled configs wait for a device."""
         return len(self._run.workers.in_state(WorkerState.PARKED))
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
@@ -33,19 +33,19 @@ class Together(TrialRoute):
         worker.transition(WorkerState.PARKED)
 
     def on_first_run(self, worker: Worker, job: Job, reply: FirstRun) -> None:
-        """Parks a worker again after an informative first run of its job."""
+        """Parks a worker again after its job's informative first run."""
         self._note_first_run(worker, job, reply)
         worker.transition(WorkerState.PARKED)
 
     def measure_again(self, worker: Worker, job: Job, reply: Measured) -> bool:
-        """Parks a worker whose runs were disturbed, to measure its job once more after those that wait."""
+        """Parks a worker after disturbed runs, to measure its job once more after the jobs that wait."""
         job.was_unreliable(reply)
         self._take_device(worker, job)
         worker.transition(WorkerState.PARKED)
         return True
 
     def measure_on(self, device: DeviceState) -> None:
-        """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""
+        """Runs the next parked config: all run once, then those that may still win continue, the fastest first."""
         run = self._run
         parked = [
             (worker, job)
@@ -64,7 +64,7 @@ class Together(TrialRoute):
         device.lease.release()
 
     def _stop_ms(self, job: Job) -> float | None:
-        """Returns after how many milliseconds a job's first run is ended; None if its output or time is needed."""
+        """Returns the milliseconds after which to stop a job's first run; None if it must give an output or a time."""
         run = self._run
         is_needed = job.first_run is not None or run.reference.is_open or run.reference.is_default(job.index)
         return None if is_needed else run.fastest.stop_ms
