@@ -310,7 +310,7 @@ class Compiled(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstRun(Judged):
-    """The config's first run was long enough to be informative, or too long, so that its worker ended with it.
+    """The config's first run was long enough to be informative, or too long; then its worker ended with it.
 
     Attributes:
         run_ms: milliseconds that the run has taken.

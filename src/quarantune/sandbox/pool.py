@@ -561,7 +561,7 @@ def _cwd() -> str | None:
 
 
 def _child_events(link: Connection) -> list[ChildEvent]:
-    """Returns a template's reports on its children, without descriptors that a module's fork hook may have sent."""
+    """Returns a template's reports on its children; closes descriptors that a module's fork hook may have sent."""
     received = link.receive_messages(*CHILD_EVENTS)
     wire.close_all([fd for _, fds in received for fd in fds])
     return [event for event, _ in received]

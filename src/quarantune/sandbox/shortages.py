@@ -72,7 +72,7 @@ def _process_limit() -> str:
 
 
 def patiently(act: Callable[[], object]) -> None:
-    """Calls `act` again while it lacks processes or threads, until others probably will not end theirs.
+    """Calls `act` again, for a limited time, while it lacks processes or threads, which others may end.
 
     Raises:
         OSError: `act` still lacks a process or thread after `_PATIENCE_S`.

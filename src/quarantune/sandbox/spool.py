@@ -54,7 +54,7 @@ def read(fd: int) -> bytes:
 
 
 def _written_bytes(fd: int) -> int:
-    """Returns the size of a file without holes; a config may have enlarged a file of its own to any size."""
+    """Returns the size of a file without holes; a config may have enlarged its files to any size."""
     size_bytes = os.fstat(fd).st_size
     if size_bytes and os.lseek(fd, 0, os.SEEK_HOLE) < size_bytes:
         raise ValueError(f"the file was enlarged to {size_bytes} bytes, and not written")

@@ -136,7 +136,7 @@ CHILD_EVENTS: tuple[type[ChildEvent], ...] = (Started, Ended)
 
 
 def was_killed(status: int | None) -> bool:
-    """Returns whether a signal ended a process that the process's own faults do not raise.
+    """Returns whether a signal that only comes from outside, such as SIGKILL, ended a process.
 
     Args:
         status: see `Ended`.
