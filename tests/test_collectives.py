@@ -206,5 +206,5 @@ def test_on_an_accelerator_a_collective_needs_as_many_devices_per_trial() -> Non
 def test_without_workers_a_collective_is_refused_with_advice(sweeps: list[str]) -> None:
     mesh = Mesh(jax.devices()[:1], ("i",), axis_types=(AxisType.Auto,))
     per_shard = jax.shard_map(summed, mesh=mesh, in_specs=P("i"), out_specs=P())
-    with quarantune.settings(isolation="none"), pytest.raises(ValueError, match="workers only: unset QUARANTUNE_ISOL"):
+    with quarantune.settings(isolation="none"), pytest.raises(ValueError, match="devices: unset QUARANTUNE_ISOL"):
         jax.jit(per_shard)(jnp.ones((4, 2)))

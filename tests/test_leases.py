@@ -163,7 +163,7 @@ def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     assert patient.acquire(60.5)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"another tuner has held {device.name} for over 60 s; measuring beside it"
+        f"another tuner has held {device.name} for over 60 s; measuring at the same time"
     ]
     patient.release()
     assert patient.acquire(61.0), "a sweep waits only once"
@@ -252,7 +252,7 @@ def test_a_stopped_holder_is_passed_over_for_the_whole_sweep(device: Device, cap
         lease.release()
         assert lease.acquire(7.0), "the holder is checked once in a sweep"
         assert warnings(caplog) == [
-            f"{device.name} is held by process {holder.pid}, which is stopped; measuring beside it"
+            f"{device.name} is held by process {holder.pid}, which is stopped; measuring at the same time"
         ]
         holder.send_signal(signal.SIGCONT)
         holder.communicate()
@@ -284,7 +284,7 @@ def test_a_holder_that_is_no_tuner_of_this_user_is_passed_over(
     with program(SQUATTER, name[1:], user) as squatter:
         passed = [lease.acquire(now) for now in (0.0, 0.6, 1.2)]
         assert passed == ([False, True, True] if user == "the same" else [True, True, True])
-        who = "a process that is no tuner" if user == "the same" else f"process {squatter.pid} of another user (65534)"
+        who = "a process that does not" if user == "the same" else f"process {squatter.pid} of another user (65534)"
         (told,) = warnings(caplog)
         assert told.startswith(f"{device.name} is held by {who}")
     lease.release()

@@ -122,7 +122,7 @@ def test_another_tuner_has_turns_on_the_device_though_compiled_configs_always_wa
     act = when("Measure", lambda worker: measures(worker, seconds=2.0))
     assert run(plan, 60, act, clock=clock, on_tick=asks).outcomes == ["ok"] * 60
     assert len(turns) > 4
-    assert "measuring beside it" not in caplog.text
+    assert "measuring at the same time" not in caplog.text
 
 
 @ROUTES

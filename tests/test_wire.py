@@ -74,11 +74,11 @@ def test_a_message_over_the_size_cap_is_not_sent() -> None:
 @pytest.mark.parametrize(
     ("stream", "reason"),
     [
-        (b"\xff" * 4096, "no frame"),
-        (b"a line that a config printed to the wrong descriptor\n", "no frame"),
-        (frame_of(b"{}", magic=b"qtf2"), "no frame"),
-        (frame_of(b"{}", size=wire.MAX_FRAME_BYTES + 1), "no frame"),
-        (frame_of(b"{}", size=0xFFFFFFFF), "no frame"),
+        (b"\xff" * 4096, "not a frame"),
+        (b"a line that a config printed to the wrong descriptor\n", "not a frame"),
+        (frame_of(b"{}", magic=b"qtf2"), "not a frame"),
+        (frame_of(b"{}", size=wire.MAX_FRAME_BYTES + 1), "not a frame"),
+        (frame_of(b"{}", size=0xFFFFFFFF), "not a frame"),
         (frame_of(b"{}", crc=zlib.crc32(b"{}") ^ 1), "checksum"),
         (frame_of(b""), "not JSON"),
         (frame_of(b"{"), "not JSON"),
@@ -114,7 +114,7 @@ def test_messages_before_the_damage_are_received(ends: tuple[Connection, socket.
     theirs.send(encode({"type": "phase"}) + encode({"type": "lowered"}) + b"garbage that is no frame")
     assert [message for message, _ in ours.receive()] == [{"type": "phase"}, {"type": "lowered"}]
     for _ in range(2):
-        with pytest.raises(DamageError, match="no frame"):
+        with pytest.raises(DamageError, match="not a frame"):
             ours.receive()
 
 

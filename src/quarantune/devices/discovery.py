@@ -1,6 +1,6 @@
 """The devices that exist, those that a sweep may use, and the environment of a worker that sees only some of them.
 
-Devices are found by JAX where this process has initialised its backends, and else by a worker.
+JAX finds the devices if this process has initialised JAX's backends; otherwise a worker finds them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from quarantune.values.settings import Settings
 from quarantune.values.trial import CompileTarget, SandboxError
 
 _PROBE_DEADLINE_S = 120.0
-"""The longest wait for a worker to describe the devices; a driver may hang."""
+"""Longest wait, in seconds, for a worker to describe the devices; a driver may hang."""
 _DEVICE = "QUARANTUNE_SANDBOX_DEVICE"
-"""Environment variable with the platform and kind of the device of a worker, which may not be visible to it."""
+"""Environment variable with the platform and kind of a worker's device, which the worker may not see."""
 _CUDA, _ROCR, _HIP = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 LOGS_PTXAS = {"TF_CPP_VMODULE": "subprocess_compilation=2", "TF_CPP_MIN_LOG_LEVEL": "0"}
-"""With these when it is loaded, XLA logs what ptxas says of each kernel; JAX's default level has no such lines."""
+"""Environment variables that XLA reads as it loads: it then logs ptxas's output for each kernel, unlike by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Device:
 
     @property
     def has_one_owner(self) -> bool:
-        """Whether only one process can use it at a time; the next one has to wait until that has ended."""
+        """Whether only one process can use it at a time; the next must wait until that process has ended."""
         return self.platform == "tpu"
 
     def position(self, environ: Mapping[str, str]) -> int:
@@ -79,15 +79,15 @@ class Device:
         match self.platform:
             case "cuda":
                 return {_CUDA: self.token}
-            case "rocm":  # and all that ROCr leaves, whatever the caller has chosen from more of them
+            case "rocm":  # HIP takes all that ROCr leaves, whatever the caller has chosen
                 return {_ROCR: self.token, _HIP: ",".join(map(str, range(len(self.members))))}
         return {}
 
 
 def _listed(platform: str, environ: Mapping[str, str]) -> list[str]:
-    """Returns the driver's names of the devices that JAX sees, in JAX's order; none where it sees all.
+    """Returns the driver's names of the devices that JAX sees, in JAX's order; an empty list if it sees all.
 
-    On AMD's GPUs, HIP chooses from those that ROCr, the runtime below it, leaves: its indices count only these.
+    On AMD's GPUs, ROCr, the runtime below HIP, first chooses devices. HIP's indices count only these.
     """
 
     def names(*variables: str) -> list[str]:
@@ -101,7 +101,7 @@ def _listed(platform: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def sandbox_environ(platform: str, kind: str) -> dict[str, str]:
-    """Returns the environment variables that tell a sandbox's processes the device that they work for."""
+    """Returns the environment variables that name the device that a sandbox's processes work for."""
     return {_DEVICE: f"{platform}:{kind}"}
 
 
@@ -121,7 +121,7 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
 
 
 def accelerators() -> tuple[CompileTarget, ...] | None:
-    """Returns the devices that JAX chooses, without initialising a backend; None where these are the CPU's.
+    """Returns the devices that JAX chooses, without initialising a backend; None if JAX can choose only the CPU.
 
     Raises:
         SandboxError: the worker that looks for them failed, or took too long.
@@ -132,9 +132,9 @@ def accelerators() -> tuple[CompileTarget, ...] | None:
 def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment that lets a process create the context of a single device fastest.
 
-    The driver creates and destroys contexts one after another, however many cores there are. More than half of the
-    time goes into the eight hardware queues that CUDA requests: 0.15 s on an H200, and 0.06 s with one queue. The
-    kernels of a program for one device run in one stream and need only one queue.
+    The driver creates and destroys contexts one after another, however many cores there are. More than half of
+    the time goes into the eight hardware queues that CUDA requests: a context takes 0.15 s on an H200, and 0.06 s with
+    one queue. The kernels of a program for one device run in one stream and need only one queue.
 
     Args:
         platform: the devices' platform.
@@ -148,7 +148,7 @@ def described(devices: Sequence[Any], *, for_compiling: bool = True) -> tuple[Co
 
     Args:
         devices: the devices.
-        for_compiling: whether XLA describes GPUs for its compiler, too.
+        for_compiling: whether XLA also describes GPUs for its compiler.
     """
     config_text = jax_backends.target_config(devices) if for_compiling else ""
     return tuple(
@@ -171,18 +171,18 @@ def _platform_of(device: Any) -> str:
 
 
 def cpu_device() -> Device:
-    """Returns the machine's processor as a device; its kind includes the number of cores, which times depend on."""
+    """Returns the machine's processor as a device; its kind includes the number of cores, which affects times."""
     return Device("cpu", f"{machine.processor_name()} ({machine.available_cpus()} cores)")
 
 
 def visible_devices(
     probed: Sequence[CompileTarget], *, environ: Mapping[str, str], allowed: Sequence[str] | None
 ) -> list[Device]:
-    """Returns the devices that a worker may be given.
+    """Returns the devices that workers may use.
 
     Args:
         probed: the devices that the caller's own JAX would see, in its order.
-        environ: the caller's environment, whose visibility variables their places are relative to.
+        environ: the caller's environment; its visibility variables list the devices in the same order.
         allowed: the operator's `DEVICES`, as indices in `probed` or as values of the visibility variable; None allows
             all devices.
 
@@ -209,7 +209,7 @@ def grouped(devices: Sequence[Device], size: int) -> list[Device]:
         size: the number of devices in a group.
 
     Returns:
-        The groups, in order; devices left over at the end are not used.
+        The groups, in order; surplus devices at the end belong to none.
 
     Raises:
         ValueError: there are too few devices for one group.
@@ -234,11 +234,11 @@ def _select(devices: list[Device], allowed: Sequence[str]) -> list[Device]:
         if name not in named:
             there = ", ".join(f"{index} ({device.token})" for index, device in enumerate(devices))
             raise ValueError(f"QUARANTUNE_DEVICES names {name!r}, which is not there; visible are: {there}")
-    return list(dict.fromkeys(named[name] for name in allowed))  # an index and a UUID may be of one device
+    return list(dict.fromkeys(named[name] for name in allowed))  # an index and a UUID may name one device
 
 
 def _only_cpu() -> bool:
-    """Returns whether JAX can only choose the CPU: it is set to, or no plugin for other devices is installed."""
+    """Returns whether JAX can only choose the CPU: by its settings, or for lack of a plugin for other devices."""
     if platforms := _platforms():
         return platforms == "cpu"
     if importlib.util.find_spec("jax_plugins") is not None or importlib.util.find_spec("libtpu") is not None:
@@ -247,7 +247,7 @@ def _only_cpu() -> bool:
 
 
 def _describe(platform: str | None, *, for_compiling: bool = True) -> tuple[CompileTarget, ...]:
-    """Returns the devices that JAX would use, asked of a worker where this process has initialised none."""
+    """Returns the devices that JAX would use; asks a worker if this process has initialised no backend."""
     if not jax_backends.backends_initialized():
         return _probe((_platforms(), *map(os.environ.get, (_CUDA, _ROCR, _HIP))))
     return described(jax.local_devices(backend=platform), for_compiling=for_compiling)
@@ -259,7 +259,7 @@ def devices_and_target(
     """Returns the devices to measure on, and the target of compile workers that have no device.
 
     Returns:
-        The devices, and the target; None where compile workers without a device are not possible or not necessary.
+        The devices, and the target; None if compile workers without a device are impossible or unnecessary.
 
     Raises:
         ValueError: the settings name a device that does not exist, or there are fewer devices than a trial needs.
@@ -277,7 +277,7 @@ def devices_and_target(
 
 
 def _platforms() -> str | None:
-    """Returns the platforms that JAX may use, set by the environment or the caller's code; None for its own choice."""
+    """Returns the platforms to which the environment or the caller's code limits JAX; None for JAX's choice."""
     platforms: str | None = jax.config.values["jax_platforms"]
     return platforms
 
@@ -292,7 +292,7 @@ def _probe(_: tuple[str | None, ...]) -> tuple[CompileTarget, ...]:
     Raises:
         SandboxError: the worker failed, or took too long.
     """
-    # Not needed where JAX's backends are initialised, as they usually are.
+    # Imported here because few processes get here: JAX's backends usually are initialised.
     from quarantune.sandbox import messages, pool
     from quarantune.sandbox.workforce import Said
 
@@ -316,5 +316,5 @@ def _probe(_: tuple[str | None, ...]) -> tuple[CompileTarget, ...]:
                     raise SandboxError(f"the device probe failed: {detail}{hint}")
     raise SandboxError(
         f"the device probe did not end within {_PROBE_DEADLINE_S:g} s: a device's driver or a JAX plugin hangs; "
-        "to tune without it, name the platforms to use, as in JAX_PLATFORMS=cpu"
+        "to tune without it, name the platforms to use, for example with JAX_PLATFORMS=cpu"
     )

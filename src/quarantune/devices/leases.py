@@ -17,13 +17,13 @@ _logger = logging.getLogger("quarantune")
 _NAMESPACE = "_QUARANTUNE_LEASE_NAMESPACE"
 """Environment variable with a prefix for the names of leases, so that parallel tests do not wait for each other."""
 _PATIENCE_S = 60.0
-"""A lease that another tuner has held for this long is considered stuck."""
+"""Seconds after which a lease that another tuner holds counts as stuck."""
 _TURN_S = 5.0
-"""A tuner that goes on measuring asks after this long whether others wait, well before they lose their patience."""
+"""Seconds after which a measuring tuner asks whether others wait; well below their patience."""
 _YIELD_S = 0.12
-"""After a turn, a tuner leaves the lease to waiting tuners for this long: over two of their polling intervals."""
+"""Seconds for which a tuner leaves the lease to waiting tuners after a turn: over two of their polling intervals."""
 _CHECK_S = 0.5
-"""Interval between a waiting tuner's checks of the holder; a holder that is stopped at two checks is passed over."""
+"""Seconds between a waiting tuner's checks of the holder; it passes over a holder that is stopped at two in a row."""
 _BACKLOG = 1024
 _CREDENTIALS = struct.Struct("3i")
 
@@ -34,20 +34,20 @@ class Lease:
     The lease on a group of devices covers all of them or none, so that no two tuners wait for each other.
 
     A lease is a name in Linux's abstract socket namespace: the kernel frees the name when its holder dies, for whatever
-    reason, and no file is left behind. A second name says that a tuner waits, so that a busy tuner gives others a turn.
-    The holder listens on its socket, so that a waiting tuner can ask the kernel for its process.
+    reason, and leaves no file behind. A second name shows that a tuner waits, so that a busy tuner gives others a turn.
+    The holder listens on its socket, so that a waiting tuner can ask the kernel for the holder's process.
 
-    A holder that does not release the lease is passed over: measuring goes on beside it, with one warning, for the
-    lifetime of this object, which is one sweep.
+    A tuner passes over a holder that does not release the lease: it warns once and then measures at the same time, for
+    the lifetime of this object, which is one sweep.
     """
 
     def __init__(self, device: Device, *, thread: int | None = None) -> None:
-        """Prepares a lease that is not held yet.
+        """Prepares a lease without taking it.
 
         Args:
-            device: the device; one without a platform, which JAX chooses in the caller's process, is free for all.
-            thread: the thread that runs the sweep. A sweep that is started from a callback of another sweep in the same
-                thread does not wait for the outer one, which cannot go on meanwhile.
+            device: the device. If it has no platform, JAX chooses it in the caller's process, and it needs no lease.
+            thread: the thread that runs the sweep. A sweep in a callback of another sweep of the same thread does not
+                wait for the outer sweep, which cannot continue before the inner one ends.
         """
         self._device = device
         self._thread = thread
@@ -64,13 +64,13 @@ class Lease:
     def acquire(self, now: float) -> bool:
         """Takes the lease if it is free; never waits.
 
-        To be called before each measurement: a lease that was held for a whole turn is given up if other tuners wait.
+        Call it before each measurement. After a whole turn, it gives up the lease if other tuners wait.
 
         Args:
             now: seconds on any monotonic clock.
 
         Returns:
-            Whether measuring may begin: the lease is held now, or its holder is passed over.
+            Whether measuring may begin: this object holds the lease now, or passes over its holder.
         """
         if not self._device.platform:
             return True
@@ -99,7 +99,7 @@ class Lease:
         return self._is_passed_over
 
     def release(self) -> None:
-        """Releases the lease, if it is held."""
+        """Releases the lease, if this object holds it."""
         self._stop_waiting()
         if self._held:
             if self._thread is not None:
@@ -132,7 +132,7 @@ class Lease:
             self._last_reason = reason
 
     def _pass(self, reason: str) -> None:
-        _logger.warning("%s; measuring beside it", reason)
+        _logger.warning("%s; measuring at the same time", reason)
         self._is_passed_over = True
         self._stop_waiting()
 
@@ -148,9 +148,9 @@ class Lease:
 
 
 def _holder(name: str) -> tuple[str, bool]:
-    """Returns a reason not to wait for the process that holds a name, and whether that is another user's.
+    """Returns a reason not to wait for the process that holds a name, and whether the process is another user's.
 
-    The reason describes the process, and is empty where there is none. A process of another user is no tuner of ours.
+    The reason describes the process, and is empty if waiting makes sense. Another user's process is not our tuner.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
@@ -159,7 +159,7 @@ def _holder(name: str) -> tuple[str, bool]:
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except ConnectionRefusedError:
             # The holder may have gone, or may not listen yet, so this counts only if the next check finds the same.
-            return "a process that is no tuner, as it does not listen", False
+            return "a process that does not listen, as tuners do", False
         except OSError:
             return "", False
     pid, user, _ = _CREDENTIALS.unpack(credentials)
@@ -169,7 +169,7 @@ def _holder(name: str) -> tuple[str, bool]:
 
 
 def _bind(name: str) -> socket.socket | None:
-    """Returns a socket that owns `name`; None where another socket owns it."""
+    """Returns a socket that owns `name`; None if another socket owns it."""
     claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         claimed.bind(name)
@@ -181,7 +181,7 @@ def _bind(name: str) -> socket.socket | None:
 
 
 def _bind_all(names: Sequence[str]) -> list[socket.socket]:
-    """Returns sockets that own all of the names; none where any of them is taken."""
+    """Returns sockets that own all of the names; an empty list if another socket owns one."""
     bound: list[socket.socket] = []
     for name in names:
         if (claimed := _bind(name)) is None:
@@ -198,7 +198,7 @@ def _close_all(sockets: Iterable[socket.socket]) -> None:
 
 _claimed: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _threads: dict[str, int] = {}
-"""For each lease held by this process, the thread whose sweep holds it."""
+"""For each lease that this process holds, the thread whose sweep holds it."""
 
 
 def _close_in_fork() -> None:

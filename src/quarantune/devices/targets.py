@@ -1,8 +1,8 @@
 """Devices to compile for, here or not: TPUs by their topology, GPUs by XLA's description of them.
 
 A description of a GPU is text. It belongs to the version of JAX that wrote it, because others may refuse fields that
-they do not know. The package holds short ones, with the fields that all versions know, and complete ones for single
-versions; sweeps leave further ones in the cache directory.
+they do not know. The package holds short descriptions, with the fields that all versions know, and complete ones for
+single versions. Sweeps leave further descriptions in the cache directory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TPUS = (
     ("TPU v6e", "TPU v6 lite", "v6e:2x2", 1),
     ("TPU 7x", "TPU7x", "tpu7x:2x2x1", 1),
 )
-"""For each generation its name, JAX's name of the device, the smallest topology of it that libtpu knows, and cores."""
+"""For each generation: its name, JAX's name of the device, the smallest topology that libtpu knows, and its cores."""
 _GPUS = {
     "NVIDIA A100": "nvidia_a100",
     "NVIDIA H100": "nvidia_h100",
@@ -53,7 +53,7 @@ _COMPILERS = {
     "cuda": ("JAX's CUDA plugin", "pip install 'quarantune[cuda-compile]'"),
     "rocm": ("JAX's ROCM plugin", "install jax-rocm7-plugin"),
 }
-"""What compiles for each platform, and how to install it."""
+"""The compiler for each platform, and how to install it."""
 
 _TEXTS_FOLDER = "targets"
 _ORIGIN = "# Origin: "
@@ -61,12 +61,12 @@ _KIND = re.compile(r'^device_description_str: "([^"\\\n]{1,200})"', re.MULTILINE
 _PLATFORM = re.compile(r'^platform_name: "(CUDA|ROCM)"', re.MULTILINE)
 _CORES = re.compile(r"^\s*core_count: (\d{1,6})$", re.MULTILINE)
 _LARGEST_BYTES = 1 << 18
-"""The largest description accepted; one of an H200 has 5 KB."""
+"""The largest accepted description, in bytes; an H200's has 5 KB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target(CompileTarget):
-    """A device that programs are compiled for; it need not be here.
+    """A device to compile programs for; it need not be here.
 
     Attributes:
         name: its name for `compile_check`.
@@ -74,10 +74,10 @@ class Target(CompileTarget):
         device_kind: JAX's name of the device, which is also its name in the cache.
         topology: libtpu's name of a TPU's topology; empty for other devices.
         config_text: XLA's description of a GPU; empty for other devices.
-        num_cores: the number of its cores, as JAX counts them; None where it is not known.
-        origin: where its description comes from.
+        num_cores: the number of its cores, as JAX counts them; None if unknown.
+        origin: the source of its description.
         is_here: whether this machine has one.
-        estimates: whether its compiler is asked, too, how many cycles a program takes.
+        estimates: whether its compiler also estimates the cycles of a program.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Target(CompileTarget):
 
     @property
     def device(self) -> Device:
-        """The device as the scheduler sees it; nothing is measured on it."""
+        """The device as the scheduler sees it; nothing runs on it."""
         return Device(self.platform, self.device_kind)
 
     @property
@@ -98,10 +98,10 @@ class Target(CompileTarget):
 
 
 def targets() -> tuple[Target, ...]:
-    """Returns every device that `compile_check` can compile for: those of this machine first, then those by name.
+    """Returns every device that `compile_check` can compile for: this machine's first, then the others by name.
 
-    Descriptions of GPUs that a sweep on them has left in the cache directory are among them, for the JAX version that
-    is running, and have priority over those that the package holds.
+    These include GPUs whose description for the running JAX version a sweep has left in the cache directory. A saved
+    description has priority over the package's.
     """
     here = list(_here())
     kinds = {target.device_kind for target in here}
@@ -109,7 +109,7 @@ def targets() -> tuple[Target, ...]:
 
 
 def find(name: str | Target) -> Target:
-    """Returns the target of a name, which may also be JAX's name of the device, in any case and without its vendor.
+    """Returns the target of a name; JAX's name of the device will also do, in any letter case, without its vendor.
 
     Raises:
         ValueError: there is no such target; the message lists the known ones.
@@ -129,7 +129,7 @@ def find(name: str | Target) -> Target:
 
 
 def of_tpu(kind: str) -> CompileTarget | None:
-    """Returns what compile workers need to know of a kind of TPU; None where no worker can compile for it."""
+    """Returns the target of a kind of TPU for compile workers; None if no worker can compile for it."""
     known = next((target for target in _by_name() if target.device_kind == kind), None)
     return known.for_compiling if known is not None and has_plugin("tpu") else None
 
@@ -150,7 +150,7 @@ def usable(name: str | Target) -> Target:
 
 
 def has_plugin(platform: str) -> bool:
-    """Returns whether JAX's plugin for a platform is installed, found as JAX finds it; for TPUs, that is libtpu."""
+    """Returns whether JAX would find an installed plugin for a platform; for TPUs, the plugin is libtpu."""
     if platform in ("cpu", "tpu"):
         return platform == "cpu" or importlib.util.find_spec("libtpu") is not None
     names = {entry.name for entry in entry_points("jax_plugins")}
@@ -162,7 +162,7 @@ def has_plugin(platform: str) -> bool:
 def remember(target: CompileTarget | None, settings: Settings) -> None:
     """Leaves the description of a GPU in the cache directory, so that jobs without that GPU can compile for it.
 
-    A directory that cannot be written to is no reason to fail: the description is only of use elsewhere.
+    An unwritable directory does not fail the sweep: the description is only of use elsewhere.
     """
     if target is None or not target.config_text or settings.disable_cache:
         return
@@ -195,10 +195,10 @@ def _by_name() -> Iterator[Target]:
 
 
 def of_text(content: str) -> Target:
-    """Returns the GPU that a description is of.
+    """Returns the GPU that a text describes.
 
     Raises:
-        ValueError: it is no description of a GPU.
+        ValueError: the text does not describe a GPU.
     """
     kind, platform, cores = _KIND.search(content), _PLATFORM.search(content), _CORES.search(content)
     if kind is None or platform is None or printable(kind[1]) != kind[1]:
@@ -225,7 +225,7 @@ def packaged(stem: str, jax_version: str = jax.__version__) -> Target:
 
 
 def saved(directory: Path) -> Iterator[Target]:
-    """Yields the GPUs described in a cache directory for the JAX that is running; other files are passed over."""
+    """Yields the GPUs that a cache directory describes for the JAX that is running; skips other files."""
     for path in shared_files.paths(directory, f"{_TEXTS_FOLDER}/*.jax{jax.__version__}.textproto"):
         try:
             yield of_text(shared_files.read(path, below=directory, largest_bytes=_LARGEST_BYTES).decode())
@@ -237,7 +237,7 @@ def save(directory: Path, kind: str, text: str) -> None:
     """Leaves the description of a GPU in a cache directory, for the JAX that is running.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the directory or the file is not writable.
     """
     if _KIND.search(text) is None:  # JAX's name of the device and XLA's are the same
         text = f'{text.rstrip()}\ndevice_description_str: "{kind}"\n'

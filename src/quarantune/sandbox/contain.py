@@ -27,27 +27,27 @@ from quarantune.host import machine
 from quarantune.host.process import SANDBOX_MARK
 
 _SHOW_STACK = signal.SIGRTMAX - 3
-"""Has a worker report its stack; JAX, CUDA and Python use none of the real-time signals."""
+"""Signal that makes a worker report its stack; JAX, CUDA and Python use none of the real-time signals."""
 _STACK_DEADLINE_S, _STACK_WAIT_S = 0.2, 0.01
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _KILL_DEADLINE_S = 2.0
-"""The longest wait for killed processes to exit; only a process in uninterruptible sleep takes longer."""
+"""Longest wait, in seconds, for killed processes to exit; only one in uninterruptible sleep takes longer."""
 _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
 _SHARED_MEMORY = "/dev/shm"
 _MOST_BYTES = 1 << 20
-"""Of a file with names of shared memory."""
+"""Most bytes to read of a file with names of shared memory."""
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _ARGUMENTS_WITH_OPENER = 7
-"""Of `open`, after the file."""
+"""Number of positional arguments of `open` after the file, up to and including the opener."""
 _noted_in: list[int] = []
-"""The files for the names that this process makes: its own and, since its template may be killed, the template's."""
+"""Files for the names that this process makes: its own file and, because its template may die first, the template's."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def reset_signals() -> None:
-    """Unblocks every signal and restores the default action of those that are ignored.
+    """Unblocks every signal and restores the default action of ignored signals.
 
     A new process inherits both from the thread that started it. A template that never receives SIGCHLD would never
     report that a worker has ended.
@@ -60,7 +60,7 @@ def reset_signals() -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread of `parent` that forked it ends; exits if `parent` is gone."""
+    """Makes the kernel kill this process when the thread of `parent` that forked it ends; exits if `parent` is gone."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
@@ -74,12 +74,12 @@ def adopt_orphans() -> None:
 def contain_worker(*, parent: int, log_fd: int, names_fd: int, oom_score: int = 1000) -> None:
     """Turns a freshly started process into a worker.
 
-    The worker has a session of its own and dumps no core.
+    The worker leads a new session and dumps no core.
 
     Args:
         parent: the process that the worker must not outlive.
         log_fd: receives its stdout, its stderr and faulthandler's report; closed here.
-        names_fd: takes the names of the shared memory that it makes.
+        names_fd: receives the names of the shared memory that it makes.
         oom_score: how much sooner than others the kernel kills it when memory runs out, from 0 to 1000.
     """
     with contextlib.suppress(PermissionError):  # a spawned worker leads a session already
@@ -95,7 +95,7 @@ def contain_worker(*, parent: int, log_fd: int, names_fd: int, oom_score: int = 
     directory = own_directory(os.getpid())
     with contextlib.suppress(OSError):  # the system has no shared memory
         os.mkdir(directory, 0o700)
-        # Children of `multiprocessing` take over its settings, also those that are started afresh.
+        # Children of `multiprocessing`, even spawned ones, take over its settings.
         settings = vars(multiprocessing.process.current_process())["_config"]
         settings.update(tempdir=directory, semprefix=f"/{os.path.basename(directory)}")
 
@@ -107,7 +107,7 @@ def redirect_output(log_fd: int) -> None:
     os.close(null)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
-    # In a fork, the stream objects may be the caller's replacements, or hold text that is not flushed yet.
+    # In a fork, the stream objects may be the caller's replacements, or hold text that nobody has flushed yet.
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     faulthandler.enable(file=2, all_threads=False)
@@ -115,9 +115,9 @@ def redirect_output(log_fd: int) -> None:
 
 
 def show_stack(pid: int) -> None:
-    """Has a worker write its Python stack to its log and die; one that blocks all signals, or is stopped, does neither.
+    """Makes a worker write its Python stack to its log and die; a worker that is stopped or blocks all signals cannot.
 
-    Were it not to die at once, a call that the signal interrupts would return, and the config would go on.
+    The worker must die at once: otherwise a call that the signal interrupts would return, and the config continue.
     """
     with contextlib.suppress(OSError):
         os.kill(pid, _SHOW_STACK)
@@ -146,7 +146,7 @@ def kill_tree(pid: int) -> None:
 def kill_orphans(known: Collection[int]) -> None:
     """Kills and reaps every child of this process that is not in `known`, and all of their descendants.
 
-    This process adopts the children of an orphan as it dies, so the search is repeated until it finds none.
+    This process adopts the children of an orphan as it dies, so the search continues until it finds none.
 
     Args:
         known: the children that stay.
@@ -165,18 +165,18 @@ def kill_orphans(known: Collection[int]) -> None:
 
 # --- shared memory ---
 #
-# Its name outlives its processes, and `multiprocessing` removes it only where its tracker outlives them. So a worker
-# notes each name in a file that its template holds. A worker may be killed at any moment, and another process may give
-# the name, too: so the worker makes everything under a name that only it gives, noted before, then notes what has the
-# name that was asked for, and renames it. Names that code in C makes, or a freshly started child, are not noted.
-# Semaphores are made in C: those of `multiprocessing` get names that begin with that of a worker's own directory.
+# Its name outlives its processes, and `multiprocessing` removes it only if its tracker outlives them. So a worker notes
+# each name in a file that its template holds. A worker may die at any moment, and another process may use the same
+# name. So the worker first notes a draft name that only it uses, and makes the object under that. Then it notes the
+# real name with the object's inode, and renames the object. Nobody notes the names that C code or a freshly started
+# child makes. C code makes semaphores: `multiprocessing` begins their names with the name of the worker's directory.
 
 
 def common_directory(token: str) -> str:
-    """Returns the directory in memory that all workers of a process's template share; there may be none.
+    """Returns the directory in memory that all workers of a process's template share; it may not exist.
 
     Args:
-        token: the token of the template, which makes the directory, and whose end removes it.
+        token: the token of the template, which makes the directory and removes it at its end.
     """
     return f"{_SHARED_MEMORY}/quarantune-{token}"
 
@@ -194,14 +194,14 @@ def remove_all_of(directory: str) -> None:
     """Removes a directory in shared memory, and the directories and semaphores whose names begin with its name."""
     semaphores = f"{_SHARED_MEMORY}/sem.{os.path.basename(directory)}-*"
     for path in (directory, *glob.glob(f"{directory}-*"), *glob.glob(semaphores)):
-        with contextlib.suppress(OSError, RecursionError):  # of a thousand directories in each other
+        with contextlib.suppress(OSError, RecursionError):  # a thousand nested directories
             _remove(path)
 
 
 def directory() -> tempfile.TemporaryDirectory[str]:
     """Returns a new directory in memory for small files and a `with` statement.
 
-    It is gone after the block, and however the worker ends: it is made by `os.mkdir`, which notes it.
+    It is gone after the block, and however the worker ends, because `os.mkdir` makes it and notes its name.
 
     Raises:
         OSError: the system has no room for it.
@@ -210,7 +210,7 @@ def directory() -> tempfile.TemporaryDirectory[str]:
 
 
 def _note(path: str, about: os.stat_result | None = None) -> None:
-    """Notes a name in shared memory, and what has it; None for a name that only this worker gives."""
+    """Notes a name in shared memory, and the object that has it; None for a name that only this worker uses."""
     device, inode = (about.st_dev, about.st_ino) if about else (0, 0)
     for fd in _noted_in:
         with contextlib.suppress(OSError, ValueError):  # the config may have closed the file
@@ -218,14 +218,14 @@ def _note(path: str, about: os.stat_result | None = None) -> None:
 
 
 def note_in(fd: int) -> None:
-    """Has this process, and its forks, note the shared memory that they make by `multiprocessing`, `open` or `mkdir`.
+    """Makes this process and its forks note the shared memory that they make by `multiprocessing`, `open` or `mkdir`.
 
     Args:
         fd: the file, which stays open.
     """
     _noted_in.append(fd)
     if len(_noted_in) > 1:
-        return  # a fork of a process that notes them
+        return  # a fork of a process that already notes names
     os.mkdir = _noting(os.mkdir, lambda *_, **__: True)
     os.open = _noting(os.open, lambda flags, *_, **__: flags & os.O_CREAT)
     builtins.open = io.open = _opening_by(open)
@@ -235,7 +235,7 @@ def note_in(fd: int) -> None:
         module = importlib.import_module("_multiprocessing")
 
         class SemLock(module.SemLock):  # type: ignore[misc]
-            """Notes the names that other packages give their semaphores, such as joblib."""
+            """Notes the names that other packages, such as joblib, give their semaphores."""
 
             def __new__(cls, kind: int, value: int, maxvalue: int, name: str, unlink: bool) -> Any:
                 made = super().__new__(cls, kind, value, maxvalue, name, unlink)
@@ -248,12 +248,12 @@ def note_in(fd: int) -> None:
 
 
 def _noting(real: Any, makes: Callable[..., object], *, place: str = _SHARED_MEMORY) -> Any:
-    """Returns a function that does as `real`, and notes each name in shared memory that it makes before that is there.
+    """Returns a function like `real` that notes each name in shared memory before it makes it.
 
     Args:
         real: opens or makes a path.
-        makes: says whether it may make it, by its other arguments.
-        place: the directory of shared memory, as its paths begin.
+        makes: returns whether `real` may make the path, given the other arguments.
+        place: the directory of shared memory in the paths of `real`.
     """
 
     @functools.wraps(real)
@@ -277,12 +277,12 @@ def _noting(real: Any, makes: Callable[..., object], *, place: str = _SHARED_MEM
             return real(path, *args, **kwargs)
         return result
 
-    made.__module__ = "os"  # where pickle finds it by its name
+    made.__module__ = "os"  # pickle finds it there by its name
     return made
 
 
 def _opening_by(real: Any) -> Any:
-    """Returns a function that does as the function `open`, and opens files in shared memory by `os.open`."""
+    """Returns a function like `open` that opens files in shared memory by `os.open`."""
 
     @functools.wraps(real)
     def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,13 +295,13 @@ def _opening_by(real: Any) -> Any:
 
 
 def _name_in(place: str, path: Any) -> str:
-    """Returns the name of a path directly in a directory; an empty one for any other path."""
+    """Returns the name of a path directly in a directory; an empty text for any other path."""
     directory, name = os.path.split(os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else "")
     return name if directory.rstrip("/") == place else ""
 
 
 def _rename_to_new(path: str, target: str) -> bool:
-    """Renames a file or directory, unless there is one of the new name; returns whether it did."""
+    """Renames a file or directory unless the new name exists; returns whether it did."""
     try:
         return not _libc.renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
     except AttributeError:  # a C library of before 2018
@@ -309,7 +309,7 @@ def _rename_to_new(path: str, target: str) -> bool:
 
 
 def _remove(path: str | bytes) -> None:
-    """Removes a file, or a directory with what is in it."""
+    """Removes a file, or a directory with its content."""
     shutil.rmtree(path) if stat.S_ISDIR(os.lstat(path).st_mode) else os.unlink(path)
 
 
@@ -317,11 +317,11 @@ def remove_shared_memory(fd: int) -> None:
     """Removes the shared memory whose names a worker left, and closes the file of the names."""
     # The config may have enlarged the file, which then reads as zeros.
     for record in os.pread(fd, _MOST_BYTES, 0).partition(b"\0\0")[0].split(b"\0"):
-        with contextlib.suppress(OSError, ValueError, RecursionError):  # of a thousand directories in each other
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # a thousand nested directories
             device, inode, name = record.split(b" ", 2)
             path = os.path.join(os.fsencode(_SHARED_MEMORY), name.lstrip(b"/"))
             about = os.lstat(path)
-            # Not what another process has made since.
+            # Another process may have made a new object of this name since.
             if (int(device), int(inode)) in ((0, 0), (about.st_dev, about.st_ino)):
                 _remove(path)
     os.close(fd)

@@ -1,7 +1,7 @@
 """The loop inside a template: starts workers by fork or spawn, reaps them, and kills the processes they leave behind.
 
 The process's template runs this loop, and so does each sweep's template, a fork of it that has loaded the sweep's
-payload. The loop is single-threaded and initialises no JAX backend, because only such a process can be forked safely.
+payload. The loop is single-threaded and initialises no JAX backend, because its process must be able to fork safely.
 
 The sandbox holds processes and knows nothing of trials, so it never imports the `worker` package: a template imports
 the workers' program by its name before it starts workers.
@@ -51,17 +51,17 @@ from quarantune.values import codec
 
 _WORKER_PROGRAM = "quarantune.worker.main"
 _DECORATOR = "quarantune.api.autotune"
-"""What a module with tuned functions imports: later loads of such a module are spared 0.1 s where it is imported."""
+"""Module that every module with tuned functions imports. Importing it ahead saves 0.1 s when they load."""
 
 _set_by_modules: dict[str, str] = {}
-"""The environment variables that modules set when they were imported here, as those of Mosaic GPU do."""
+"""Environment variables that modules have set during their import here; Mosaic GPU's modules do so."""
 
 
 def main(frame: object) -> None:
-    """Runs the template, or the worker, that a freshly started interpreter is for, to the end of the process.
+    """Runs a freshly started interpreter as a template or a worker, to the end of the process.
 
     Args:
-        frame: `TemplateOptions` or `WorkerOptions` as encoded by the codec.
+        frame: `TemplateOptions` or `WorkerOptions`, encoded by the codec.
     """
     contain.reset_signals()
     match codec.decode(frame, *ROLE_OPTIONS):
@@ -78,7 +78,7 @@ def main(frame: object) -> None:
 
 
 def _worker_program() -> Any:
-    """Returns the module of the workers' program, imported with JAX and everything that it needs."""
+    """Imports the module of the workers' program, with JAX and everything that it needs, and returns it."""
     return importlib.import_module(_WORKER_PROGRAM)
 
 
@@ -87,7 +87,7 @@ def _run_worker(options: WorkerOptions, call: object | None) -> None:
 
     Args:
         options: describes the worker.
-        call: the payload as the template has loaded it; None where the worker must load it itself.
+        call: the payload as the template has loaded it; None if the worker must load it itself.
     """
     contain.contain_worker(parent=options.parent_pid, log_fd=options.log_fd, names_fd=options.names_fd)
     program = _worker_program()
@@ -97,7 +97,7 @@ def _run_worker(options: WorkerOptions, call: object | None) -> None:
 
 @dataclasses.dataclass(eq=False)
 class _Client:
-    """A connection to this template: its owner's, or that of a sweep, with the data that the sweep's workers share."""
+    """A connection to this template: its owner's, or a sweep's, with the data that the sweep's workers share."""
 
     connection: Connection
     sweep: Open
@@ -108,7 +108,7 @@ class _Client:
 
 @dataclasses.dataclass(frozen=True)
 class _Child:
-    """A child, by the number that its sweep gave it, with the file for the names of its shared memory."""
+    """A child, with its number in its sweep, and with the file for the names of its shared memory."""
 
     number: int
     pid: int
@@ -136,8 +136,8 @@ class _Forker:
         self._clients: list[_Client] = []
         self._children: dict[int, _Child] = {}
         self._wakeup_fd, self._wakeup_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up descriptor
-        # The module of a sweep's function may have blocked the signal while it was loaded.
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler, nobody writes to the wake-up descriptor
+        # The module of a sweep's function may have blocked the signal as it loaded.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
         self._selector.register(self._wakeup_fd, selectors.EVENT_READ, self._reap)
@@ -190,7 +190,7 @@ class _Forker:
         for child in self._children.values():
             child.remove_shared_memory()
         if self._directory:
-            contain.remove_all_of(self._directory)  # also of workers whose sweep's template was killed just now
+            contain.remove_all_of(self._directory)  # also for workers whose sweep's template died just now
         os._exit(0)
 
     def _report(self, client: _Client, event: ChildEvent) -> None:
@@ -208,7 +208,7 @@ class _Forker:
             case Open():
                 connection_fd, payload_fd, arrays_fd = (*fds, -1, -1)[:3]
                 if order.has_directory:
-                    with contextlib.suppress(OSError):  # it is there already, or the system has no room for it
+                    with contextlib.suppress(OSError):  # it exists already, or the system has no room for it
                         os.mkdir(self._directory, 0o700)
                 self._add(_Client(_connection(connection_fd), order, payload_fd, arrays_fd))
             case WarmUp():
@@ -216,7 +216,7 @@ class _Forker:
             case Start():
                 self._start(client, order, fds)
                 if order.task is None:
-                    importlib.import_module(_DECORATOR)  # beside the load that has begun
+                    importlib.import_module(_DECORATOR)  # during the load that has begun
                     _prepare_to_fork()
             case Kill():
                 for child in self._children.values():
@@ -230,8 +230,8 @@ class _Forker:
 
     def _warm_up(self, order: WarmUp) -> None:
         if self._children:
-            return  # of sweeps that began before; they would not survive the end of a process that was spoiled
-        # Threads of numerical libraries are started when these are imported, and prepared for forks.
+            return  # children of earlier sweeps would not survive the end of a spoiled process
+        # Numerical libraries start threads during their import, and prepare these for forks.
         before, own = _count_threads(), dict(os.environ)
         os.environ.update(order.environ)
         try:
@@ -295,7 +295,7 @@ class _Forker:
                 cwd=client.sweep.cwd,
                 start_new_session=True,
             )
-            process.returncode = 0  # reaped here, with the other children, and not by Popen
+            process.returncode = 0  # `_reap` reaps it with the other children, and Popen must not
             return process.pid
 
         def work() -> None:
@@ -319,7 +319,7 @@ class _Forker:
                 self._report(child.client, Ended(child.number, os.waitstatus_to_exitcode(wait_status)))
 
     def _close_in_fork(self) -> None:
-        """Closes, in a fork, the descriptors that belong to the process it was forked from."""
+        """Closes, in a fork, the descriptors that belong to the parent process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for client in self._clients:
@@ -337,8 +337,8 @@ def _serve_sweep(client: _Client, parent: int) -> None:
     try:
         client.call = program.load_bench(client.payload_fd, client.sweep.cwd)
         if client.sweep.loads_plugins:
-            # In the environment that the function's modules may have changed. Every fork uses the plugins, and none of
-            # them is initialised here, because a process that has done that must not be forked.
+            # Every fork uses the plugins, in an environment that the function's modules may have changed. This loads
+            # the plugins without initialising any, because a process with an initialised plugin must not fork.
             load_plugins()
     except BaseException as error:
         client.connection.send_message(program.describe_error(error))
@@ -364,10 +364,10 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _watch_process(pid: int) -> int:
-    """Returns a descriptor that becomes readable when a process ends; -1 where the system has none.
+    """Returns a descriptor that becomes readable when a process ends; -1 if the system has none.
 
-    The end of the connection reveals most deaths, but not that of a process whose forked children hold copies of the
-    connection.
+    The end of the connection reveals most deaths, but not the death of a process whose forked children hold copies of
+    the connection.
     """
     try:
         return os.pidfd_open(pid)
@@ -385,31 +385,31 @@ def _set_environ(environ: Mapping[str, str]) -> None:
 
 
 def _import_for_forks(modules: Sequence[str], *, are_installed: bool = False) -> None:
-    """Imports modules ahead of their use in forks, whose environments get the variables that the modules set."""
+    """Imports modules ahead of their use in forks. The environments of forks get the variables that modules set."""
     before = dict(os.environ)
     spawning.import_modules(modules, are_installed=are_installed)
     _set_by_modules.update(os.environ.items() - before.items())
 
 
 def _of_packages(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of some imported modules that are part of installed packages, which nobody edits meanwhile."""
+    """Returns the imported modules of some names that belong to installed packages, which nobody edits."""
     files = {name: content(sys.modules.get(name)).get("__file__") for name in names}
     return tuple(sorted(name for name, file in files.items() if isinstance(file, str) and is_installed(file)))
 
 
 def _fork_hazard() -> str | None:
-    """Returns why this process must not be forked; None where forking is safe."""
+    """Returns why this process must not fork; None if forking is safe."""
     if jax_backends.backends_initialized():
-        return "a JAX backend was initialised while the function was loaded"
+        return "loading the function has initialised a JAX backend"
     if _count_threads() > 1:
-        return "a thread was started while the function was loaded"
+        return "loading the function has started a thread"
     return None
 
 
 def _count_threads() -> int:
     try:
         return len(os.listdir("/proc/self/task"))
-    except OSError:  # as in a container without /proc
+    except OSError:  # for example in a container without /proc
         return threading.active_count()
 
 

@@ -1,7 +1,7 @@
 """Every message between the scheduler and the workers, one frozen dataclass for each.
 
-`values.codec` encodes and decodes them. The scheduler gives a worker tasks, and the worker answers with replies. The
-descriptors that travel with a message are part of its documentation.
+`values.codec` encodes and decodes them. The scheduler gives a worker tasks, and the worker answers with replies. Each
+message documents the descriptors that travel with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Task:
     """One thing for a worker to do.
 
     Attributes:
-        trial: the index of the config; None for a task that belongs to none.
+        trial: the index of the config; None for a task without a config.
         last: whether the worker ends after it.
     """
 
@@ -60,10 +60,10 @@ class Probe(Task):
 class Prepare(Task):
     """Take the device and make the arguments; answered by `Ready`, unless the worker will compile.
 
-    Its descriptors are the outputs to compare with, after a file as for `Expect` where there is one with programs.
+    Its descriptors are the outputs to compare with. A file with programs, described at `Expect`, may come first.
 
     Attributes:
-        has_programs: whether there is.
+        has_programs: whether a file with programs comes first.
         compiles: whether the worker will compile, and needs the device alone.
     """
 
@@ -73,10 +73,10 @@ class Prepare(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expect(Task):
-    """Compile the comparison of such outputs, ahead of the first; there is no answer.
+    """Compile the comparison of outputs, ahead of the first output; the worker does not answer.
 
-    Descriptor, at most one: a file with the programs that an earlier worker has compiled, or an empty one to leave them
-    in. Nothing of a config has run in the worker that leaves them.
+    Descriptor, at most one: a file with the programs that an earlier worker has compiled, or an empty file to leave
+    them in. The worker that leaves them has run no code of a config.
 
     Attributes:
         outputs: the arrays of each config's output.
@@ -87,17 +87,18 @@ class Expect(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compile(Task):
-    """Compile one config; answered by `Traced` where that is asked for, `Lowered` and `Compiled`.
+    """Compile one config; answered by `Traced` if requested, `Lowered` and `Compiled`.
 
-    Its descriptor, where there is one, is the file for the executable, which another worker runs.
+    Its descriptor, if any, is the file for the executable, which another worker runs.
 
     Attributes:
         config: the config.
         target: the device to compile for; None for the worker's own.
-        as_data: whether the executable is for the caller, who runs no code of a worker to load it.
+        as_data: whether the executable travels as data, so that the caller loads it without running a worker's code.
         is_cheap: whether XLA chooses kernels for the target without trying any, so that no product needs the device.
-        shows_program: whether the traced program is told, in `Traced`.
-        known: the last digits of the identities of programs that need not be compiled: `Lowered` ends the task.
+        shows_program: whether `Traced` reports the traced program.
+        known: the last digits of the identities of programs that need no compilation: for these, `Lowered` ends the
+            task.
     """
 
     config: EncodedConfig
@@ -114,34 +115,34 @@ class CompileAlone(Compile):
 
 
 def tail_of(program: str) -> str:
-    """Returns the last digits of a program's `lowered_half`, which tell it from all others that one sweep meets."""
+    """Returns the last digits of a program's `lowered_half`, which distinguish it from all others in one sweep."""
     return program[-12:]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proceed(Task):
-    """Compile the program that `Lowered` has announced with its products; there is no further answer."""
+    """Compile the program that `Lowered` has announced with its products; `Compiled` follows."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measure(Task):
     """Check one config and time it; answered by `FirstRun` or `Measured`.
 
-    Its descriptors are the file of the executable, the outputs to compare with, and a file for the config's own output
-    where `keeps` is true.
+    Its descriptors are the file of the executable, the outputs to compare with, and, if `keeps` is true, a file for the
+    config's own output.
 
     Attributes:
         config: the config.
-        load: whether the executable is loaded from its file; else the worker has compiled it and saves it there.
-        checked: whether the config has been checked before.
+        load: whether to load the executable from its file; else the worker has compiled it and saves it there.
+        checked: whether an earlier task has checked the config.
         pause: whether the worker stops after an informative first run, with `FirstRun`.
-        stop_ms: such a run is ended after so many milliseconds without waits; None for no limit.
-        best_median_ms: the time of the fastest config so far; None where there is none.
+        stop_ms: milliseconds, without waits, after which the worker ends the first run; None for no limit.
+        best_median_ms: milliseconds of the fastest config so far; None before the first.
         disturbed: the latest samples of the sweep, each with the fastest of its config, in milliseconds.
         references: the number of outputs to compare with.
-        standard: the position of the output that is right; None where that is not known.
-        keeps: whether an output that differs from all of them is kept.
-        ranks: whether the time is only to rank the config: its output is not judged, and few samples suffice.
+        standard: the position of the output that is right; None if unknown.
+        keeps: whether to keep an output that differs from all of them.
+        ranks: whether the time only ranks the config: nothing judges its output, and few samples suffice.
     """
 
     config: EncodedConfig
@@ -159,7 +160,7 @@ class Measure(Task):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeReference(Task):
-    """Write what `ref_fn` returns to the descriptor, then compare its shapes with those of the function's output.
+    """Write the output of `ref_fn` to the descriptor, then compare its shapes with the shapes of the function's output.
 
     Answered by `ReferenceComputed`, after each of the two.
     """
@@ -171,7 +172,7 @@ class Finalist:
 
     Attributes:
         config: the config.
-        saved: whether its executable is among the descriptors; else it is compiled again.
+        saved: whether its executable is among the descriptors; else the worker compiles it again.
         index: the index of the config.
     """
 
@@ -182,7 +183,7 @@ class Finalist:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare(Task):
-    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of those that are saved."""
+    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of saved finalists."""
 
     entries: tuple[Finalist, ...]
 
@@ -195,8 +196,8 @@ TASKS = (Probe, Prepare, Expect, Compile, CompileAlone, Proceed, Measure, Comput
 
 
 Raised: TypeAlias = Literal["error", "wrong", "device_oom", "unfit"]
-"""The outcomes of a config that raised, all others being seen from outside the worker, and one of a program: `unfit`
-says that it must be compiled on its device."""
+"""The outcomes that a worker reports itself; all others show outside the worker. `error`, `wrong` and `device_oom` are
+outcomes of a config that raised. `unfit` means that only its device can compile a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,10 +205,11 @@ class Judgement:
     """The judgement of a config's output.
 
     Attributes:
-        group: the position of the output that it agrees with; the number of outputs where its own was kept; or None
-            where it differs from all and was not kept, or was not compared.
-        noise: the RMS by which the kept output moves when its inputs do, relative to its own; None if not measured.
-        wrong: one sentence on how the output, or a gradient, is wrong; None where it is not.
+        group: the position of the output that it agrees with; the number of outputs if the worker has kept it; None if
+            it differs from all and the worker has not kept it, or if nothing has compared it.
+        noise: the RMS by which the kept output moves when its inputs do, relative to the output's RMS; None if not
+            measured.
+        wrong: one sentence on how the output, or a gradient, is wrong; None if both are right.
     """
 
     group: int | None = None
@@ -220,7 +222,7 @@ class Reply:
     """An answer of a worker.
 
     Attributes:
-        trial: the one of the task that it answers.
+        trial: the `trial` of the task that it answers.
         phase: the phase that the worker is in.
         held_bytes: the private memory of its process.
     """
@@ -277,13 +279,13 @@ class Traced(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lowered(Reply):
-    """The config was lowered, and is about to be compiled; where it has products, once the worker is told to proceed.
+    """The config was lowered. The worker compiles it next; if it has products, it waits for `Proceed` first.
 
     Attributes:
         program: the identity of the program, as `transport.programs` makes it.
         outputs: the arrays of its output.
-        products: names of what XLA tries kernels for on the device, as `worker.deviceless.products` returns them; none
-            in a check, and where workers share nothing that XLA finds out.
+        products: names of the operations that XLA tries kernels for on the device, from `worker.deviceless.products`;
+            empty in a check, and if workers do not share XLA's findings.
     """
 
     program: str
@@ -308,13 +310,13 @@ class Compiled(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FirstRun(Judged):
-    """The config's first run was long enough to be informative; or so long that it was ended, and its worker with it.
+    """The config's first run was long enough to be informative, or too long; then its worker ended with it.
 
     Attributes:
         run_ms: milliseconds that the run has taken.
         cpu_ms: the same without its waits for a CPU.
         is_disturbed: whether it waited too long for its time to count.
-        was_ended: whether it was ended, so that its output was not compared.
+        was_ended: whether the worker cut the run off, so that nothing has compared its output.
     """
 
     run_ms: Milliseconds
@@ -329,8 +331,8 @@ class Measurement:
 
     Attributes:
         samples_ms: milliseconds of each run.
-        cpu_ms: the same without waits for a CPU; empty where the clock is free of the effects of other processes.
-        ranking_ms: the time that finalists are chosen by.
+        cpu_ms: the same without waits for a CPU; empty if other processes do not affect the clock.
+        ranking_ms: the time that decides which configs become finalists.
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
         observed: the figures of observers.
@@ -354,8 +356,8 @@ class ReferenceComputed(Reply):
     """The reference is in its file.
 
     Attributes:
-        is_compared: whether its shapes were compared, too.
-        differs: one sentence on how they differ; None where they agree or cannot be known.
+        is_compared: whether the worker has also compared its shapes.
+        differs: one sentence on how they differ; None if they agree or are unknown.
     """
 
     is_compared: bool = False
@@ -368,8 +370,8 @@ class Compared(Reply):
 
     Attributes:
         rounds_ms: the samples of each, in milliseconds.
-        warm_ms: the same with warm caches; empty for those that are far behind.
-        observed: for each round, the figures of observers for each; empty without any.
+        warm_ms: the same with warm caches; empty for finalists that are far behind.
+        observed: for each round, the observers' figures for each finalist; empty without observers.
     """
 
     rounds_ms: tuple[Samples, ...]
@@ -379,7 +381,7 @@ class Compared(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failed(Judged, ErrorDescription):
-    """The task raised an exception, and the worker ends, unless others have compiled its config, or will measure it.
+    """The task raised an exception. The worker ends, unless others have compiled its config, or will measure it.
 
     Attributes:
         outcome: the kind of failure.

@@ -44,12 +44,12 @@ _SWEEP = 0
 """The number of the sweep's template among the children of the process's template; workers count from 1."""
 _CHECK_S = 0.1
 _OPENINGS = 3
-"""How often templates are started for a sweep while other processes kill them."""
+"""How often a sweep tries to start templates while other processes kill them."""
 _MAX_DEATHS = 3
 _STARTUP_DEADLINE_S = 120.0
 _LOAD_POLL_S = 0.05
 _SEND_WAIT_S = 5.0
-"""The longest wait for a template to read an order: it forks one worker after another."""
+"""Longest wait, in seconds, for a template to read an order: it forks one worker after another."""
 _CLOSE_WAIT_S = 0.7
 
 
@@ -87,9 +87,9 @@ class _Process:
 class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """Starts a sweep's workers and reports what happens to them.
 
-    A sweep's template that dies is replaced by the process's template, and a process's template by a new one.
+    If a sweep's template dies, the process's template replaces it; if the process's template dies, a new one does.
 
-    Use it as a context manager, which kills every process that is left at its end.
+    Use it as a context manager, which kills every remaining process at its end.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             arrays_fd: its arrays' bytes; -1 for none.
             method: `fork` or `spawn`.
             environ: environment variables that all of its processes get in addition to the caller's.
-            modules: modules that its workers, and this process, are known to import sooner or later.
+            modules: modules that its workers and this process will import sooner or later.
             plugins: whether workers need JAX's plugins for devices other than the CPU.
             directory: whether they share a directory in memory, with the workers of other sweeps of this process.
-            warm_up: the task by which the process's template prepares for such sweeps; None for none.
+            warm_up: the task that prepares the process's template for sweeps of this kind; None for none.
         """
         self._payload_fd = payload_fd
         self._arrays_fd = arrays_fd
@@ -166,15 +166,14 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     def open(self, *, load_timeout_s: float | None) -> None:
         """Starts the sweep's template, which loads the payload once for all workers.
 
-        Where loading makes the process unsafe to fork, and where workers are spawned, each worker loads the payload
-        itself.
+        If loading makes the process unsafe to fork, or if workers are spawned, each worker loads the payload itself.
 
         Args:
-            load_timeout_s: the deadline for loading; None where there is nothing to load.
+            load_timeout_s: the deadline for loading; None if there is nothing to load.
 
         Raises:
-            LoadError: the payload cannot be loaded.
-            SandboxError: no template can be started.
+            LoadError: the payload does not load.
+            SandboxError: no template can start.
             OSError: there are too few processes or threads to start one.
         """
         for again in reversed(range(_OPENINGS)):
@@ -201,7 +200,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         """Connects to the process's template, and starts one if necessary.
 
         Raises:
-            SandboxError: no template can be started.
+            SandboxError: no template can start.
         """
         self._template = template.shared()
         self._environ = {
@@ -220,13 +219,13 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     def _load(self, timeout_s: float) -> None:
         """Starts a sweep's template and waits until it has loaded the payload.
 
-        There is none afterwards where loading made it unsafe to fork.
+        If loading has made the template unsafe to fork, the sweep has none afterwards.
 
         Args:
             timeout_s: the deadline for loading.
 
         Raises:
-            LoadError: the payload cannot be loaded.
+            LoadError: the payload does not load.
             SandboxError: the process's template died or does not answer.
         """
         try:
@@ -246,10 +245,10 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self.forget(_SWEEP)
 
     def _await_load(self, child: _Process, timeout_s: float) -> Loaded:
-        """Returns what the sweep's template has loaded; kills it at the deadline, which starts once it runs.
+        """Returns the report of the sweep's template; kills the template at the deadline, which starts once it runs.
 
         Raises:
-            LoadError: the payload cannot be loaded.
+            LoadError: the payload does not load.
             SandboxError: the process's template died or does not answer.
         """
         report: LoadReport | None = None
@@ -316,7 +315,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 self._template.warm_up(self._environ, modules=self._packages)
 
     def _release(self) -> None:
-        """Closes all connections; the templates kill what this sandbox still has there. It may connect again."""
+        """Closes all connections, so that the templates kill this sandbox's processes. It may connect again."""
         for link in reversed(list(self._links)):
             self._drop_link(link)
         self._events.clear()
@@ -345,7 +344,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             The worker's number.
 
         Raises:
-            OSError: no descriptors are left.
+            OSError: this process has no descriptors left.
         """
         return self._start(next(self._worker_numbers), task, fds, environ or {}).number
 
@@ -364,12 +363,12 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         return child
 
     def send(self, number: int, message: JsonObject, fds: Sequence[int] = ()) -> None:
-        """Sends a worker a further task; where the worker no longer reads, `Ended` follows."""
+        """Sends a worker a further task; if the worker no longer reads, `Ended` follows."""
         with contextlib.suppress(WireClosedError):
             self._children[number].connection.send(message, fds)
 
     def finish(self, number: int) -> None:
-        """Closes the connection to a worker, so that it ends, unless it has ended and was forgotten."""
+        """Closes the connection to a worker, so that it ends, unless `forget` has removed it."""
         if number in self._children:
             self._disconnect(self._children[number])
 
@@ -378,7 +377,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
 
         Args:
             number: the worker's number.
-            shows_stack: whether the worker writes to its log where it is.
+            shows_stack: whether the worker writes its stack to its log first.
         """
         self._wake()
         self._order(Kill(number, shows_stack))
@@ -392,7 +391,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         return spool.read_log(self._children[number].log_fd) if number in self._children else ""
 
     def clear_log(self, number: int) -> None:
-        """Removes the output of a worker so far, which is none of its next config's."""
+        """Removes the output of a worker so far, which does not belong to its next config."""
         if number in self._children:
             os.ftruncate(self._children[number].log_fd, 0)
 
@@ -415,7 +414,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     # Orders to the templates
 
     def share_modules(self, names: Sequence[str]) -> None:
-        """Has the templates import modules that a worker lacked, so that later forks have them."""
+        """Makes the templates import modules that a worker lacked, so that later forks have them."""
         new = tuple(name for name in names if name not in self._imported)
         self._imported.update(new)
         for link in list(self._links) if new else ():
@@ -441,9 +440,9 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     # Events
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Returns the events since the last call, waiting for at most `timeout_s` seconds where there are none.
+        """Returns the events since the last call, waiting for at most `timeout_s` seconds if there are none.
 
-        Of each worker, the end comes once, after its last message.
+        The end of each worker comes once, after its last message.
 
         Raises:
             SandboxError: templates keep dying.
@@ -456,7 +455,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         if (now := time.monotonic()) >= self._next_check:
             self._next_check = now + _CHECK_S
             for worker in self._children.values():
-                self._read(worker)  # which notices a frame that is never finished
+                self._read(worker)  # this notices a frame that never ends
             self._check_templates()
         events, self._events = self._events, []
         return events
@@ -464,7 +463,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     def _read(self, worker: _Process) -> bool:
         """Reads the messages that have arrived from a worker, and returns whether there were any; never waits.
 
-        A worker whose connection is closed or damaged is disconnected.
+        It disconnects a worker whose connection is closed or damaged.
         """
         if not worker.connection.is_open:
             return False
@@ -482,7 +481,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         return bool(received)
 
     def _read_template(self, link: Connection) -> None:
-        """Reads what a template reports of workers, unless it was replaced meanwhile."""
+        """Reads a template's reports on workers, unless another template has replaced it."""
         if link not in self._links:
             return
         try:
@@ -499,7 +498,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
                 worker.pid = event.pid
 
     def _end(self, worker: _Process, status: int | None) -> None:
-        """Adds a worker's last messages, then its end, to the events, unless its end is known already."""
+        """Adds a worker's last messages, then its end, to the events, unless they have its end already."""
         if worker.has_ended:
             return
         while self._read(worker):
@@ -515,7 +514,7 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
         template.wake(self._links.values())
 
     def _check_templates(self) -> None:
-        """Wakes templates that were stopped, and kills one that does not answer, so that it is replaced."""
+        """Wakes stopped templates, and kills a template that does not answer, so that another replaces it."""
         # To fork the sweep's template, the process's may first have to start, and to warm up, which takes long.
         workers = [child for child in self._children.values() if child.number != _SWEEP]
         awaits_start = any(worker.pid is None and not worker.has_ended for worker in workers)
@@ -524,13 +523,13 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             pid, reason = unresponsive
             _logger.warning("template process %d %s, so another one takes its place", pid, reason)
             with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)  # it is replaced once its connection ends
+                os.kill(pid, signal.SIGKILL)  # the end of its connection makes `_replace` run
 
     def _replace(self, lost: Connection) -> None:
-        """Goes on with another template after the one at the end of `lost` has died, and its workers with it.
+        """Continues with another template after the template of `lost` has died, and its workers with it.
 
         Raises:
-            SandboxError: templates keep dying, no other can be started, or it was to fork the sweep's template.
+            SandboxError: templates keep dying, no other can start, or `lost` had yet to fork the sweep's template.
         """
         if _SWEEP in self._children:
             assert self._template is not None
@@ -563,7 +562,7 @@ def _cwd() -> str | None:
 
 
 def _child_events(link: Connection) -> list[ChildEvent]:
-    """Returns what a template reports of its children; a module's hook for forks may send descriptors with it."""
+    """Returns a template's reports on its children; closes descriptors that a module's fork hook may have sent."""
     received = link.receive_messages(*CHILD_EVENTS)
     wire.close_all([fd for _, fds in received for fd in fds])
     return [event for event, _ in received]

@@ -1,4 +1,4 @@
-"""The file in which one process leaves a compiled program for another one: the only place that writes and reads it."""
+"""The file that carries a compiled program from one process to another; only this module writes and reads it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ProgramFile:
     """A compiled program as it travels.
 
     Attributes:
-        executable: the program as `transport.executable` writes it, a pickle for workers or data for the caller; of a
-            function that runs several programs, the report of `transport.assignment`.
-        coarsest: the bits in the mantissas of the coarsest type that it computes with; None if that is unknown.
+        executable: the program as `transport.executable` writes it, a pickle for workers or data for the caller. For a
+            function that runs several programs, it is the report of `transport.assignment`.
+        coarsest: the bits in the mantissas of the coarsest type that it computes with; None if unknown.
         cache_entries: the contents for JAX's compilation cache, by key.
     """
 
@@ -38,7 +38,7 @@ class ProgramFile:
     cache_entries: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
     def write(self, fd: int) -> None:
-        """Writes the program into a file that is empty."""
+        """Writes the program into an empty file."""
         head = _Head(_VERSION, self.coarsest, tuple(self.cache_entries))
         spool.write_parts(fd, [json.dumps(head.to_json()).encode(), self.executable, *self.cache_entries.values()])
 

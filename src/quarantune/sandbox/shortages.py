@@ -18,7 +18,7 @@ _NO_PROCESS = re.compile(
     r"can't start new thread|Cannot fork|[Tt]hread creation failed|pthread_create[^\n]*fail|failed[^\n]*pthread_create"
     r"|(fork|std::system_error)[^\n]*(\n[^\n]*){0,3}Resource temporarily unavailable"
 )
-"""What Python, XLA, LLVM, OpenBLAS, OpenMP, C++ and shells say of a process or thread that could not be started."""
+"""Messages of Python, XLA, LLVM, OpenBLAS, OpenMP, C++ and shells about a process or thread that could not start."""
 _NO_DEVICE = re.compile(r"Unable to initialize backend '[^\n]*")
 
 _PATIENCE_S = 10.0
@@ -42,21 +42,21 @@ def with_advice(name: str) -> Iterator[None]:
             raise
         raise SandboxError(
             f"{name}: the sweep had to end ({error.strerror}): {advice}. Finished configs are kept, and the next sweep "
-            f"goes on from there"
+            f"continues from there"
         ) from error
 
 
 def lacks_processes(text: str) -> bool:
-    """Returns whether an error or an output says that no further process or thread could be started."""
+    """Returns whether an error or an output says that no further process or thread could start."""
     return _NO_PROCESS.search(text) is not None
 
 
 def lacking(text: str, *, has_device: bool) -> tuple[int, str]:
-    """Returns what a worker lacked, as an `errno` and in words, by its error and output; 0 if it lacked nothing.
+    """Returns the resource that a worker lacked, as an `errno` and in words; 0 if it lacked nothing.
 
     Args:
-        text: the error and the output.
-        has_device: whether it was to use a device.
+        text: the worker's error and output.
+        has_device: whether the worker had a device to use.
     """
     if lacks_processes(text):
         return errno.EAGAIN, f"it could not start a process or thread, and {_process_limit()}"
@@ -72,10 +72,10 @@ def _process_limit() -> str:
 
 
 def patiently(act: Callable[[], object]) -> None:
-    """Calls `act` until it does not lack a process or thread, or for so long that others will not end theirs.
+    """Calls `act` again, for a limited time, while it lacks processes or threads, which others may end.
 
     Raises:
-        OSError: it lacks one.
+        OSError: `act` still lacks a process or thread after `_PATIENCE_S`.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while True:
@@ -100,8 +100,8 @@ def remedy(error: Exception) -> str | None:
             )
         case errno.ENODEV:
             return (
-                "no worker could use the device beside this process: end the programs that hold its memory, or give "
-                "this one less of it (XLA_PYTHON_CLIENT_MEM_FRACTION); `quarantune doctor` tells more"
+                "no worker could share the device with this process: end the programs that hold its memory, or give "
+                "this one less of it (XLA_PYTHON_CLIENT_MEM_FRACTION); `quarantune doctor` shows more"
             )
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -17,23 +17,23 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.template_messages import RoleOptions
 from quarantune.values import codec
 
-# Collecting garbage while JAX is imported costs a third of that time and finds none. The import path is set before
-# anything is imported that is not in Python's own library.
+# Collecting garbage during JAX's import costs a third of the time and finds none. The code sets the import path before
+# it imports anything from outside Python's library.
 _BOOTSTRAP = (
     "import sys, gc, json, os; gc.disable(); o = json.loads(os.pread(int(sys.argv[1]), int(sys.argv[2]), 0)); "
     "os.close(int(sys.argv[1])); sys.path[:] = o['path']; "
     "from quarantune.sandbox import forker; forker.main(o['options'])"
 )
 _IMPORTABLE = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "quarantune", "absl")
-"""Packages whose modules may be imported ahead of their use, because importing them has no side effects."""
+"""Packages whose modules this package imports ahead of their use, because their import has no side effects."""
 
 
 def import_modules(names: Sequence[str], *, are_installed: bool = False) -> None:
-    """Imports modules that will be needed here or in a fork, and ignores those that cannot be imported.
+    """Imports modules for later use here or in a fork, and ignores modules that fail to import.
 
     Args:
         names: the modules.
-        are_installed: whether they are to be imported although they may have side effects.
+        are_installed: whether to import them although they may have side effects.
     """
     for name in names:
         if (are_installed or name.partition(".")[0] in _IMPORTABLE) and name not in sys.modules:
@@ -45,7 +45,7 @@ def import_modules(names: Sequence[str], *, are_installed: bool = False) -> None
 def standard_descriptors() -> Iterator[None]:
     """Keeps descriptors opened within the block from taking the numbers of closed standard streams.
 
-    A process that is started would take such a descriptor for its own stream, and libraries write errors to number 2.
+    A new process would take these descriptors for its standard streams, and libraries write errors to number 2.
     """
     opened = [os.open(os.devnull, os.O_RDWR)]
     try:
@@ -66,11 +66,11 @@ def start(options: RoleOptions, *, pass_fds: Sequence[int], **popen: Any) -> sub
     Args:
         options: for `forker.main`, which chooses the role by their type.
         pass_fds: descriptors that the process inherits.
-        **popen: as for `subprocess.Popen`.
+        **popen: further arguments of `subprocess.Popen`.
 
     Raises:
-        RuntimeError: there is no interpreter to start, as in a frozen application.
-        OSError: the process cannot be started.
+        RuntimeError: this program has no interpreter to start, for example because it is a frozen application.
+        OSError: the process cannot start.
     """
     command = interpreter_command()
     data = json.dumps({"path": startup_path(), "options": codec.encode(options)}).encode()

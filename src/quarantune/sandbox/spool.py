@@ -1,4 +1,4 @@
-"""Anonymous files for data that travels between processes; nothing of them remains, however a process ends."""
+"""Anonymous files for data that travels between processes; they leave nothing behind, however a process ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from quarantune.host import machine, shared_files
 
 _MEMORY_SHARE = 4
-"""A file lies in memory where it takes less than this fraction of the free memory (1 / n), and else on the disk."""
+"""Divisor of the free memory: a file that takes less than this share lies in memory, any other on the disk."""
 _LOG_CAP_BYTES = 1 << 20
 _LOG_KEPT_BYTES = 16 << 10
 _BLOCK_BYTES = 16 << 20
@@ -26,7 +26,7 @@ write = shared_files.write_all
 def create(label: str, *, size_bytes: int = 0) -> int:
     """Returns a descriptor of a new anonymous file.
 
-    The file lies in memory where there is room, and else under TMPDIR. It has no name in either place, so that not even
+    The file lies in memory if there is room, and else under TMPDIR. It has no name in either place, so that not even
     SIGKILL leaves it behind.
 
     Args:
@@ -34,7 +34,7 @@ def create(label: str, *, size_bytes: int = 0) -> int:
         size_bytes: the size that it will have.
 
     Raises:
-        OSError: there is no room for the file.
+        OSError: neither place has room for the file.
     """
     small = size_bytes <= _LOG_CAP_BYTES
     if hasattr(os, "memfd_create") and (small or size_bytes < machine.available_memory_bytes() // _MEMORY_SHARE):
@@ -48,13 +48,13 @@ def read(fd: int) -> bytes:
     """Returns the whole content of a file.
 
     Raises:
-        ValueError: the file was enlarged, and not written.
+        ValueError: somebody has enlarged the file without writing to it.
     """
     return os.pread(fd, _written_bytes(fd), 0)
 
 
 def _written_bytes(fd: int) -> int:
-    """Returns the size of a file that was written as a whole; a config may give its own files any other size."""
+    """Returns the size of a file without holes; a config may have enlarged its files to any size."""
     size_bytes = os.fstat(fd).st_size
     if size_bytes and os.lseek(fd, 0, os.SEEK_HOLE) < size_bytes:
         raise ValueError(f"the file was enlarged to {size_bytes} bytes, and not written")
@@ -76,16 +76,16 @@ def read_parts(fd: int) -> list[bytes]:
     """Returns the byte strings that `write_parts` wrote.
 
     Raises:
-        ValueError: the file was not written by `write_parts`; a worker may have written anything to it.
+        ValueError: the file is not from `write_parts`; a worker may have written anything to it.
     """
     return [bytes(part) for part in map_parts(fd)]
 
 
 def map_parts(fd: int) -> list[memoryview]:
-    """Returns the byte strings that `write_parts` wrote, uncopied where nobody can change them.
+    """Returns the byte strings that `write_parts` wrote, without a copy if nobody can change them.
 
     Raises:
-        ValueError: as for `read_parts`.
+        ValueError: the file is not from `write_parts`; a worker may have written anything to it.
     """
     size = _written_bytes(fd)
     data = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size and _is_sealed(fd) else read(fd))
@@ -105,7 +105,7 @@ def map_parts(fd: int) -> list[memoryview]:
 
 
 def _is_sealed(fd: int) -> bool:
-    with contextlib.suppress(OSError, AttributeError):  # it lies on the disk, where its writer may cut it
+    with contextlib.suppress(OSError, AttributeError):  # it lies on the disk, so its writer may cut it
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
     return False
 
@@ -113,11 +113,11 @@ def _is_sealed(fd: int) -> bool:
 def protect(fd: int) -> int:
     """Returns a read-only descriptor of the file, which no config can then change.
 
-    A file in memory is sealed for good. Where a process with write access has prevented that, a copy is sealed instead.
-    A file on the disk is only reopened for reading.
+    This seals a file in memory for good; if a process with write access prevents that, it seals a copy instead. A file
+    on the disk it only reopens for reading.
 
     Raises:
-        ValueError: the file was enlarged, and not written.
+        ValueError: somebody has enlarged the file without writing to it.
     """
     _written_bytes(fd)
     try:
@@ -156,7 +156,7 @@ def create_log() -> int:
 def trim_log(fd: int) -> None:
     """Frees the memory of all but the last lines of a log that has grown over its size cap.
 
-    The file keeps its length, with a hole at its begin: cutting it would lose what is written meanwhile.
+    The file keeps its length, with a hole at its start: cutting it would lose lines that a process writes just then.
     """
     stat = os.fstat(fd)
     if min(stat.st_size, stat.st_blocks * 512) <= _LOG_CAP_BYTES:
@@ -166,7 +166,7 @@ def trim_log(fd: int) -> None:
         with mmap.mmap(fd, hole_bytes) as hole:
             hole.madvise(mmap.MADV_REMOVE)
     except (OSError, ValueError, AttributeError):
-        # A system without holes, or the config has cut the file meanwhile: a few lines may be lost, but no memory.
+        # A system without holes, or the config has cut the file just now: this may lose a few lines, but no memory.
         kept = os.pread(fd, _LOG_KEPT_BYTES, stat.st_size - _LOG_KEPT_BYTES)
         os.ftruncate(fd, 0)
         os.write(fd, b"[...]\n" + kept)

@@ -23,9 +23,9 @@ from quarantune.values.trial import SandboxError
 
 _EXIT_WAIT_S = 2.0
 STOPPED_CHECKS = 20
-"""A template that is stopped at this many checks in a row, though it was woken each time, is given up."""
+"""Checks in a row that may find a template stopped, though each wakes it, before another replaces it."""
 SILENT_CHECKS = 50
-"""A template that is idle at this many checks in a row, though it has a worker to start, is given up."""
+"""Checks in a row that may find a template idle, though it has a worker to start, before another replaces it."""
 
 
 class Template:
@@ -36,7 +36,7 @@ class Template:
         self._links: list[Connection] = []
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._prepared: set[str] = set()
-        """What it was told to prepare: the names of modules, and the empty name for a task."""
+        """Names of the modules that it prepares; the empty name stands for a task."""
         self._sending = new_lock()  # sweeps of several threads share this connection
         with contextlib.ExitStack() as undo, spawning.standard_descriptors():
             ours, theirs = socket.socketpair()
@@ -99,9 +99,9 @@ class Template:
         return connection
 
     def warm_up(self, environ: Mapping[str, str], task: JsonObject | None = None, modules: Sequence[str] = ()) -> None:
-        """Has the template prepare, once, for sweeps like this one, before it obeys the next order.
+        """Makes the template prepare, once, for sweeps like this one, before it obeys the next order.
 
-        A template that warming up has made unfit for forking exits, and no later one is warmed up.
+        If warming up makes a template unfit for forking, it exits, and later templates do not warm up.
 
         Args:
             environ: the environment of the sweep's workers.
@@ -134,7 +134,7 @@ class Template:
         try:
             self._process.wait(_EXIT_WAIT_S)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # this process may run as another user by now
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # this process may have changed its user
                 self._process.kill()
                 self._process.wait(_EXIT_WAIT_S)
         if self._process.returncode == SPOILED:
@@ -165,16 +165,16 @@ _lock = new_lock()
 _templates: list[Template] = []
 """The templates of this process. All but the last are out of date, and end with the last sweep that uses them."""
 _is_spoiled_by_warmth = False
-"""Whether a template of this process could not be forked after it had warmed up."""
+"""Whether a template of this process could not fork after it had warmed up."""
 
 
 def shared() -> Template:
-    """Returns this process's template, and starts one where none runs or where the running one is out of date.
+    """Returns this process's template, and starts one if none runs or the running one is out of date.
 
     A template is out of date once a new one would inherit another state from this process.
 
     Raises:
-        SandboxError: no template can be started.
+        SandboxError: no template can start.
     """
     with _lock:
         for last in _templates[-1:]:
@@ -231,7 +231,7 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 class TemplateWatch:
     """Checks the templates of one sandbox at regular intervals.
 
-    Checks are counted instead of seconds, so that no template is blamed for the time that this process stood still.
+    It counts checks instead of seconds, so that time in which this process stood still counts against no template.
     """
 
     def __init__(self) -> None:
@@ -240,11 +240,11 @@ class TemplateWatch:
         self._activity: tuple[str, int] | None = None
 
     def check(self, pids: Sequence[int], *, awaits_start: bool) -> tuple[int, str] | None:
-        """Wakes stopped templates; returns the one that must be replaced, if any, and why, as in "template 12 ...".
+        """Wakes stopped templates; returns the template to replace, if any, and a reason that follows "template 12".
 
         Args:
-            pids: the templates, beginning with the one that starts the workers.
-            awaits_start: whether a worker was ordered whose process is not known to run yet.
+            pids: the templates, beginning with the template that starts the workers.
+            awaits_start: whether an ordered worker has yet to run, as far as is known.
         """
         stopped = [pid for pid in pids if machine.is_stopped(pid)]
         self._stopped_checks = self._stopped_checks + 1 if stopped else 0
@@ -271,7 +271,7 @@ def wake(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-# --- what a process inherits for good when it starts, to tell whether a running template is out of date ---
+# --- the state that a process inherits for good at its start, which shows whether a template is out of date ---
 
 
 _READ_AT_START = ("LD_", "PYTHON", "JAX_", "XLA_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_")
@@ -282,7 +282,7 @@ Every sweep gives its workers the current values of all other variables.
 
 
 def inherited_state() -> tuple[object, ...]:
-    """Returns what a child started now would keep for good: user, groups, CPUs, control groups, variables read once."""
+    """Returns the state that a new child would keep for good: user, groups, CPUs, cgroups, variables read once."""
     return (
         (os.getuid(), os.geteuid(), os.getgid(), os.getegid(), sorted(os.getgroups())),
         os.sched_getaffinity(0),

@@ -1,7 +1,7 @@
 """Every message between the caller's process, its template and the sweep's template, one frozen dataclass for each.
 
-`values.codec` encodes them, and decodes them where they arrive. The descriptors that travel with a message are part of
-its documentation. The messages of workers are in `messages`.
+`values.codec` encodes and decodes them. Each message documents the descriptors that travel with it. The messages of
+workers are in `messages`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quarantune.values.codec import JsonObject
 class Open:
     """Caller to template: accept a connection for one sweep.
 
-    Descriptors: the connection, then the payload and the arrays, where there are any.
+    Descriptors: the connection, then the payload and the arrays, if any.
 
     Attributes:
         environ: the environment of the sweep's template and its workers.
-        cwd: their working directory; None where the caller's no longer exists.
+        cwd: their working directory; None if the caller's no longer exists.
         loads_plugins: whether its workers need JAX's plugins for devices other than the CPU.
         has_directory: whether its workers share the directory in memory of the process's template.
     """
@@ -37,12 +37,12 @@ class Open:
 class WarmUp:
     """Caller to the process's template: load and make whatever the workers of later sweeps need.
 
-    A template that must not be forked afterwards exits with `SPOILED`.
+    A template that must not fork afterwards exits with `SPOILED`.
 
     Attributes:
-        environ: the environment of the sweep's workers; plugins take their options from it as they are loaded.
+        environ: the environment of the sweep's workers; plugins take their options from it as they load.
         task: the frame of a task for the workers' program, which templates pass on unread; None for none.
-        modules: modules that a sweep's template has imported, to be imported once for those of later sweeps.
+        modules: modules that a sweep's template has imported, to import once for the templates of later sweeps.
     """
 
     environ: Mapping[str, str]
@@ -51,7 +51,7 @@ class WarmUp:
 
 
 SPOILED = 76
-"""The exit status of a template that warmed up and must not be forked."""
+"""The exit status of a template that warmed up and must not fork."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Start:
         number: identifies the child in later messages.
         task: the frame of a worker's first task, which templates pass on unread; None for a sweep's template.
         environ: environment variables that this worker gets in addition to the sweep's.
-        method: `fork` or `spawn`; a sweep's template is forked.
+        method: `fork` or `spawn`; always `fork` for a sweep's template.
     """
 
     number: int
@@ -79,7 +79,7 @@ class Kill:
 
     Attributes:
         number: the child, as numbered by the message that started it.
-        shows_stack: whether it writes to its log, before it dies, where it is.
+        shows_stack: whether it writes its stack to its log before it dies.
     """
 
     number: int
@@ -123,7 +123,7 @@ class Ended:
 
     Attributes:
         number: the child.
-        status: its exit code, or minus the signal that ended it; None where its template died, or could not start it.
+        status: its exit code, or minus the signal that ended it; None if its template died, or could not start it.
     """
 
     number: int
@@ -136,10 +136,10 @@ CHILD_EVENTS: tuple[type[ChildEvent], ...] = (Started, Ended)
 
 
 def was_killed(status: int | None) -> bool:
-    """Returns whether a process was ended by a signal that no fault of its own raises.
+    """Returns whether a signal that only comes from outside, such as SIGKILL, ended a process.
 
     Args:
-        status: as in `Ended`.
+        status: see `Ended`.
     """
     return status is not None and -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -148,7 +148,7 @@ def describe_status(status: int | None) -> str:
     """Returns, in words, how a process ended.
 
     Args:
-        status: as in `Ended`.
+        status: see `Ended`.
     """
     if status is None:
         return "was lost"
@@ -165,8 +165,8 @@ class Loaded:
     """Sweep's template to caller: the payload is loaded.
 
     Attributes:
-        fork_hazard: why the process must not be forked and therefore ends; None where it serves the sweep.
-        modules: what it has imported of installed packages.
+        fork_hazard: why the process must not fork and therefore ends; None if it serves the sweep.
+        modules: the modules of installed packages that it has imported.
     """
 
     fork_hazard: str | None
@@ -179,7 +179,7 @@ class ErrorDescription:
 
     Attributes:
         text: its message.
-        error: its type; empty where there was none.
+        error: its type; empty if a process ended without one.
         traceback: the last lines of its traceback.
     """
 
@@ -225,10 +225,10 @@ class WorkerOptions:
         connection_fd: the connection to the scheduler.
         log_fd: takes the worker's output.
         task_fds: descriptors of its first task.
-        names_fd: takes the names of the shared memory that it makes.
+        names_fd: receives the names of the shared memory that it makes.
         payload_fd: holds the pickled call.
         arrays_fd: holds the call's array data.
-        cwd: the caller's working directory; None where it no longer exists.
+        cwd: the caller's working directory; None if it no longer exists.
         task: the frame of its first task.
     """
 

@@ -27,7 +27,7 @@ MAX_FRAME_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
 _MAX_FDS = 16
 FRAME_DEADLINE_S = 10.0
-"""A frame that is still incomplete this long after its first byte is damage."""
+"""Seconds after its first byte at which an incomplete frame counts as damage."""
 
 
 _Expected = TypeVar("_Expected")
@@ -57,7 +57,7 @@ class Connection:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)  # whatever the program has given `socket.setdefaulttimeout`, here or where it was made
+        sock.setblocking(True)  # the program's `socket.setdefaulttimeout` may have set a timeout
         self._socket = sock
         self._buffer = bytearray()
         self._damage: DamageError | None = None
@@ -70,7 +70,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether this end was not closed."""
+        """Whether this end is open."""
         return self.fileno() >= 0
 
     def send(self, message: Mapping[str, Any], fds: Sequence[int] = (), *, within_s: float = 0.0) -> None:
@@ -79,7 +79,7 @@ class Connection:
         Args:
             message: the message.
             fds: descriptors that go with it.
-            within_s: the longest wait, on a non-blocking socket, for the other end to read; 0 where it may be hostile.
+            within_s: the longest wait, on a non-blocking socket, for the other end to read; 0 if it may be hostile.
 
         Raises:
             WireClosedError: the other end is closed, or does not read, so that its buffer stays full.
@@ -104,27 +104,26 @@ class Connection:
                 raise WireClosedError(f"cannot send: {error.strerror or error}") from error
 
     def receive(self) -> list[tuple[JsonObject, list[int]]]:
-        """Returns the messages that have arrived as frames, each with its descriptors; otherwise as `receive_messages`.
+        """Returns the messages that have arrived as frames, each with its descriptors; see `receive_messages`.
 
         Raises:
             WireClosedError: the other end is closed.
-            DamageError: the stream is damaged, or a frame was begun and is over its deadline.
+            DamageError: the stream is damaged, or an incomplete frame is over its deadline.
         """
         return self._receive(lambda frame: frame)
 
     def receive_messages(self, *expected: type[_Expected]) -> list[tuple[_Expected, list[int]]]:
         """Returns the messages that have arrived, decoded, each with its descriptors.
 
-        This waits for data on a blocking socket only. Where whole frames have arrived, at least the first of them is
-        returned.
+        This waits for data on a blocking socket only. If whole frames have arrived, it returns at least the first.
 
         Args:
             *expected: the message classes that may arrive here.
 
         Raises:
             WireClosedError: the other end is closed.
-            DamageError: as for `receive`, or a frame holds none of the expected messages. Messages before the damage
-                are returned first, and the next call raises.
+            DamageError: the stream is damaged, an incomplete frame is over its deadline, or a frame holds none of the
+                expected messages. The messages before the damage come first, and the next call raises.
         """
         return self._receive(lambda frame: codec.decode(frame, *expected))
 
@@ -151,11 +150,11 @@ class Connection:
                 return received
 
     def send_message(self, message: object, fds: Sequence[int] = (), *, within_s: float = 0.0) -> None:
-        """Sends a message dataclass; arguments and exceptions are those of `send`."""
+        """Sends a message dataclass; takes the arguments of `send`, and raises its exceptions."""
         self.send(codec.encode(message), fds, within_s=within_s)
 
     def _decoded(self, data: bytes, read: Callable[[JsonObject], _Expected]) -> list[tuple[_Expected, list[int]]]:
-        """Returns the messages that further bytes complete; damage behind them is raised by the next call."""
+        """Returns the messages that further bytes complete; the next call raises damage behind them."""
         self._buffer += data
         received: list[tuple[_Expected, list[int]]] = []
         try:
@@ -165,7 +164,7 @@ class Connection:
                 received.append((message, self._take(count)))
         except DamageError as error:
             self._damage = error
-            self._close_fds()  # those behind the damage
+            self._close_fds()  # descriptors behind the damage
             if not received:
                 raise
         return received
@@ -175,7 +174,7 @@ class Connection:
             return None
         magic, size, checksum = _HEADER.unpack_from(self._buffer)
         if magic != _MAGIC or size > MAX_FRAME_BYTES:
-            raise DamageError("the stream holds bytes that are no frame")
+            raise DamageError("the stream holds bytes that are not a frame")
         end = _HEADER.size + size
         if len(self._buffer) < end:
             return None

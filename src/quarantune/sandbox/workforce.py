@@ -1,4 +1,4 @@
-"""What a scheduler needs of those who work for it: workers of a sandbox, this process, or workers of a test."""
+"""The interface of a scheduler to its workers: workers of a sandbox, this process, or workers of a test."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quarantune.values.codec import DamageError, JsonObject
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """A worker sent a message, or something that is none.
+    """A worker sent a message, or damaged its connection.
 
     Attributes:
         number: the worker.
-        message: the message's frame, not yet decoded; or the damage, after which nothing more is read from the worker.
+        message: the message's frame, not yet decoded; or the damage, which ends reading from the worker.
     """
 
     number: int
@@ -31,8 +31,8 @@ class Workforce(Protocol):
     """Starts workers, gives them tasks, and reports what they say and how they end.
 
     A worker has a number. Its tasks and replies are frames as `values.codec.encode` makes them of `sandbox.messages`.
-    Of each worker, the end is reported once, after its last message. All methods may be called with the number of a
-    worker that has ended; `forget` ends its life here.
+    The end of each worker comes once, after its last message. All methods accept the number of a worker that has ended;
+    `forget` ends its life here.
     """
 
     @property
@@ -47,7 +47,7 @@ class Workforce(Protocol):
 
         Raises:
             LoadError: the call cannot be loaded.
-            SandboxError: no worker could ever be started.
+            SandboxError: no worker could ever start.
         """
 
     def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
@@ -55,7 +55,7 @@ class Workforce(Protocol):
 
         Args:
             task: the task's frame.
-            fds: descriptors that go with the task; they may be closed afterwards.
+            fds: descriptors that go with the task; the caller may close them afterwards.
             environ: environment variables that only this worker gets.
         """
 
@@ -70,7 +70,7 @@ class Workforce(Protocol):
 
         Args:
             number: the worker's number.
-            shows_stack: whether the worker writes to its log where it is.
+            shows_stack: whether the worker writes its stack to its log first.
         """
 
     def poll(self, timeout_s: float) -> list[Event]:
@@ -80,13 +80,13 @@ class Workforce(Protocol):
         """Removes a worker that has ended, or one that does not die."""
 
     def pid(self, number: int) -> int | None:
-        """Returns a worker's process id, once it is known and as long as it has a process of its own."""
+        """Returns a worker's process id; None until it is known, and for a worker without a separate process."""
 
     def log(self, number: int) -> str:
         """Returns a worker's output."""
 
     def clear_log(self, number: int) -> None:
-        """Removes the output of a worker so far, which is none of its next config's."""
+        """Removes the output of a worker so far, which does not belong to its next config."""
 
     def trim_logs(self) -> None:
         """Shortens the logs that have grown too large."""

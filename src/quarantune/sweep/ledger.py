@@ -11,22 +11,22 @@ from quarantune.values.trial import END, UNTUNED, Trial
 
 
 def _ignore(*_: object) -> None:
-    """Receives an event that a listener does not listen to."""
+    """Ignores an event."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listener:
-    """What hears of a sweep: a journal, a display. It is called in the thread that runs the sweep unless stated.
+    """A listener to a sweep, such as a journal or a display. Calls come from the sweep's thread unless stated.
 
     Attributes:
         on_trial: called with the index of a config and its trial, once the trial is over.
         on_tick: called many times a second while the sweep runs.
         on_provisional: called with the index of a config that runs in the caller's own process, and with the trial that
-            it has if no other event of it follows, because that process has ended: `lost` as it begins, `timeout` at
-            its deadline, which comes from another thread, and `not_run` if an exception interrupts the sweep.
-        on_phase: called with the index of a config and the phase that it enters, with `READY` when it was compiled and
-            waits, and at last with `END`. The function's own defaults have a negative index if they are no config.
-        on_default: called with the trial of the function's own defaults, if they are no config.
+            it gets if that process ends before the config's next event: `lost` as it begins, `timeout` at its deadline
+            (from another thread), and `not_run` if it waits or an exception interrupts the sweep.
+        on_phase: called with the index of a config and the phase that it enters, with `READY` when it has compiled and
+            waits, and finally with `END`. The function's own defaults have a negative index if they are not a config.
+        on_default: called with the trial of the function's own defaults, if they are not a config.
     """
 
     on_trial: Callable[[int, Trial], None] = _ignore
@@ -37,10 +37,10 @@ class Listener:
 
 
 class Ledger:
-    """The trials of one sweep that are settled. Only the ledger writes them; the sweep and its job read them here.
+    """The settled trials of one sweep. Only the ledger writes them; the sweep and its job read them here.
 
     Attributes:
-        trials: the trials so far by the index of the config, with those that were recalled or ruled out.
+        trials: the trials so far by config index, including recalled and ruled-out ones.
     """
 
     def __init__(self, *listeners: Listener, trials: Mapping[int, Trial] | None = None) -> None:
@@ -55,7 +55,7 @@ class Ledger:
         self.trials: Mapping[int, Trial] = types.MappingProxyType(self._trials)
 
     def listen(self, listener: Listener) -> None:
-        """Adds a listener, which hears of what follows."""
+        """Adds a listener for the events from now on."""
         self._listeners.append(listener)
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class Ledger:
         self._listeners.clear()
 
     def recall(self, trials: Mapping[int, Trial]) -> None:
-        """Enters trials of an earlier sweep, of which no listener hears."""
+        """Enters trials of an earlier sweep; listeners do not hear of them."""
         self._trials.update(trials)
 
     def keep(self, trials: Mapping[int, Trial]) -> None:
@@ -90,13 +90,13 @@ class Ledger:
             listener.on_provisional(index, trial)
 
     def untuned(self, trial: Trial) -> None:
-        """Reports the trial of the function's own defaults, if they are no config."""
+        """Reports the trial of the function's own defaults, if they are not a config."""
         trial = dataclasses.replace(trial, ended_s=time.time())
         for listener in self._listeners:
             listener.on_default(trial)
         self.enter(UNTUNED, END)
 
     def tick(self) -> None:
-        """Reports that the sweep goes on."""
+        """Reports that the sweep continues."""
         for listener in self._listeners:
             listener.on_tick()

@@ -1,4 +1,4 @@
-"""Decided once for a sweep, where the operator's settings override the author's options: limits, search, isolation."""
+"""Limits, search and isolation of one sweep. The operator's settings override the author's options."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SweepLimits:
     """How long and how large the trials of one sweep may be, and how many compile at a time.
 
     Attributes:
-        compile_timeout_s: for loading the function, and for compiling one config.
-        timeout_s: for checking and measuring one config.
+        compile_timeout_s: seconds for loading the function, and for compiling one config.
+        timeout_s: seconds for checking and measuring one config.
         memory_limit_bytes: host memory of one worker and its children; None for a fair share of the free memory.
         compile_slots: how many configs compile at a time.
         configs_per_worker: how many configs one measuring worker takes; None chooses by platform.
@@ -53,7 +53,7 @@ class SweepLimits:
             num_workers: how many configs the caller wants to compile at a time; None follows the settings.
 
         Raises:
-            ValueError: `num_workers` is no whole number of at least 1.
+            ValueError: `num_workers` is not a whole number of at least 1.
         """
         if num_workers is not None and not is_whole(unwrapped(num_workers), 1):
             raise ValueError(
@@ -80,7 +80,7 @@ class SweepLimits:
         """Returns the longest time in seconds that a sweep may take by these deadlines.
 
         Loading the function, the reference, checking shapes and the finals count like four more configs. Everything may
-        run twice. As many configs as there are slots compile at a time; one at a time is measured.
+        run twice. One config per slot compiles at a time; one config at a time runs.
 
         Args:
             configs: how many configs it tries.
@@ -103,8 +103,8 @@ class SearchLimits:
     """The search of one sweep and its budgets.
 
     Attributes:
-        search: a name, or an object of the user's; never `auto` once it was resolved.
-        max_trials: how many configs are tried, those of the journal included; None for no limit.
+        search: a name, or an object of the user's; never `auto` after `resolved`.
+        max_trials: how many configs it tries, including the journal's; None for no limit.
         time_budget_s: seconds from the start of the sweep; None for no limit.
         patience: how many trials without a gain end the search; None for no limit.
         seed: the same seed and the same trials give the same search.
@@ -147,15 +147,15 @@ class SearchLimits:
 
     @property
     def tries_all(self) -> bool:
-        """Whether all configs are known from the start to be tried."""
+        """Whether it is certain from the start that the search tries all configs."""
         return self.search == EXHAUSTIVE and not (self.max_trials or self.time_budget_s or self.patience)
 
     def budget(self, stopped: str) -> float | None:
-        """Returns the budget that a search has ended with, as a number of trials or of seconds; None for other ends."""
+        """Returns the budget that ended a search, as a number of trials or of seconds; None for other ends."""
         return {MAX_TRIALS: self.max_trials, TIME_BUDGET: self.time_budget_s}.get(stopped)
 
     def why_ended(self, stopped: str) -> str:
-        """Returns why a search has ended in words; empty if it goes on, or has tried all."""
+        """Returns in words why a search has ended; empty if it continues, or has tried all configs."""
         ends = {
             MAX_TRIALS: f"{self.max_trials} trials",
             TIME_BUDGET: f"{self.time_budget_s} s",
@@ -173,8 +173,8 @@ class SearchLimits:
         """Returns the limits of the next of several searches that divide the budgets evenly.
 
         Args:
-            among: how many searches are left, the next one included.
-            spent_trials: how many trials those before had.
+            among: how many searches remain, including the next one.
+            spent_trials: how many trials the earlier searches had.
             spent_s: how many seconds have passed.
         """
         trials, seconds = self.max_trials, self.time_budget_s
@@ -198,7 +198,7 @@ class SearchLimits:
 def isolation_of(settings: Settings, platform: str, fn: Callable[..., Any]) -> Isolation:
     """Returns the isolation of a sweep, by the setting, the platform, and whether there is anything to compile.
 
-    Only one process can use a TPU, so that no worker can measure on one that this process holds.
+    Only one process can use a TPU, so workers cannot measure on a TPU that this process holds.
     """
     setting = settings.isolation
     if setting == AUTO:

@@ -43,10 +43,10 @@ _PALLAS_MODULES = {
     "rocm": [f"{_PALLAS}.triton"],
     "tpu": [f"{_PALLAS}.tpu"],
 }
-"""The modules that Pallas imports when it lowers its first kernel, interpreted or for a device: up to 0.25 s."""
+"""Modules that Pallas imports when it lowers its first kernel, interpreted or for a device; this takes up to 0.25 s."""
 
 _LARGEST_CONFIG_BYTES = wire.MAX_FRAME_BYTES // 8
-"""Several configs fit into one message, as the one about finalists needs."""
+"""Largest size of a config, in bytes: the message about finalists holds several configs."""
 
 
 class InWorkers:
@@ -89,10 +89,10 @@ class InWorkers:
         return names
 
     def check(self, packed: PackedCall, possible: Sequence[Config]) -> None:
-        """Raises if the sweep cannot run as it is asked for.
+        """Raises if the sweep cannot run as requested.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: the sweep cannot run; the message names a remedy.
         """
         problem = self._problem
         if problem.platform == "tpu" and jax_backends.backends_initialized():
@@ -112,7 +112,7 @@ class InWorkers:
             configs: the configs by index, in the order to try them.
             packed: the call.
             finish: receives the trials.
-            observers: the observers that measure beside the clock.
+            observers: the observers that measure in addition to the clock.
 
         Raises:
             ValueError: the settings name a device that does not exist.
@@ -121,8 +121,7 @@ class InWorkers:
         request = self._request
         proof = Proof(request.on_program or comparison(request, packed.call), self._proved())
         with shortages.with_advice(self._problem.name):
-            # Started before the imports, because it takes longer to start than the modules of the routes take to
-            # import.
+            # The template starts before the imports, because its start takes longer than importing the routes' modules.
             shortages.patiently(template.shared)
             devices, target = self._devices_and_target()
             with self._routes(packed, finish, proof, devices, target, observers=observers) as routes:
@@ -130,10 +129,10 @@ class InWorkers:
         return dataclasses.replace(swept, is_traced=not proof.is_due)
 
     def _proved(self) -> tuple[int | None, ...]:
-        """Returns the indices of the configs whose program may be compared with that of this process; empty for all.
+        """Returns the indices of the configs whose programs this process may trace to compare them; empty for all.
 
-        Tracing may have side effects. Only the defaults are traced in this process, unless the caller is about to run
-        every config anyway.
+        Tracing may have side effects. This process traces only the defaults, unless the caller is about to run every
+        config anyway.
         """
         return () if self._problem.untuned is None else (self._problem.default, UNTUNED)
 
@@ -141,7 +140,7 @@ class InWorkers:
         return max(packed.devices_needed, self._request.options.devices_per_trial)
 
     def _check_devices(self, packed: PackedCall, *, needs_them: bool) -> None:
-        """Raises if the arguments need more devices than a trial has, unless it `needs_them` not."""
+        """Raises if the sweep `needs_them`, and its arguments need more devices than a trial has."""
         problem, needed, per_trial = self._problem, packed.devices_needed, self._request.options.devices_per_trial
         if needs_them and needed > per_trial:
             why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"
@@ -163,7 +162,7 @@ class InWorkers:
                 )
 
     def _devices_and_target(self) -> tuple[list[Device], CompileTarget | None]:
-        """Returns the devices to measure on, and the target of workers without one, which the cache remembers."""
+        """Returns the devices to measure on, and the target of workers without a device; saves the target."""
         request, problem = self._request, self._problem
         devices, target = discovery.devices_and_target(
             problem.platform, request.settings, request.options.devices_per_trial
@@ -206,7 +205,7 @@ class InWorkers:
             )
 
     def _routes_through(self, *about: Any, **more: Any) -> Routes:
-        """Returns the routes through a workforce; the arguments are those of `Routes`."""
+        """Returns the routes through a workforce, from the arguments of `Routes`."""
         from quarantune.sweep.routes import Routes
 
         return Routes(*about, **more)
@@ -244,7 +243,7 @@ class InWorkers:
         )
 
     def _surroundings(self, target: CompileTarget | None, devices_needed: int) -> Mapping[str, Any]:
-        """Returns what a sandbox needs for the device that it compiles for or measures on, as its arguments."""
+        """Returns a sandbox's arguments that depend on the device to compile for or measure on."""
         platform = self._problem.platform
         environ = discovery.sandbox_environ(platform, self._problem.device_kind)
         if devices_needed == 1:
@@ -261,7 +260,7 @@ class MeasuringHere(InWorkers):
     """Workers compile, and this process measures."""
 
     def check(self, packed: PackedCall, possible: Sequence[Config]) -> None:
-        """Raises if the sweep cannot run as it is asked for."""
+        """Raises if the sweep cannot run as requested."""
         _check_here(self._request, packed)
         self._check_devices(packed, needs_them=self._problem.platform not in ("cpu", "tpu"))
         self._check_sizes(possible)
@@ -286,13 +285,13 @@ class AllHere(InWorkers):
     sends = False
 
     def check(self, packed: PackedCall, possible: Sequence[Config]) -> None:
-        """Raises if the sweep cannot run as it is asked for."""
+        """Raises if the sweep cannot run as requested."""
         _check_here(self._request, packed)
 
     def run(
         self, configs: Mapping[int, Config], packed: PackedCall, finish: Finish, *, observers: Sequence[str]
     ) -> Swept:
-        """Runs every config to its outcome; warns, once for each reason, that they run in this process."""
+        """Runs every config to its outcome; warns, once for each reason, that configs run in this process."""
         setting = self._request.settings.isolation
         why = {Isolation.NONE.value: " (unset it to tune in worker processes)"}
         by_itself = f", and {self._problem.name} has no jax.jit that workers could compile for"
@@ -308,7 +307,7 @@ class AllHere(InWorkers):
     def _workforce(
         self, stack: contextlib.ExitStack, fds: tuple[int, int], target: Any, about: Sequence[Any], devices_needed: int
     ) -> Workforce:
-        from quarantune.sweep.this_process import ThisProcess  # with all that a worker needs
+        from quarantune.sweep.this_process import ThisProcess  # this imports all of a worker's modules
 
         return stack.enter_context(contextlib.closing(ThisProcess(*about)))
 
@@ -317,11 +316,11 @@ class Compiling(InWorkers):
     """Workers compile, and nothing runs."""
 
     def observers(self, packed: PackedCall, possible: Sequence[Config]) -> list[str]:
-        """Returns none: nothing runs."""
+        """Returns no observers: nothing runs."""
         return []
 
     def check(self, packed: PackedCall, possible: Sequence[Config]) -> None:
-        """Raises if the sweep cannot run as it is asked for."""
+        """Raises if the sweep cannot run as requested."""
         self._check_devices(packed, needs_them=self._problem.platform != "cpu")
         self._check_sizes(possible)
 
@@ -335,10 +334,10 @@ class Compiling(InWorkers):
 
 
 class Checking(Compiling):
-    """Workers compile for a device that need not exist here, and no program is kept."""
+    """Workers compile for a device that need not exist here, and keep no program."""
 
     def check(self, packed: PackedCall, possible: Sequence[Config]) -> None:
-        """Raises if the sweep cannot run as it is asked for."""
+        """Raises if the sweep cannot run as requested."""
         if packed.devices_needed > 1:
             raise ValueError(
                 f"{self._problem.name}: its arguments are laid out over {packed.devices_needed} devices, and a compile "
@@ -386,19 +385,19 @@ def _check_here(request: SweepRequest, packed: PackedCall) -> None:
         )
     if problem.manual_mesh is not None:
         raise ValueError(
-            f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
-            f"only: unset QUARANTUNE_ISOLATION or set it to 'process', or give its tunables by hand"
+            f"{problem.name}: inside shard_map, only workers can tune a function that communicates between devices: "
+            f"unset QUARANTUNE_ISOLATION or set it to 'process', or give its tunables by hand"
         )
 
 
 @functools.cache
 def _warn(reason: str) -> None:
-    warn(f"{reason}: configs run in this process, so that one that crashes or hangs takes it along", RuntimeWarning)
+    warn(f"{reason}: configs run in this process: if one crashes or hangs, so does this process", RuntimeWarning)
 
 
 @contextlib.contextmanager
 def _spooled(packed: PackedCall, options: BenchOptions) -> Iterator[tuple[int, int]]:
-    """Yields read-only descriptors of the payload and of the arrays; -1 for what there is none of."""
+    """Yields read-only descriptors of the payload and of the arrays; -1 for an absent one."""
     with contextlib.ExitStack() as stack:
         fds = []
         for label, size_bytes in (("payload", len(packed.blob)), ("arrays", packed.call.spool_bytes)):

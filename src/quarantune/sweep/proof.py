@@ -1,7 +1,7 @@
 """Compares the program that workers tune with the one that this process would run.
 
-A value that the program has set travels to workers where the function's code names it. Another one is noticed by its
-effect: this process traces the defaults after a worker has traced them, and the two programs must be the same.
+A value that the program has set travels to workers if the function's code names it. The comparison notices any other
+value by its effect: this process traces the defaults after a worker has traced them, and the two programs must agree.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _numbers = itertools.count(_SHARED + 1)
 
 
 def comparison(request: SweepRequest, call: Call) -> CompareProgram | None:
-    """Returns the comparison for a sweep; None for callables, on several devices, or for one that need not be here.
+    """Returns the comparison for a sweep; None without `jax.jit`, on several devices, or for a compile check.
 
     Args:
         request: the sweep.
-        call: its call in the form that travels, as it is in this process.
+        call: its call, in the form for trials in this process.
     """
     on_one_device = call.devices_needed <= 1 and not jax_traces.bound_axes()
     if request.target is not None or not on_one_device or not jax_functions.is_jitted(call.fn):
@@ -68,9 +68,9 @@ def _difference(trace: Callable[[int | None], ProgramLines], theirs: Mapping[str
     """Returns how the program of this process differs from a worker's, and where it is made.
 
     Returns:
-        Nothing where the two are equal, and where no value of the program need be to blame: the function calls kernels,
-        which only this process tunes, asks for the devices of its process, or draws numbers, or JAX has traced an inner
-        function earlier in one of the processes.
+        An empty text if the two are equal, or if the values of the program need not be the cause: the function calls
+        kernels, which only this process tunes, asks for the devices of its process, or draws numbers, or JAX has traced
+        an inner function earlier in one of the processes.
     """
     with assignment.without_tuning() as reached:
         if trace(_SHARED).counts == theirs or reached:
@@ -91,12 +91,12 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
         call: the call.
         config: the config.
         time_grad: whether workers compile the config together with its gradient.
-        number: traces of other numbers are not used again; None for a trace that calls use, or may have left.
+        number: JAX reuses only a trace of the same number; None for a trace that calls use, or may have left.
     """
     config = restore(config, call.config_values)
     jitted, keywords = jitted_with(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
     args, kwargs = call_as_structs(call)
-    # What JAX traces under other metadata it keeps apart.
+    # JAX keeps traces under different metadata apart.
     with (
         unheard(),
         jax_traces.outside_of_traces(),
@@ -106,7 +106,7 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
 
 
 class _Others:
-    """A stream that loses what one thread writes, as long as it is to."""
+    """A stream that discards the writes of the thread `unheard`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -121,7 +121,7 @@ class _Others:
 
 @contextlib.contextmanager
 def unheard() -> Iterator[None]:
-    """Loses what this thread prints in the block: the function prints while it is traced, and was not called yet."""
+    """Discards this thread's prints in the block: tracing runs the function, which the user has not called yet."""
     before = sys.stdout
     sys.stdout = others = _Others(before)
     try:

@@ -30,7 +30,7 @@ class Problem:
         fn: the function to tune, jitted or not.
         name: its name in messages.
         args: the call's positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
-        kwargs: the call's keyword arguments, likewise.
+        kwargs: the call's keyword arguments, with the same kinds of arrays.
         platform: the platform to tune for: `cpu`, `cuda`, `rocm` or `tpu`.
         device_kind: the kind of device to tune for, by its name in the cache.
         manual_mesh: the mesh of the enclosing `shard_map`, if the function communicates over it; else None.
@@ -50,7 +50,7 @@ class Problem:
 
     @classmethod
     def of(cls, keyed: KeyedCall) -> Problem:
-        """Returns a call as a sweep takes it."""
+        """Returns the problem of tuning for a call."""
         call, (args, kwargs) = keyed.call, keyed.sent()
         return cls(
             fn=call.function.fn,
@@ -73,15 +73,14 @@ class SweepRequest:
         problem: the call.
         options: the author's options.
         settings: the operator's settings.
-        limits: the limits that the two set together.
+        limits: the limits that options and settings set together.
         ledger: owns the trials of the sweep.
         troubled: the indices of configs that hung or crashed before, and come last.
-        compile_only: whether configs are only compiled, and their executables returned.
-        target: the device that configs are only checked to compile for, and that need not exist here; None if configs
-            are for running here.
-        space: all configs that may be tried, if `source` gives more than those that are known from the start.
-        source: gives configs in addition to these while the sweep runs.
-        has_final: whether the fastest configs are compared once more at the end.
+        compile_only: whether the sweep only compiles configs, and returns their executables.
+        target: the device of a compile check, which need not exist here; None if configs are for running here.
+        space: all configs that the sweep may try, if `source` adds to its first ones; else None.
+        source: gives further configs while the sweep runs.
+        has_final: whether the sweep compares the fastest configs once more at the end.
         on_program: called with a config and the lines of its program, if the sweep itself cannot compare these with
             the caller's.
         outputs: `Reference.right_fds` for all sweeps of one call with the same arguments, empty before the first; None
@@ -130,17 +129,17 @@ class SweepRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Swept:
-    """The findings of a sweep beside its trials.
+    """Everything that a sweep returns except its trials.
 
     Attributes:
         final: the comparison of the finalists.
         compiled: by the index of a config, the contents for JAX's compilation cache, by JAX's own key.
         executables: by the index of a config, its executable as `compiled_winner.Winner` loads it.
-        untuned: the trial of the function's defaults, where they ran beside the configs.
-        complaint: how outputs disagreed, where the author should know; else empty.
-        noise: how far the output of the defaults moves when its inputs do, as in `Judgement`.
+        untuned: the trial of the function's defaults, if they ran in addition to the configs; else None.
+        complaint: how outputs disagreed, if the author should know; else empty.
+        noise: how far the output of the defaults moves when its inputs do; see `Judgement`.
         is_traced: whether a worker may have traced a config to its end.
-        retimed: by the index of a config, its trial on the machine of the final, where it was tried on another before.
+        retimed: by the index of a config, its new trial on the machine of the final, if it first ran on another.
     """
 
     final: finals.Final = dataclasses.field(default_factory=finals.Final)

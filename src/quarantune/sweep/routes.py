@@ -1,4 +1,4 @@
-"""Has the configs of one sweep take their routes, one after another, and compares the fastest of all."""
+"""Sends the configs of one sweep along its routes, one route after another, and compares the fastest of all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, Refe
 _logger = logging.getLogger("quarantune")
 
 _unfit = weakref.WeakValueDictionary[tuple[Route, int], Callable[..., object]]()
-"""The functions whose configs could all not take a route in an earlier sweep of this process, by route and identity."""
+"""Functions of earlier sweeps of this process, none of whose configs could take a route, by route and identity."""
 
 
 class Routes:
@@ -64,10 +64,10 @@ class Routes:
         is_spread: bool,
         stops: Stops,
     ) -> None:
-        """Sets up the routes; no worker is started.
+        """Sets up the routes without starting a worker.
 
         Args:
-            workforce: starts workers; it is opened here.
+            workforce: starts workers; `run` opens it.
             request: the sweep.
             finish: receives the trials.
             proof: compares the program of one config with the caller's.
@@ -144,7 +144,7 @@ class Routes:
         return comparing.compare(contenders)
 
     def _load(self, configs: dict[int, Config]) -> bool:
-        """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
+        """Opens the sandbox and returns whether the function has loaded. If not, every config has failed."""
         try:
             self._workforce.open(load_timeout_s=self._request.limits.compile_timeout_s)
         except LoadError as error:
@@ -172,8 +172,8 @@ class Routes:
         """Ranks configs by a cheap compile, and runs those that may win.
 
         Returns:
-            The configs that have yet to run: all, with those that the source has given meanwhile, if one of them could
-            not be ranked.
+            The configs that have yet to run. If a config had no rank, these are all configs, including those that the
+            source has added.
         """
         route = choosing.cheaply(self._given, count=len(configs), is_closed=source.is_closed) if configs else None
         if route is None:
@@ -217,7 +217,7 @@ class Routes:
         return left
 
     def _on_unfit(self, configs: Mapping[int, Config]) -> None:
-        """Takes note of configs that no route could take; the last one takes all that run."""
+        """Takes note of configs that no route could take; if configs run, the last route takes them all."""
 
     def _with_device(self, count: int, source: ConfigSource) -> Iterator[TrialRoute]:
         return choosing.with_device(self._given, self._unfit(), count=count, is_closed=source.is_closed)
@@ -233,7 +233,7 @@ class Routes:
             name = self._problem.name
             _logger.info("%s: the programs take another route than %s, because %s", name, route.label, left.why_unfit)
             if left.none_fits:
-                with contextlib.suppress(TypeError):  # not every callable can be referred to
+                with contextlib.suppress(TypeError):  # some callables allow no weak reference
                     _unfit[route.label, id(self._problem.fn)] = self._problem.fn
         return left
 
@@ -252,7 +252,7 @@ class Routes:
         fastest: Fastest,
         source: ConfigSource,
     ) -> Scheduler:
-        """Returns a scheduler, which takes over the workers that the latest one has made ready."""
+        """Returns a scheduler, which takes over the workers that the latest scheduler has prepared."""
         ledger, latest = self._request.ledger, self._latest
         if latest is not None:
             latest.free_devices()
@@ -300,7 +300,7 @@ class Routes:
     ) -> tuple[Reference, dict[int, Config]]:
         """Returns the reference for outputs, and the configs including the function's defaults.
 
-        The defaults run where outputs are compared with theirs, and in any case for the final, which shows their time.
+        The defaults run if the sweep compares outputs with theirs, and always for the final, which shows their time.
 
         Args:
             configs: the first configs to run, by index.
@@ -325,7 +325,7 @@ class Routes:
         return make(default=UNTUNED), {UNTUNED: problem.untuned, **configs}
 
     def _ordered(self, configs: dict[int, Config]) -> dict[int, Config]:
-        """Orders configs, those that were in trouble before last."""
+        """Orders configs; those that hung or crashed before come last."""
         return _from_both_ends(configs, self._request.troubled)
 
     def _holds_devices(self) -> bool:
@@ -338,7 +338,7 @@ class Routes:
 
 
 class RoutesHere(Routes):
-    """The routes of a sweep whose configs are measured in this process; they keep their order."""
+    """The routes of a sweep that measures in this process; its configs keep their order."""
 
     def _holds_devices(self) -> bool:
         return True
@@ -349,25 +349,25 @@ class RoutesHere(Routes):
 
 
 class RoutesAllHere(RoutesHere):
-    """The same if this process compiles, too: there is no worker that could be ended."""
+    """The same if this process also compiles: without workers, deadlines could end nothing."""
 
     def _deadlines(self) -> tuple[float, float]:
         return math.inf, math.inf
 
 
 class CompilingRoutes(Routes):
-    """The routes of a sweep whose configs are only compiled."""
+    """The routes of a sweep that only compiles its configs."""
 
     def run(self, configs: dict[int, Config]) -> Swept:
         """Compiles configs without running them, and returns their executables, but none in a check.
 
-        If no worker can compile a program, its trial is that of a config that was compiled, without an executable.
+        If no worker can compile a program, its config counts as compiled, but has no executable.
         """
         if not self._load(configs):
             return Swept()
         with self._schedulers:
             self._run_routes(configs)
-            # The caller runs a program without the gradient that it was compiled with.
+            # With `time_grad`, these programs include the gradient, and the caller's does not.
             return Swept(executables={} if self._request.options.time_grad else self._fastest.executables()[0])
 
     def _on_unfit(self, configs: Mapping[int, Config]) -> None:
@@ -382,7 +382,7 @@ def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dic
 
     Args:
         configs: the configs by index.
-        last: the indices of configs that come last all the same.
+        last: the indices of configs that come last in any case.
     """
     sound = [index for index in configs if index not in last]
     half = len(sound) // 2

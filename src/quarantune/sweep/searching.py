@@ -15,15 +15,15 @@ from quarantune.values.space import Space
 from quarantune.values.trial import Outcome, Phase, Trial
 
 _FINAL_S, _FINAL_SHARE = 3.0, 0.2
-"""Seconds of the time budget that are kept for the final, and the largest share: it takes up to 2.4 s."""
+"""Seconds of the time budget to keep for the final, which takes up to 2.4 s, and the largest share of the budget."""
 
 
 class Searching(ConfigSource):
     """The search of one sweep, as the source of its configs.
 
-    When the time is over, but for that of the final, or the search's model expects no gain, configs that are being
-    measured finish, and the others are not run. Where no config is usable when the time is over, those in progress go
-    on until one is, but for no longer than one trial may take. The first config begins however short the time is.
+    The search ends when only the time for the final remains, or when its model expects no gain. Configs in measurement
+    then finish, and the others do not run. If no config is usable when the time is over, those in progress continue
+    until one is, for at most the time of one trial. The first config begins however short the time is.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Searching(ConfigSource):
             space: the configs.
             defaults: the index of the function's own defaults, which come first; None if they are not in the space.
             starts: the configs to try next.
-            known: the trials that are known already, in the order of their ends; they count as tried.
-            failures: further configs that need not be tried, because they are known to fail.
+            known: the trials so far, in the order of their ends; their configs count as tried.
+            failures: the trials of further configs, which need no try, because they certainly fail.
             trial_s: seconds that one trial may take.
-            run_as: by index, what runs in place of each config; None for the configs themselves.
-            clock: seconds.
+            run_as: by index, the config that runs in place of each; None for the configs themselves.
+            clock: returns seconds.
         """
         self._limits = limits
         self._space = space
@@ -78,14 +78,14 @@ class Searching(ConfigSource):
 
     @property
     def stopped(self) -> str:
-        """Why the search has ended; empty while it goes on."""
+        """Why the search has ended; empty while it continues."""
         if self._stopped in (MAX_TRIALS, PATIENCE, NO_GAIN) and self.saw_all:
             return EXHAUSTED
         return self._stopped
 
     @property
     def saw_all(self) -> bool:
-        """Whether every config was tried, dropped, or is known to fail; a search may end before that."""
+        """Whether no config remains: each has run, was dropped, or certainly fails. A search may end before that."""
         size = self._space.size
         return size is not None and self._tried + self._failures + self._space.dropped >= size
 
@@ -118,7 +118,7 @@ class Searching(ConfigSource):
         return bool(self._stopped)
 
     def take(self, count: int) -> dict[int, Config]:
-        """Returns configs to try next by index; fewer than `count` where the search waits for trials, or at its end."""
+        """Returns configs to try next by index; fewer than `count` if the search waits for trials, or ends."""
         if self.is_closed:
             return {}
         if self._limits.max_trials is not None:
@@ -128,7 +128,7 @@ class Searching(ConfigSource):
             index = self._space.find(config)
             assert index is not None  # a search asks only configs of its space
             taken[index] = config if self._run_as is None else self._run_as[index]
-        if self.is_closed:  # what the search has learned ended it
+        if self.is_closed:  # asking the search has ended it
             return {}
         self._pending |= taken.keys()
         self._has_begun = True
@@ -137,8 +137,8 @@ class Searching(ConfigSource):
         return taken
 
     def ended(self, index: int, trial: Trial) -> None:
-        """Tells the search of a trial, once."""
-        if index < 0 or index in self._ended:  # the defaults, where they are no config of the space
+        """Passes a trial to the search, once."""
+        if index < 0 or index in self._ended:  # the defaults, if they are not in the space
             return
         self._pending.discard(index)
         if trial.outcome is Outcome.PRUNED:
@@ -160,13 +160,13 @@ class Searching(ConfigSource):
                 self._best, self._without_gain = figure, 0
 
     def reason_to_stop(self) -> str:
-        """Returns why configs that are not being measured should not go on; empty while they should."""
+        """Returns why configs that are not in measurement should stop; empty while they should continue."""
         if self._stopped == NO_GAIN and self._is_usable:
             return f"the search expected no gain of {LEAST_GAIN:.1%}"
         return self.why_late()
 
     def why_late(self) -> str:
-        """Returns that the time budget is over; empty while it is not, and a little longer if no config has worked."""
+        """Returns that the time budget is over; empty before that, and one trial longer if no config has worked."""
         now = self._clock()
         if now < self._ends_at or not (self._is_usable or now >= self._ends_at + self._trial_s):
             return ""

@@ -1,4 +1,4 @@
-"""One sweep: packs the call, and has its configs run by the processes that it asks for."""
+"""One sweep: packs the call, and lets the processes of the sweep's mode run its configs."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def run(
     Args:
         request: the call, and the conditions under which its configs run.
         configs: the configs by index, in the order to try them.
-        packed: the call, where another machine has packed it; the function and the arguments of the request's problem
-            do not count.
+        packed: the call as another machine has packed it, in place of the function and arguments of the request; None
+            to pack them here.
 
     Returns:
-        The findings beside the trials.
+        Everything that the sweep found except its trials.
 
     Raises:
-        TypeError: a part of the call cannot be sent to another process; no process was started.
+        TypeError: a part of the call cannot travel to another process; no process has started.
         ValueError: the settings name a device that does not exist.
         SandboxError: the sandbox itself failed.
     """
@@ -84,8 +84,8 @@ def pack(
         problem: the call.
         configs: configs with all values that the configs of the space have.
         options: the author's options.
-        with_values: as for `payload.pack_call`.
-        is_sent: as for `payload.pack_call`.
+        with_values: see `payload.pack_call`.
+        is_sent: see `payload.pack_call`.
     """
     judges = {name: fn for name in ("ref_fn", "check_fn") if callable(fn := getattr(options, name))}
     args, kwargs = given_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
@@ -104,7 +104,7 @@ def pack(
 
 
 def _keep_log(directory: Path, name: str, label: str, trial: Trial, log: str) -> None:
-    """Keeps the output of a trial; warns where it cannot be written."""
+    """Keeps the output of a trial; warns if it cannot write it."""
     text = f"# {format_config(trial.config)}\n# {trial.outcome.value}: {trial.message}\n{log}"
     try:
         with Directory(directory, safe_name(name), make=True) as place:

@@ -1,8 +1,9 @@
 """The caller's own process as a worker: it does the tasks that need the device, one step at each poll.
 
-Workers of a sandbox compile for it, unless it does everything. Nothing that they send is unpickled: programs come as
-data. Nothing can end the work of this process from outside: a deadline counts once the step has ended, until then the
-user is told which config hangs, and the journal knows which one runs, so that the next sweep leaves out a fatal one.
+Workers of a sandbox compile for it, unless it does everything. It unpickles nothing that they send: programs come as
+data. Nothing can end the work of this process from outside, so a deadline takes effect after the step. Until then a
+warning names the config that hangs. The journal names the config that runs, so that the next sweep leaves out a fatal
+one.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from quarantune.worker.main import TaskRunner
 _logger = logging.getLogger("quarantune")
 
 
-_BEGINS = "the process that ran it has ended meanwhile"
+_BEGINS = "the process that ran it has ended"
 _LOOK_S = 0.1
-"""Seconds between two looks at the work; a longer gap than `stops` allows means that this process was stopped."""
+"""Seconds between two looks at the work; a longer gap than `Stops` allows means that this process stood still."""
 
 
 class _LocalRunner(TaskRunner):
@@ -66,7 +67,7 @@ class _LocalRunner(TaskRunner):
 
     @property
     def begins(self) -> bool:
-        """Whether it has yet to begin with its task."""
+        """Whether its task has yet to begin."""
         return self._replies is None
 
     @property
@@ -85,7 +86,7 @@ class _LocalRunner(TaskRunner):
             self.said.append(reply)
 
     def end_task(self) -> None:
-        """Goes on to the next task, if there is one."""
+        """Drops its task, so that the next one, if any, can begin."""
         self._replies = None
         wire.close_all(self.tasks.popleft()[1])
 
@@ -94,11 +95,11 @@ class _LocalRunner(TaskRunner):
         self.said.append(reply)
 
     def held_bytes(self) -> int:
-        """Returns 0: what this process holds is no worker's."""
+        """Returns 0: the memory of this process does not count as a worker's."""
         return 0
 
     def new_modules(self) -> tuple[str, ...]:
-        """Returns nothing: what this process imports is no guide for workers."""
+        """Returns nothing: the imports of this process are not a guide for workers."""
         return ()
 
     def bench_for(self, task: Task) -> Bench:
@@ -106,7 +107,7 @@ class _LocalRunner(TaskRunner):
         return self._place.bench()
 
     def load(self, bench: Bench, config: messages.EncodedConfig, fd: int) -> Generator[Reply, None, Program]:
-        """Loads a program that came as data, without running code of it; compiles one that cannot come so."""
+        """Loads a program that came as data, without running its code; compiles a program that cannot come as data."""
         index = self.task.trial
         if (begun := self._place.begun.pop(index, None)) is not None:
             self.program = begun
@@ -125,7 +126,7 @@ class _LocalRunner(TaskRunner):
         return program
 
     def compile_again(self, bench: Bench, entry: messages.Finalist) -> Program:
-        """Compiles a finalist of an earlier sweep, for example, unless its program was kept."""
+        """Compiles a finalist, such as an earlier sweep's, unless this process has kept its program."""
         if entry.index in self._place.fastest:
             return self._place.fastest[entry.index][1]
         self._place.note(entry.index, entry.config, Outcome.LOST, _BEGINS)
@@ -134,22 +135,23 @@ class _LocalRunner(TaskRunner):
         return program
 
     def save_finalist(self, bench: Bench, program: Program, fd: int) -> None:
-        """Saves nothing: a program that was compiled here is compiled again for the final."""
+        """Saves nothing: the final compiles this process's programs again."""
 
 
 class ThisProcess:
-    """This process in the place of all workers; it does a step of a task at each `poll`.
+    """This process in the place of all workers; each `poll` does one step of a task.
 
-    Its workers have negative numbers. It sets no deadline, and notes nothing, since nothing could be left out.
+    Its workers have negative numbers. It sets no deadline, and notes no trial, because the next sweep could not leave
+    out a config.
 
     Attributes:
-        begun: programs that have run once and wait for their further runs, by the indices of their configs.
-        fastest: those that were measured fastest, of the programs that cannot come as data, each with its time.
+        begun: programs that have run once and wait for their further runs, by config index.
+        fastest: the fastest of the programs that cannot come as data, each with its time, by config index.
     """
 
     @property
     def baseline_bytes(self) -> int:
-        """Returns 0: what this process holds is no worker's."""
+        """Returns 0: the memory of this process does not count as a worker's."""
         return 0
 
     def __init__(
@@ -160,8 +162,8 @@ class ThisProcess:
         Args:
             request: the sweep.
             call: the call, with the caller's own function.
-            device: the device to measure on; one without a name for the device of this process's choice.
-            stops: is told of the work of this process.
+            device: the device to measure on; if it has no platform, JAX chooses the device.
+            stops: receives the durations of this process's work, which are not stops.
             options: the options of its bench.
             arrays_fd: the file that holds the bytes of its arrays; -1 for none.
         """
@@ -183,7 +185,7 @@ class ThisProcess:
         self._has_compiled = False
 
     def open(self, *, load_timeout_s: float | None) -> None:
-        """Does nothing: the call is loaded here."""
+        """Does nothing: this process has the call."""
 
     def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
         """Starts a worker here."""
@@ -200,7 +202,7 @@ class ThisProcess:
             worker.tasks.append((codec.decode(message, *messages.TASKS), [os.dup(fd) for fd in fds]))
 
     def finish(self, number: int) -> None:
-        """Ends a worker; no config finds what another one has left."""
+        """Ends a worker and drops the bench, so that no config finds leftovers of another."""
         if number in self._here:
             self._end(number)
             self._drop_bench()
@@ -221,12 +223,12 @@ class ThisProcess:
         return events if events or worker is None else self._step(worker)
 
     def _heard(self, timeout_s: float) -> list[Event]:
-        """Returns the events of workers elsewhere: there are none."""
+        """Waits, and returns no events: no worker is elsewhere."""
         time.sleep(timeout_s)
         return []
 
     def close(self) -> None:
-        """Ends all workers, and what this process keeps for them."""
+        """Ends all workers, and drops everything that this process keeps for them."""
         for number in list(self._here):
             self._end(number)
         self._drop_bench()
@@ -234,14 +236,14 @@ class ThisProcess:
         self.fastest.clear()
 
     def forget(self, number: int) -> None:
-        """Removes a worker that has ended: nothing of it is left."""
+        """Does nothing: an ended worker leaves nothing behind."""
 
     def pid(self, number: int) -> int | None:
         """Returns None: no worker has a process."""
         return None
 
     def log(self, number: int) -> str:
-        """Returns nothing: what this process prints is not kept."""
+        """Returns nothing: the output of this process stays the caller's."""
         return ""
 
     def clear_log(self, number: int) -> None:
@@ -251,14 +253,14 @@ class ThisProcess:
         """Does nothing: there is no log."""
 
     def share_modules(self, names: Sequence[str]) -> None:
-        """Does nothing: what is imported here is there for all."""
+        """Does nothing: all workers share the modules of this process."""
 
     def common_files(self) -> set[machine.FileId]:
         """Returns nothing: no worker has files."""
         return set()
 
     def bench(self) -> Bench:
-        """Returns the bench, made when it is needed."""
+        """Returns the bench; the first call makes it."""
         if self._bench is None:
             self._bench = self._make_bench()
         return self._bench
@@ -275,7 +277,7 @@ class ThisProcess:
     # A step of a task
 
     def _step(self, worker: _LocalRunner) -> list[Event]:
-        """Does a step of a worker's task; what it does after its deadline does not count."""
+        """Does a step of a worker's task; if it ends after its deadline, its replies do not count."""
         task, index, phase = worker.task, worker.task.trial, worker.phase
         config = task.config if isinstance(task, (messages.Compile, messages.Measure)) else {}
         limit_s, label = self._limit(task, phase)
@@ -284,7 +286,7 @@ class ThisProcess:
         def report(taken_s: float) -> None:
             _logger.warning(
                 "%s: %s has run for %.1f s in this process, which cannot end it; the limit is %.1f s. If it never "
-                "ends, end this process; where results are saved, the next sweep leaves it out",
+                "ends, end this process; if results are saved, the next sweep leaves it out",
                 self._request.problem.name,
                 label,
                 taken_s,
@@ -326,18 +328,18 @@ class ThisProcess:
             self.note(index, config, Outcome.NOT_RUN, "it waits for its further runs")
         elif isinstance(reply, (messages.Measured, messages.Failed)):
             self.note(index, config, Outcome.NOT_RUN, "it waits for the outputs of others")
-        if isinstance(reply, messages.Measured) and worker.program.compile_s:  # it cannot be loaded once more
+        if isinstance(reply, messages.Measured) and worker.program.compile_s:  # nobody can load it again
             self.fastest[index] = (reply.ranking_ms, worker.program)
             if len(self.fastest) > finals.MOST_FINALISTS:
                 del self.fastest[max(self.fastest, key=lambda index: self.fastest[index][0])]
 
     def _limit(self, task: Task, phase: Phase) -> tuple[float, str]:
-        """Returns the seconds that a task may take, and its name in reports; there is no limit."""
+        """Returns the seconds that a task may take, here without limit, and its name in reports."""
         return math.inf, ""
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Runs a step outside of the caller's traces, compiled even where the caller has disabled jit."""
+        """Runs a step outside of the caller's traces, compiled even if the caller has disabled jit."""
         with jax.disable_jit(False), jax_traces.outside_of_traces():
             yield
 
@@ -349,10 +351,10 @@ class ThisProcess:
         message: str,
         phase: Phase | None = None,
     ) -> None:
-        """Notes the trial that a config has if this process ends before it goes on; `lost` as it begins."""
+        """Notes the trial that a config gets if this process ends before the config's next note."""
 
     def report_compiling(self, index: int | None, config: messages.EncodedConfig) -> None:
-        """Reports, once in a sweep, that a config is compiled without containment."""
+        """Warns, once in a sweep, that this process compiles a config without containment."""
         if not self._has_compiled:
             self._has_compiled = True
             _logger.warning(
@@ -382,7 +384,7 @@ class MeasuringProcess(ThisProcess):
         self._compilers = compilers
 
     def start(self, task: JsonObject, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
-        """Starts a worker: in the sandbox one that leaves its program in a file, and here any other."""
+        """Starts a worker: in the sandbox if it leaves its program in a file, else here."""
         if task["message"] == messages.Compile.__name__ and fds:
             self.begun.clear()  # configs of the last batch; all have ended
             return self._compilers.start(task, fds=fds, environ=environ)
@@ -396,7 +398,7 @@ class MeasuringProcess(ThisProcess):
             super().send(number, message, fds)
 
     def finish(self, number: int) -> None:
-        """Ends a worker; one here leaves the bench to the next."""
+        """Ends a worker; a worker of this process leaves its bench to the next."""
         if number > 0:
             self._compilers.finish(number)
         elif number in self._here:
@@ -465,9 +467,9 @@ class MeasuringProcess(ThisProcess):
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Runs a step outside of the caller's traces, compiled even where the caller has disabled jit, on the device.
+        """Runs a step outside of the caller's traces, compiled even if the caller has disabled jit, on the device.
 
-        In a process with several kinds of devices, that need not be the default one.
+        In a process with several kinds of devices, the device may differ from JAX's default.
         """
         with contextlib.ExitStack() as stack:
             if self._call.devices_needed == 1:
@@ -484,7 +486,7 @@ class MeasuringProcess(ThisProcess):
         message: str,
         phase: Phase | None = None,
     ) -> None:
-        """Notes the trial that a config has if this process ends before it goes on; `lost` as it begins."""
+        """Notes the trial that a config gets if this process ends before the config's next note."""
         if index is None or index == UNTUNED:
             return
         trial = Trial(
@@ -500,7 +502,7 @@ class MeasuringProcess(ThisProcess):
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Raises KeyboardInterrupt where JAX reports it as the error of a host callback in which Ctrl-C was pressed."""
+    """Raises KeyboardInterrupt if JAX reports a Ctrl-C during a host callback as the callback's error."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -510,12 +512,12 @@ def _interruptible() -> Iterator[None]:
 
 
 class Watched:
-    """Watches the work of a `with` statement; reports it when it is overdue, and again when twice as long has passed.
+    """Watches the work of a `with` statement; reports it when it is overdue, and again each time its duration doubles.
 
-    Nothing can end work of this process from outside, but its user can be told which config hangs.
+    Nothing can end work of this process from outside, but a report can name the config that hangs.
 
     Attributes:
-        taken_s: the seconds that it has taken, without stops of this process.
+        taken_s: seconds that the work has taken, without stops of this process.
         is_overdue: whether it has taken longer than it may.
     """
 
@@ -524,7 +526,7 @@ class Watched:
 
         Args:
             limit_s: the seconds that the work may take.
-            report: called, in a thread of its own, with the seconds that it has taken.
+            report: called, in another thread, with the seconds that the work has taken.
         """
         self.taken_s, self.is_overdue = 0.0, False
         self._next_report_s, self._report = max(limit_s, _LOOK_S), report
