@@ -1,4 +1,4 @@
-"""Observers of a run: each measures something beside its time, in a worker, once a config was timed and in the final.
+"""Observers of a run measure figures other than its time, in a worker: once a config was timed, and in the final.
 
 An observer is one file here, and one line in `OBSERVERS`. `measure/objective.py` decides which of them a sweep needs.
 """
@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 OBSERVERS = ("energy",)
-"""The names of all observers, which are those of their files."""
+"""The names of all observers, which are also the names of their files."""
 
 
 class Observer(Protocol):
-    """What a file of an observer holds."""
+    """The interface of an observer's file."""
 
     @property
     def WHAT(self) -> str:
-        """What it measures, in words, as `the energy of a call`."""
+        """The measured quantity in words, for example `the energy of a call`."""
 
     @property
     def FIELDS(self) -> Mapping[str, tuple[str, str]]:
@@ -37,11 +37,11 @@ class Observer(Protocol):
 
         Args:
             dispatch: queues one run and returns its outputs without waiting; it may be called any number of times.
-            ordinal: the number of the device among those of this process.
+            ordinal: the number of the device in this process.
             run_s: about the seconds that a run takes.
 
         Raises:
-            RuntimeError: it could not measure.
+            RuntimeError: the observer could not measure.
         """
 
 
