@@ -41,7 +41,7 @@ _EXACT_MS = 0.5
 _GLANCE_MS = 1.0
 """Length above which a single sample ranks a config well enough."""
 _WAITED = 0.05
-"""Share of its time that a sample waited for a CPU above which it does not show the config's own time."""
+"""Share of waits for a CPU in a sample's time above which the sample does not show the config's own time."""
 _FEWEST_RUNS = 2
 """Fewest runs that must agree in any case."""
 _MOST_RUNS = 200
@@ -266,7 +266,7 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
 def longest_first_run(fastest_ms: float, *, disturbance: Disturbance) -> float:
     """Returns how long a first run may take, without waits, before it rules its config out.
 
-    All consecutive runs that must agree would have been hopeless in that time.
+    It is as long as all consecutive runs that must agree, if each of them is hopeless.
 
     Args:
         fastest_ms: the time of the fastest config, or of its first run.
