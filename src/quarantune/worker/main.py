@@ -119,7 +119,7 @@ class TaskRunner:
         raise NotImplementedError
 
     def await_go(self) -> None:
-        """Waits until a program that was announced with its products may be compiled."""
+        """Waits until the scheduler lets this worker compile a program that it announced with its products."""
 
     def run(self, task: Task, fds: list[int]) -> bool:
         """Does a task, and returns whether another may follow."""
