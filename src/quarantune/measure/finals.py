@@ -24,7 +24,7 @@ MOST_FINALISTS = 8
 FAR = 1.2
 """Factor above which a finalist that was slower in each of the first `FEW` rounds will not win in two more."""
 _PREFERENCE = 0.015
-"""Share by which the function's own default may be slower than the fastest config and still win a tie."""
+"""Largest slowdown, as a share, that the function's own default may have and still win a tie."""
 _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
 """Standard errors needed to stop early: equals that are compared after every round differ by `_SIGMAS` at times."""
@@ -296,7 +296,7 @@ def leader_of(rounds: Mapping[int, Sequence[float]], among: Iterable[int]) -> in
 
 
 def _behind(leader: Sequence[float], other: Sequence[float]) -> float:
-    """Returns the share by which one contender is slower than the leader."""
+    """Returns how much slower one contender is than the leader, as a share."""
     return statistics.median(_ratios(leader, other)) - 1.0
 
 
@@ -358,7 +358,7 @@ def take_turns(
 
     Args:
         contenders: each takes a number of samples, in milliseconds.
-        floor: the smallest share by which two contenders can be told apart.
+        floor: the smallest difference that can separate two contenders, as a share.
         is_exact: whether samples are free of the effects of other processes. If not, the fastest of several rounds
             stands for all of them, because other processes only make rounds longer.
         budget_s: seconds after which the rounds so far must do.
@@ -414,7 +414,7 @@ def take_turns(
 
 
 def _leaves(rounds: Mapping[int, Sequence[float]], index: int, spent_s: float) -> bool:
-    """Returns whether a contender leaves: it was clearly behind in all its rounds, and they took long."""
+    """Returns whether a contender leaves: it was clearly behind in every round, and its rounds took long."""
     leader = leader_of(rounds, rounds)
     is_behind = all(theirs > _CLEARLY * ours for ours, theirs in zip(rounds[leader], rounds[index], strict=False))
     is_long = spent_s > _LONG_FINAL_S and len(rounds[index]) >= FEW

@@ -15,8 +15,8 @@ may have been interrupted for that long. Runs are interrupted independently of e
 configs show the probability; before there are any, it is one in four (a Beta(1, 3) prior). The config is out once the
 probability that all its runs were interrupted is below `ALL_DISTURBED`.
 
-**A first run** may also be cold. It counts only if it takes so long that a cold start is a small part of it. The limit
-for it allows for how much longer first runs were here than later ones.
+**A first run** may also be cold. It counts only if a cold start can be no more than a small part of it. The limit for
+it allows for how much longer first runs were here than later ones.
 
 **The final** compares pairs: two contenders in one round share its drift, so the ratio of their times scatters less
 than the times. The race between two is decided once the median of their ratios is far enough from one, in its standard

@@ -29,7 +29,7 @@ _SLOWEST_S, _BUDGET_S = 5.0, 1.0
 BLOCK = 64
 """Number of neighbours in memory that share an allowance: a few deviations of one element show too little."""
 _LEAST_ROWS = 16
-"""Fewest rows for which each place along the last axis has its own scale."""
+"""Fewest rows that give each place along the last axis its own scale."""
 CHUNK_ELEMENTS = 2**16
 """Number of elements that the host compares together: their temporaries of half a megabyte fit into a core's cache."""
 
@@ -52,8 +52,8 @@ _NARROWEST = 7
 _COMMON = 0.01
 """Scale or offset that all differences may have in common, relative to the output's RMS."""
 _LARGE, _MASK = 1e12, 1e29
-"""Size of elements up to which their squares have sums that fit into float32; larger ones are measured in another unit.
-And size above which an element is a mask and does not choose that unit, which would leave nothing of its neighbours."""
+"""Largest size of elements whose squares have sums that fit into float32; larger ones are measured in another unit. And
+size above which an element is a mask and does not choose that unit, which would leave nothing of its neighbours."""
 _SPREAD = 5.0
 """Largest allowed ratio of the differences' RMS to the noise's RMS."""
 

@@ -32,7 +32,7 @@ _BEHIND = 1.1
 """Factor to the fastest config above which a config, slower in all its samples, gets no more than necessary: if it
 reaches the final, the final measures it again."""
 _COLD = 2.0
-"""Factor by which a cold start alone may make a long first sample slower than the next ones."""
+"""Slowdown, as a factor, that a cold start alone may cause in a long first sample."""
 _ALONE_MS = 50.0
 """Length below which a single sample may be an interruption or a cold start, and three more cost little. On a 2-core
 machine with other work, one 0.1 ms run in sixty took over three times the median."""
@@ -159,9 +159,9 @@ def measure(
 ) -> Sampled:
     """Takes samples until they are steady, or rule the config out.
 
-    The first sample of all does not count, because caches and clocks are cold. It counts if runs are so long that a
-    cold start hardly matters, and either the clock is exact or a long run came before it: then a config that is far
-    behind needs no other sample.
+    The first sample of all does not count, because caches and clocks are cold. It counts if a cold start hardly matters
+    to runs of this length, and either the clock is exact or a long run came before it: then a config that is far behind
+    needs no other sample.
 
     Only a config's own time rules it out: the waits of its runs for a CPU are subtracted. One sample alone does not
     rule it out, unless the clock is exact.

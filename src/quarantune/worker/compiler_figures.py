@@ -21,7 +21,7 @@ from quarantune.values.trial import NO_FIGURES, CompilerFigures, CompileTarget
 
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
-"""A kernel's use of memory space 1, VMEM, in the text of a program for a TPU."""
+"""A kernel's use of memory space 1, VMEM, inside a match of `_USED`: the text of a TPU program also has the limits."""
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _COST = re.compile(r'"(flops|bytes_accessed)":\s*"?(\d+)')

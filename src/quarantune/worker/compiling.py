@@ -204,7 +204,7 @@ class _Work:
         self._began += time.perf_counter() - lowered_at
 
     def compile(self, *, is_cheap: bool = False) -> Any:
-        """Compiles the lowered program; cheaply with `CHEAP_OPTIONS`, unless the config sets these options itself."""
+        """Compiles the lowered program; cheaply with `CHEAP_OPTIONS`, which the config's own options override."""
         own = self._own_options()
         cheap = {name: value for name, value in CHEAP_OPTIONS.items() if name not in own}
         return self.lowered.compile(compiler_options=cheap if is_cheap else None)

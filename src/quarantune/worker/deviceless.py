@@ -37,8 +37,8 @@ sorts it asks CUB, which sorts a million numbers 4 to 12 times as fast on an H20
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
 asked_at_import: list[str] = []
-"""Names of JAX's functions, for example `devices`, that the caller's modules called when this process imported them. It
-has one target."""
+"""Names of JAX's functions, for example `devices`, that the caller's modules called when this process imported them.
+The list is global, because a process has one target."""
 
 
 @contextlib.contextmanager

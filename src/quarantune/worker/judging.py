@@ -204,7 +204,7 @@ class Judge:
                 own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
             group, reason = self._group(own, references, standard)
         if group is None and output_fd is not None:
-            is_wrong = not has_reference and standard is not None  # how far rounding moves it does not matter
+            is_wrong = not has_reference and standard is not None  # then its noise does not matter
             group, noise = len(references), self._keep(own, program, math.inf if is_wrong else taken_s, output_fd)
         if has_reference:
             defaults = references[-1] if output_fd is None else output_fd
