@@ -235,7 +235,7 @@ def test_modules_that_ask_for_their_device_when_imported_are_answered_too(
     report = quarantune.compile_check(module.asking, configs, struct(256, 256), target=target)
     assert ends(report) == ["ok", "error"], report.table()
     # Only the device itself can tell what its description cannot, and the module may have asked for that.
-    assert "perhaps only where the device is not: it calls jax.devices()" in report.trials[1].message
+    assert "perhaps only because the device is not here: it calls jax.devices()" in report.trials[1].message
 
 
 @needs_libtpu
@@ -284,9 +284,9 @@ def test_the_reason_of_an_error_comes_first_and_the_doubt_about_it_last() -> Non
     report = quarantune.compile_check(particular, configs, struct(64, 128), target="v5e")
     assert ends(report) == ["ok", "error", "error"], report.table()
     doubtful, spread = (trial.message.partition("UncheckableError: ")[2] for trial in report.trials[1:])
-    assert doubtful.startswith("ValueError: blocks of 5 do not divide 64 (perhaps only where the device is not")
+    assert doubtful.startswith("ValueError: blocks of 5 do not divide 64 (perhaps only because the device is not here")
     assert "jax.devices()" in doubtful
-    assert spread.startswith("a check is for one device, and the function has a mesh of its own: ValueError")
+    assert spread.startswith("a check is for one device, and the function has its own mesh: ValueError")
 
 
 @needs_cuda

@@ -179,7 +179,7 @@ def test_a_copy_without_cycles_counts_by_what_it_reads_and_writes() -> None:
     ],
 )
 def test_torn_or_hostile_estimates_are_refused(text: str) -> None:
-    with pytest.raises(DamageError, match="estimate is not one"):
+    with pytest.raises(DamageError, match="estimate cannot be read"):
         estimates._parsed(text)
 
 

@@ -117,7 +117,7 @@ def test_where_a_kernel_is_not_known_nothing_is(log: str, started: str, program:
     "log", [told("k", 168)[:-80], told("k", 168).replace("168", "9" * 30), told("k", 1).replace("k", "")]
 )
 def test_torn_or_hostile_logs_are_refused(log: str) -> None:
-    with pytest.raises(ValueError, match="ptxas does not tell what a kernel needs"):
+    with pytest.raises(ValueError, match="the log of ptxas does not show the needs of a kernel"):
         read(log, STARTED, "", H100)
 
 

@@ -184,7 +184,7 @@ def test_a_contender_far_behind_takes_no_time_or_rounds_from_others(machine: str
 
 def test_only_contenders_far_behind_may_have_fewer_rounds() -> None:
     assert finals.Final.of([0, 1], [[1.0] * 5, [9.0] * 2], [[], []]).rounds_ms[1] == [9.0] * 2
-    with pytest.raises(ValueError, match="not all have the same number of rounds"):
+    with pytest.raises(ValueError, match="the finalists have different numbers of rounds"):
         finals.Final.of([0, 1], [[1.0] * 5, [1.1] * 2], [[], []])
 
 

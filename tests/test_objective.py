@@ -70,13 +70,13 @@ def test_a_config_for_which_the_objective_makes_no_number_is_an_error_and_the_ot
     with isolated("none"):
         tuner = AutoTuner(turned, {"turns": [2, 4, 6, 8]}, objective=odd, rep=1)
         result = tuner.run(X)
-        with pytest.raises(TuningFailedError, match="objective made no number of this trial: ZeroDivisionError"):
+        with pytest.raises(TuningFailedError, match="objective gave no number for this trial: ZeroDivisionError"):
             AutoTuner(turned, GRID, objective=lambda trial: 1 / 0, rep=1).run(X)
     assert [trial.outcome.value for trial in result.trials] == ["ok", "error", "error", "error"]
     assert [trial.message for trial in result.trials][1:] == [
         "objective returned nan, which is not finite",
-        "objective made no number of this trial: ValueError: could not convert string to float: 'much'",
-        "objective made no number of this trial: KeyError: 8",
+        "objective gave no number for this trial: ValueError: could not convert string to float: 'much'",
+        "objective gave no number for this trial: KeyError: 8",
     ]
     assert result.best_config == {"turns": 2}
 

@@ -115,5 +115,5 @@ def test_a_final_whose_rounds_do_not_observe_every_finalist_is_refused() -> None
     seen = {"steps": 1.0}
     assert Final.of([4, 7], *rounds, [[seen, {"steps": 2.0}]] * 3).observed[7] == ({"steps": 2.0},) * 3
     for damaged in ([[seen]], [[seen, seen], [seen]], [[seen, {}]]):
-        with pytest.raises(ValueError, match=r"zip|not all have the same figures"):
+        with pytest.raises(ValueError, match=r"zip|the finalists have different figures"):
             Final.of([4, 7], *rounds, damaged)

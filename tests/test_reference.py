@@ -77,7 +77,7 @@ def test_a_config_that_leaves_rows_out_never_wins() -> None:
     assert ends(result.trials) == ["ok", "ok", "wrong"]
     assert result.best_config in ({"do": 32}, {"do": 64})
     wrong = result.trials[2]
-    assert "it does not compute what the defaults do: 4096 of 16384 elements (25%) differ" in wrong.message
+    assert "it does not agree with the defaults: 4096 of 16384 elements (25%) differ" in wrong.message
     assert wrong.log_tail == ""  # a traceback would show code of quarantune only
     assert result.default_time_ms == result.trials[0].time_ms
     assert result.speedup == pytest.approx(result.default_time_ms / result.time_ms)

@@ -33,22 +33,22 @@ from quarantune.values.trial import ArrayKind
 _MAX_STRUCTURE_CHARS = 200
 
 _WIDTHS = (jnp.floating, jnp.complexfloating)
-"""The kinds of numbers that are compared regardless of their widths."""
+"""The kinds of numbers whose widths may differ."""
 _NUMBER_TYPES = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
 
 
 CompareArrays: TypeAlias = "Callable[[Any, Any, Allowance], Mismatches | None]"
-"""Compares an array with the expected one; None where it cannot."""
+"""Compares an array with the expected one; returns None if it cannot."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A pytree taken apart; it can be pickled wherever its leaves can.
+    """A flattened pytree. It can be pickled if its leaves can.
 
     Attributes:
         structure: its containers and their static parts, described as data.
-        shown: the same for messages.
-        leaves: its leaves, None among them, behind their places.
+        shown: the structure as text, for messages.
+        leaves: its leaves, each after its place; None counts as a leaf.
     """
 
     structure: Any
@@ -57,12 +57,12 @@ class Flat:
 
     @classmethod
     def of(cls, tree: Any, describe: Callable[[Any], Any] = repr) -> Flat:
-        """Takes a pytree apart.
+        """Flattens a pytree.
 
         Args:
             tree: the pytree.
-            describe: returns a description of a static part of a container, such as the keys of a dict; static parts
-                are equal where their descriptions are.
+            describe: returns a description of a static part of a container, for example of the keys of a dict. Static
+                parts with equal descriptions are equal.
         """
         found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
         leaves = tuple((jax.tree_util.keystr(path), leaf) for path, leaf in found)
@@ -70,7 +70,7 @@ class Flat:
         return cls(described_structure(structure, describe), shown, leaves)
 
     def mapped(self, change: Callable[[Any], Any]) -> Flat:
-        """Returns the same with other leaves."""
+        """Returns a copy with each leaf changed."""
         return dataclasses.replace(self, leaves=tuple((path, change(leaf)) for path, leaf in self.leaves))
 
     @property
@@ -80,7 +80,7 @@ class Flat:
 
 
 def described_structure(structure: Any, describe: Callable[[Any], Any]) -> Any:
-    """Returns the containers of a pytree as data, with what `describe` returns for their static parts."""
+    """Returns the containers of a pytree as data; `describe` describes their static parts."""
     node = structure.node_data()
     if node is None:
         return "*"
@@ -90,23 +90,23 @@ def described_structure(structure: Any, describe: Callable[[Any], Any]) -> Any:
 
 
 class NoArray(str):
-    """A leaf that is no array, by its kind: of a plain callable, such leaves may differ (times, names, handles)."""
+    """The kind of a plain callable's leaf that is not an array: times, names and handles may differ in value."""
 
 
 def judge_by(
     check_fn: Callable[..., Any], output: Any, expected: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Returns how a config's output is wrong by the author's own check.
+    """Returns how a config's output fails the author's own check.
 
     Args:
         check_fn: `(output, expected, *args, **kwargs) -> bool or None`.
         output: the config's output.
-        expected: the reference's output; None where there is none.
+        expected: the reference's output; None without a reference.
         args: the call's positional arguments.
         kwargs: the call's keyword arguments.
 
     Returns:
-        One sentence, or None where nothing is wrong.
+        One sentence, or None if nothing is wrong.
     """
     try:
         verdict = check_fn(output, expected, *args, **kwargs)
@@ -117,8 +117,8 @@ def judge_by(
     except Exception as error:
         return f"check_fn raised {''.join(traceback.format_exception_only(error)).strip()}"
     return (
-        f"check_fn returned {reprlib.repr(verdict)}: it must return True or None where the output is right, "
-        f"and False where it is wrong"
+        f"check_fn returned {reprlib.repr(verdict)}: it must return True or None if the output is right, "
+        f"and False if it is wrong"
     )
 
 
@@ -133,9 +133,9 @@ def compare(
 ) -> str | None:
     """Compares two pytrees, on the host and in bounded memory.
 
-    Structures, shapes and dtypes must be the same, but floats may be wider or narrower than expected, and so may
-    complex numbers; of a Python number, which has no dtype, only the type must fit. NaN agrees with NaN, an infinity
-    only with itself. Booleans, PRNG keys and leaves that are not numbers must be equal.
+    Structures, shapes and dtypes must be the same, but floats and complex numbers may be wider or narrower than
+    expected. A Python number has no dtype; only its type must fit. NaN agrees with NaN, an infinity only with itself.
+    Booleans, PRNG keys and leaves that are not numbers must be equal.
 
     Args:
         output: the output.
@@ -143,11 +143,11 @@ def compare(
         allowances: how far apart the elements of each leaf may be.
         shortcut: tried on each pair of arrays before they are brought to the host.
         same_dtypes: whether floats must be as wide as expected.
-        truths: what the leaves would be but for rounding; one that is as near to it as the expected one is right. Empty
-            where it is not known.
+        truths: the leaves without rounding. A leaf that is as near to its truth as the expected one is right. Empty if
+            unknown.
 
     Returns:
-        One sentence about the first leaf that disagrees, or None where all agree.
+        One sentence about the first leaf that disagrees, or None if all agree.
     """
     pairs = _pairs(output, expected)
     if isinstance(pairs, str):
@@ -163,7 +163,7 @@ def compare(
 
 
 def compare_shapes(output: Flat, expected: Flat) -> str | None:
-    """Returns why two pytrees cannot agree, by structures, shapes and kinds of dtypes alone; None where they may."""
+    """Returns why two pytrees cannot agree, by structures, shapes and kinds of dtypes alone; None if they may."""
     pairs = _pairs(output, expected)
     if isinstance(pairs, str):
         return pairs
@@ -210,14 +210,14 @@ def _compare_leaf(
 
 
 def _kinds_differ(where: str, output: Any, expected: Any, *, same_dtypes: bool = False) -> str | None:
-    """Returns how two leaves differ in shape or kind, in one sentence; None where they may agree."""
+    """Returns how two leaves differ in shape or kind, in one sentence; None if they may agree."""
     mine, its = _describe(output), _describe(expected)
     may_agree = mine == its or (not same_dtypes and _are_alike(output, expected))
     return None if may_agree else f"{where} is {mine}, expected {its}"
 
 
 def _are_alike(output: Any, expected: Any) -> bool:
-    """Returns whether two leaves have one shape and kind, though floats differ in width, or a number is Python's."""
+    """Returns whether two leaves have the same shape and kind. Widths may differ, and a number may be Python's."""
     if any(has_dtype(output, kind) and has_dtype(expected, kind) for kind in _WIDTHS):
         return bool(output.shape == expected.shape)
     return any(
@@ -236,7 +236,7 @@ def _describe(leaf: Any) -> str:
 
 
 def noise_of(leaf: Any, *, coarsest: int | None, run: Callable[..., Any] | None = None) -> RoundingNoise | None:
-    """Returns what collects the deviations of a leaf; None for one that is compared exactly."""
+    """Returns a collector of a leaf's deviations; None for a leaf that must be equal."""
     leaf = np.asarray(leaf) if type(leaf) in (float, complex) else leaf
     return RoundingNoise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None
 
@@ -247,7 +247,7 @@ def _on_host(leaf: Any) -> HostArray:
 
 
 def _without_dtype(array: HostArray) -> HostArray:
-    """Returns an array of a single number in the form of a Python number's, integers of any size included."""
+    """Returns an array of a single number as the array of a Python number; integers may have any size."""
     for number_type, dtype in _NUMBER_TYPES.items():
         if array.shape == () and has_dtype(array, dtype):
             return np.asarray(number_type(array), object if number_type is int else None)
@@ -267,12 +267,12 @@ class Mismatches:
 
     Attributes:
         count: how many elements differ by more than their allowances.
-        worst: the flat index of the worst element; it, `got` and `wanted` need be set only where the arrays disagree.
+        worst: the flat index of the worst element. It, `got` and `wanted` matter only if the arrays disagree.
         got: the value of that element.
         wanted: its expected value.
-        far: how many elements differ by so many times their allowances that there may be none.
-        together: how all elements together differ by more than rounding; None where they do not.
-        allowed: the allowance of the worst element; None where its dtype is not one of floats.
+        far: how many elements exceed their allowances so far that one is too many; see `Allowance.far`.
+        together: how all elements together differ by more than rounding; None if they do not.
+        allowed: the allowance of the worst element; None unless it is a float or a complex number.
     """
 
     count: int
@@ -284,7 +284,7 @@ class Mismatches:
     allowed: float | None = None
 
     def disagree(self, size: int, allowance: Allowance) -> bool:
-        """Returns whether these are too many differences, or too large ones, for an array of a size."""
+        """Returns whether an array of this size has too many differences, or too large ones."""
         return bool(self.far or self.together or (self.count and self.count / size > allowance.share))
 
 
@@ -306,7 +306,7 @@ def compare_numbers(
         is_exact: whether elements must be equal.
 
     Returns:
-        One sentence, or None where they agree.
+        One sentence, or None if they agree.
     """
     if _are_same_bytes(got, wanted):
         return None
@@ -317,7 +317,7 @@ def compare_numbers(
 
 
 def _are_same_bytes(got: HostArray, wanted: HostArray) -> bool:
-    """Returns whether two arrays are equal bit by bit, several times faster than a search for differences."""
+    """Returns whether two arrays are equal bit by bit; several times faster than a search for differences."""
     if got.dtype != wanted.dtype or got.dtype.hasobject or not (got.flags.c_contiguous and wanted.flags.c_contiguous):
         return False
     mine, its = (array.reshape(-1).view(np.uint8) for array in (got, wanted))
@@ -327,7 +327,7 @@ def _are_same_bytes(got: HostArray, wanted: HostArray) -> bool:
 def _describe_mismatches(
     found: Mismatches, shape: tuple[int, ...], allowance: Allowance, where: str, *, is_exact: bool
 ) -> str | None:
-    """Returns how two arrays of this shape differ, in one sentence; None where they agree."""
+    """Returns how two arrays of this shape differ, in one sentence; None if they agree."""
     size = math.prod(shape)
     if not found.disagree(size, allowance):
         return None
@@ -358,9 +358,9 @@ def is_as_near(got: Any, rival: Any, truth: Any, allowance: Allowance) -> bool:
 
     Args:
         got: an array.
-        rival: another one, whose differences from the truth are allowed, too.
-        truth: what both are meant to be.
-        allowance: what rounding explains.
+        rival: another array. Differences from the truth as large as its own are allowed.
+        truth: the exact values of both.
+        allowance: the differences that rounding explains.
     """
     if not all(has_dtype(array, np.inexact) and array.shape == got.shape for array in (got, rival, truth)):
         return False
@@ -373,9 +373,9 @@ def _find_mismatches(got: HostArray, wanted: HostArray, allowance: Allowance | N
 
     Args:
         got: an array.
-        wanted: the expected one.
-        allowance: what is allowed; None where elements must be equal.
-        *rival: a third array, whose differences from the expected one are allowed, too.
+        wanted: the expected array.
+        allowance: how far apart elements may be; None if they must be equal.
+        *rival: a third array. Differences from the expected array as large as its own are allowed.
     """
     count, far, worst, worst_excess, worst_allowed = 0, 0, 0, 0.0, None
     columns = got.shape[-1] if got.ndim else 1
@@ -411,7 +411,7 @@ def _find_mismatches(got: HostArray, wanted: HostArray, allowance: Allowance | N
 
 
 def excess_of(xp: Any, got: Any, wanted: Any, limit: Any) -> Any:
-    """Returns by how much each difference exceeds its limit; an infinity or NaN agrees with its like only."""
+    """Returns by how much each difference exceeds its limit. An infinity or NaN agrees only with itself."""
     excess = xp.abs(got - wanted) - limit
     same = (got == wanted) | (xp.isnan(got) & xp.isnan(wanted))
     finite = xp.isfinite(got) & xp.isfinite(wanted)
@@ -419,7 +419,7 @@ def excess_of(xp: Any, got: Any, wanted: Any, limit: Any) -> Any:
 
 
 def is_far(xp: Any, excess: Any, limit: Any, far: Any) -> Any:
-    """Returns which elements differ by far too many times their limits; infinities and NaN among them."""
+    """Returns which elements differ by more than `far` times their limits, or in an infinity or NaN."""
     return ((excess > (far - 1) * limit) | xp.isinf(excess)) & (far < NEVER)
 
 
@@ -443,20 +443,20 @@ def _distances(got: HostArray, wanted: HostArray) -> HostArray:
 # --- on a device: expected arrays are carried there once; counts and the worst element come back ---
 
 _MOST_ELEMENTS = 2**31 - 1
-"""The largest 32-bit count."""
+"""The largest size of an array that a device compares: its counts have 32 bits."""
 _RUNS_NOTHING: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
-"""Options that keep XLA from trying kernels while it compiles, since the clock may be timing others meanwhile."""
+"""Options that keep XLA from trying kernels while it compiles: the clock may be timing other kernels."""
 _NARROW = frozenset({"float32", "bfloat16", "float16"})
 
 
 class Comparer:
     """Compares one worker's outputs with the expected ones on their device.
 
-    Floats are compared in float32, so that an element within a rounding error of the edge of its allowance may be
-    judged differently than on the host; the host compares wider ones. Other dtypes are compared for equality.
+    It compares floats in float32 and leaves wider ones to the host. An element within a rounding error of its allowance
+    may be judged differently than on the host. Other dtypes must be equal.
 
     Attributes:
-        programs: what it has compiled, by names, numbers of devices, shapes and dtypes.
+        programs: the compiled programs, by name, device numbers, shapes and dtypes.
     """
 
     def __init__(self) -> None:
@@ -473,7 +473,7 @@ class Comparer:
             allowance: how far apart elements may be, the same object each time.
 
         Returns:
-            How they differ, or None where the host must compare them.
+            How they differ, or None if the host must compare them.
         """
         if not self.takes(got) or not isinstance(wanted, np.ndarray):
             return None
@@ -505,7 +505,7 @@ class Comparer:
                 self(self._carried(wanted), wanted, allowance)
 
     def expect(self, outputs: Sequence[ArrayKind]) -> None:
-        """Compiles all that is needed to compare arrays with others like them, which takes a GPU 0.2 s each.
+        """Compiles the comparison of arrays with others like them: 0.2 s for each on a GPU.
 
         Args:
             outputs: the arrays.
@@ -529,7 +529,7 @@ class Comparer:
 
         Args:
             output: its leaves.
-            on_host: the same with numpy arrays, which stand for those of `output` when outputs are compared.
+            on_host: the same as numpy arrays. If one is later the expected array, its copy on the device is compared.
         """
         for there, wanted in zip(output, on_host, strict=True):
             if isinstance(there, jax.Array) and isinstance(wanted, np.ndarray):
@@ -577,9 +577,9 @@ def _judge(got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Arra
     """Compares two arrays.
 
     Returns:
-        In one array, which takes one transfer to the host: how many elements differ by more than their allowances, how
-        many by far, and the place of the worst; then, as the bits of floats, the sums of `deviations`, the worst
-        element, the expected one, and its allowance.
+        One array, for a single transfer to the host: the number of elements that differ by more than their allowances,
+        the number that differ by far, and the place of the worst. The bits of floats follow: the sums of `deviations`,
+        the worst element, the expected one, and its allowance.
     """
     mine, its = (array.reshape(-1).astype("float32") for array in (got, wanted))
     columns = got.shape[-1] if got.ndim else 1

@@ -20,25 +20,25 @@ _Rows: TypeAlias = Sequence[Sequence[Any]]
 
 FINALISTS = 4
 MOST_FINALISTS = 8
-"""The number of finalists where the machine was busy, which makes the times that they are chosen by less reliable."""
+"""The number of finalists if the machine was busy: the times that choose them are less reliable then."""
 FAR = 1.2
-"""A finalist this many times slower in each of the `FEW` first rounds will not win in two more."""
+"""Factor above which a finalist that was slower in each of the first `FEW` rounds will not win in two more."""
 _PREFERENCE = 0.015
-"""Among configs that tie, the function's own default may be slower than the fastest by at most this share."""
+"""Largest slowdown, as a share, that the function's own default may have and still win a tie."""
 _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
-"""Stopping early takes more: equals that are compared after every round differ by `_SIGMAS` now and then."""
+"""Standard errors needed to stop early: equals that are compared after every round differ by `_SIGMAS` at times."""
 NOISE_FLOOR = 0.005
-"""Two medians closer than this tie: on an H200, the median of one program differs by a third of a percent from one
-process to the next, so that the winner among equals would be arbitrary."""
+"""Share within which two medians tie. On an H200, one program's median differs by a third of a percent between
+processes, so the winner among equals would be arbitrary."""
 WARM_BUDGET_S = 0.2
-"""Seconds for comparing those that tie with cold caches again with warm ones, as the caller's caches often are."""
+"""Seconds for comparing configs that tie with cold caches again with warm caches, which callers often have."""
 WARM_FLOOR = 0.002
-"""The noise floor with warm caches: the difference of one program from itself within a process."""
+"""Noise floor with warm caches: the difference of one program from itself within a process."""
 
 
 def default_among(trials: Mapping[int, Trial], default: int | None) -> int:
-    """Returns the index of the function's own defaults: `default` where they were timed as a config, else `UNTUNED`."""
+    """Returns the index of the function's own defaults: `default` if they were timed as a config, else `UNTUNED`."""
     return default if default is not None and default in trials and _is_timed(trials[default]) else UNTUNED
 
 
@@ -50,8 +50,8 @@ def in_final(trials: Mapping[int, Trial], default: int | None) -> list[int]:
     """Returns the indices of the trials to compare in the final: the fastest, and last the defaults if they work.
 
     Args:
-        trials: the trials by index, those of the defaults under `UNTUNED` where they are no config.
-        default: the index of the config that equals the defaults; None where there is none.
+        trials: the trials by index; the defaults' trial is under `UNTUNED` if they are not a config.
+        default: the index of the config that equals the defaults; None without one.
     """
     chosen = finalists({index: trial for index, trial in trials.items() if index != UNTUNED})
     defaults = default_among(trials, default)
@@ -62,9 +62,9 @@ def in_final(trials: Mapping[int, Trial], default: int | None) -> list[int]:
 
 
 def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[int]:
-    """Returns the indices of the trials that may be the fastest, in order; one where there is nothing to compare.
+    """Returns the indices of the trials that may be the fastest, in order; a single one if nothing is close to it.
 
-    Configs that lowered to the same program were measured once and are represented by the first of them.
+    Configs that lowered to the same program were measured once. The first of them represents all.
     """
     measured = [index for index, trial in trials.items() if trial.is_usable]
     first_of = {_program(index, trials): index for index in sorted(measured, reverse=True)}
@@ -76,7 +76,7 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     close = [index for index in ranked if _ratio(best, trials[index].merit or 0.0) <= contender]
     if is_scored or (noise := _noise(trials)) < MARGINS["wall"]:
         return close[:count]
-    # Few samples ruled these out, and others may have disturbed all of their runs.
+    # Few samples ruled these out, and other processes may have disturbed all their runs.
     few = {
         index: trial.merit
         for index, trial in trials.items()
@@ -92,7 +92,7 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
 def _noise(trials: Mapping[int, Trial]) -> float:
     """Returns the machine's noise: the ratio of the longest sample to the fastest of a typical config.
 
-    Configs timed by a device's own clock, which is free of it, do not count.
+    Configs timed by a device's own clock do not count: it is free of this noise.
     """
     shares = [
         max(trial.samples_ms) / trial.merit
@@ -106,7 +106,7 @@ def with_same_program(rounds: Mapping[int, _T], trials: Mapping[int, Trial]) -> 
     """Returns the rounds of a final, also for the configs whose program another config ran in it.
 
     Args:
-        rounds: each finalist's samples, or what was observed of it, by index.
+        rounds: each finalist's samples, or its observed figures, by index.
         trials: the trials that may win, by index, as before the final.
     """
     timed = {_program(index, trials): each for index, each in rounds.items() if index in trials}
@@ -127,12 +127,12 @@ class Final:
     """The samples of a final.
 
     Attributes:
-        rounds_ms: each one's samples in milliseconds, one per round, by index; empty where there was no final. One that
-            was clearly behind may have fewer rounds.
-        warm_ms: the same with warm device caches, of the configs that the other rounds cannot tell apart; empty where
+        rounds_ms: each finalist's samples in milliseconds, one per round, by index; empty without a final. A finalist
+            that was clearly behind may have fewer rounds.
+        warm_ms: the same with warm device caches, for the configs that the other rounds cannot tell apart; empty if
             that was not needed, or without a device clock.
-        observed: what observers have measured of one run of each, round by round; empty without any.
-        objective: the author's objective, by which the rounds are decided.
+        observed: the observers' figures for one run of each, round by round; empty without observers.
+        objective: the author's objective, which decides the rounds.
     """
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
@@ -150,15 +150,15 @@ class Final:
             finalists: their indices.
             rounds_ms: the samples of each, in the same order.
             warm_ms: the samples of each with warm caches, which may be empty.
-            observed: for each of a few rounds, the figures of observers for each; empty without any.
+            observed: for each of a few rounds, the observers' figures for each finalist; empty without observers.
             **fields: further fields.
 
         Raises:
-            ValueError: these are not the rounds of one final.
+            ValueError: the numbers of samples or the figures do not fit one final.
         """
         indices = list(finalists)
         if len({frozenset(figures) for each in observed for figures in each}) > 1:
-            raise ValueError("not all have the same figures")
+            raise ValueError("the finalists have different figures")
         return cls(
             dict(zip(indices, rounds_ms, strict=True)),
             {index: samples_ms for index, samples_ms in zip(indices, warm_ms, strict=True) if samples_ms},
@@ -167,12 +167,12 @@ class Final:
         )
 
     def __post_init__(self) -> None:
-        """Raises ValueError where some have fewer rounds than others although they were not behind."""
+        """Raises ValueError if a finalist has fewer rounds than others although it was not behind."""
         for rounds in filter(None, (self.rounds_ms, self.warm_ms)):
             leader = max(rounds.values(), key=len)
             least_ms = FAR * statistics.median(leader)
             if any(len(each) < len(leader) and statistics.median(each) <= least_ms for each in rounds.values()):
-                raise ValueError("not all have the same number of rounds")
+                raise ValueError("the finalists have different numbers of rounds")
 
 
 def decide(
@@ -183,15 +183,15 @@ def decide(
 ) -> list[int]:
     """Returns the indices of the configs that a final cannot tell from each other, the winner first.
 
-    Warm rounds decide between those that tie with cold caches, if there are any. Of those that tie, the function's own
-    default is preferred, unless it is slower by more than `_PREFERENCE`; then the first in the list of configs, unless
-    it is slower by more than `NOISE_FLOOR`. Defaults that are not in the list, under `UNTUNED`, win only if no config
-    is within `_PREFERENCE` of them, and are left out if they do not win.
+    Warm rounds, if there are any, decide between configs that tie with cold caches. Among ties, the function's own
+    default wins, unless it is slower than the fastest by more than `_PREFERENCE`. Otherwise the first in the list of
+    configs wins that is slower by at most `NOISE_FLOOR`. Defaults that are not in the list, under `UNTUNED`, win only
+    if no config is within `_PREFERENCE` of them; if they do not win, they are left out.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.
         default: the index of the config that is the function's own default, if it is in the list.
-        warm: the same with warm caches, of the configs that tie.
+        warm: the same with warm caches, for the configs that tie.
     """
     tied = level(rounds)
     if warm and all(index in warm for index in tied):
@@ -207,14 +207,14 @@ def decide(
 
 
 def speedup_interval(best_ms: Sequence[float], default_ms: Sequence[float]) -> tuple[float, float] | None:
-    """Returns the interval that holds the speed-up of a winner over the defaults with a certainty of about 95%.
+    """Returns an interval of about 95% confidence for the speed-up of a winner over the defaults.
 
     Args:
         best_ms: the winner's samples in the final.
-        default_ms: those of the defaults.
+        default_ms: the samples of the defaults.
 
     Returns:
-        Its ends; None where too few rounds tell nothing about the noise.
+        Its ends; None if there are too few rounds to estimate the noise.
     """
     ratios = _ratios(best_ms, default_ms)
     if len(ratios) < FEW:
@@ -225,10 +225,10 @@ def speedup_interval(best_ms: Sequence[float], default_ms: Sequence[float]) -> t
 
 
 def level(rounds: Mapping[int, Sequence[float]], *, floor: float = NOISE_FLOOR) -> list[int]:
-    """Returns, in order, the indices of the fastest config of a final and of those that the noise cannot tell from it.
+    """Returns, in order, the indices of a final's fastest config and of the configs that tie with it.
 
     Samples of one round were taken one right after another, so their ratios are free of drift between rounds.
-    Where the median ratio of two is within its own error, or within `floor` of one, they tie.
+    Two configs tie if their median ratio is within its own error, or within `floor`, of one.
     """
     leader = leader_of(rounds, rounds)
     return sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index], _SIGMAS, floor))
@@ -242,11 +242,11 @@ def conclude(
     Args:
         trials: its trials by index, at least one of them `ok`.
         final: the finalists' samples.
-        default: as for `decide`.
-        untuned_wins: whether the defaults may win where they are no config.
+        default: the index of the config that is the function's own default, if it is in the list.
+        untuned_wins: whether the defaults may win if they are not a config.
 
     Returns:
-        The trials, finalists with their times in the final, and what `decide` returns.
+        The trials, finalists with their times in the final, and the result of `decide`.
     """
     usable = {
         index: trial
@@ -276,7 +276,7 @@ def conclude(
 
 
 def _message(trial: Trial) -> str:
-    """Returns the message of a finalist; without the reason why few samples had ruled it out, as it is measured now."""
+    """Returns a finalist's message without the reason why few samples ruled it out: the final has measured it."""
     return trial.message.rpartition(": ")[0] if trial.outcome is Outcome.SLOW else trial.message
 
 
@@ -296,7 +296,7 @@ def leader_of(rounds: Mapping[int, Sequence[float]], among: Iterable[int]) -> in
 
 
 def _behind(leader: Sequence[float], other: Sequence[float]) -> float:
-    """Returns the share by which one contender is slower than the leader."""
+    """Returns how much slower one contender is than the leader, as a share."""
     return statistics.median(_ratios(leader, other)) - 1.0
 
 
@@ -315,7 +315,7 @@ def _ratios(leader: Sequence[float], other: Sequence[float]) -> list[float]:
 
 
 def _ratio(ours: float, theirs: float) -> float:
-    """Returns how many times as large as ours theirs is; a score that is not positive has 1 and their distance."""
+    """Returns `theirs` as a multiple of `ours`; if `ours` is not positive (a score), 1 plus their relative distance."""
     if ours > 0:
         return theirs / ours
     return 1.0 if ours == theirs else 1.0 + (theirs - ours) / abs(ours) if ours else math.copysign(math.inf, theirs)
@@ -326,22 +326,23 @@ def _ratio(ours: float, theirs: float) -> float:
 
 _MOST_PER_ROUND = 10
 _ROUND_MS = 1.0
-"""How long one contender's samples of a round take, where each is shorter than the profiler's own work."""
+"""Milliseconds of runs that one contender takes in a round; each run may be shorter than the profiler's own work."""
 _CLEARLY = 3.0
-"""A finalist this many times slower in each of its rounds is there for its time only, not because it may win."""
+"""Factor above which a finalist that was slower in all its rounds cannot win: only its time is wanted."""
 _LONG_FINAL_S = 0.5
-"""Such a finalist leaves after `FEW` rounds once its rounds have taken this long,"""
+"""Seconds of rounds after which a clearly slower finalist leaves, once it had `FEW` of them."""
 _LONGEST_FINAL_S = 3.0
-"""and after this time in any case: the function's own defaults may take a hundred times as long as the winner."""
+"""Seconds of rounds after which a clearly slower finalist leaves in any case: defaults may take 100 times as long as
+the winner."""
 _VERY_LONG_MS = 1000.0
-"""A cold start hardly matters to a run of this length, so that the first one counts."""
+"""Length of a run above which a cold start hardly matters, so the first run counts."""
 _MAX_ROUNDS = 100
 _BUDGET_S = 0.8
 _BUSY_BUDGET_S = 2.4
 _BUSY_ROUNDS = 20
-"""The fewest rounds on a busy machine, before their fastest decide."""
+"""The fewest rounds on a busy machine before the fastest of them decide."""
 _SCATTERED = 1.08
-"""Where a typical round of one contender is this many times longer than its fastest, other processes disturbed it."""
+"""Ratio of a contender's typical round to its fastest above which other processes disturbed it."""
 
 
 def take_turns(
@@ -357,17 +358,17 @@ def take_turns(
 
     Args:
         contenders: each takes a number of samples, in milliseconds.
-        floor: the smallest share by which two contenders can be told apart.
-        is_exact: whether samples are free of the effects of other processes. These make rounds longer and never
-            shorter, so that the fastest of several rounds stands for all of them.
+        floor: the smallest difference that can separate two contenders, as a share.
+        is_exact: whether samples are free of the effects of other processes. If not, the fastest of several rounds
+            stands for all of them, because other processes only make rounds longer.
         budget_s: seconds after which the rounds so far must do.
-        rep: the largest number of samples of a contender. Rounds of short runs are several times as many, and count
+        rep: the largest number of samples of a contender. Short runs get several times as many rounds, which count
             together.
-        clock: seconds.
+        clock: returns seconds.
 
     Returns:
-        Each contender's samples, one per round: the median of a few taken together, or the fastest of them. One that is
-        clearly behind, and whose rounds take long, has fewer.
+        Each contender's samples, one per round: the median of a few taken together, or the fastest of them. A contender
+        that is clearly behind, and whose rounds take long, has fewer.
     """
     warmed = [_plausible(take(1)) for take in contenders]  # the first sample is not counted, unless it is very long
     taken: dict[int, list[RunTime]] = {index: [] for index in range(len(contenders))}
@@ -413,7 +414,7 @@ def take_turns(
 
 
 def _leaves(rounds: Mapping[int, Sequence[float]], index: int, spent_s: float) -> bool:
-    """Returns whether a contender that is clearly behind in all its rounds has taken enough time for them."""
+    """Returns whether a contender leaves: it was clearly behind in every round, and its rounds took long."""
     leader = leader_of(rounds, rounds)
     is_behind = all(theirs > _CLEARLY * ours for ours, theirs in zip(rounds[leader], rounds[index], strict=False))
     is_long = spent_s > _LONG_FINAL_S and len(rounds[index]) >= FEW
@@ -443,7 +444,7 @@ def _is_won(rounds: Mapping[int, Sequence[RunTime]]) -> bool:
     """Returns whether one contender is so far ahead that disturbances do not explain it.
 
     For another one to be as fast, each of its rounds must have been disturbed, by more than the factor between the
-    fastest rounds of the two. The rounds of all contenders tell how often that happens.
+    fastest rounds of the two. The rounds of all contenders show how often that happens.
     """
     quick = {index: _fastest_rounds(taken) for index, taken in rounds.items()}
     leader = min(quick, key=lambda index: quick[index])
@@ -457,14 +458,14 @@ def _is_won(rounds: Mapping[int, Sequence[RunTime]]) -> bool:
 
 
 def _fastest_rounds(rounds: Sequence[RunTime]) -> list[float]:
-    """Returns the fastest rounds, which were disturbed least, in the order of their times."""
+    """Returns the fastest rounds, sorted by time: other processes disturbed them least."""
     clean = [taken for taken in rounds if taken.is_clean]
     chosen = clean if len(clean) >= FEW else rounds
     return sorted(taken.cpu for taken in chosen)[:FEW]
 
 
 def _samples_for(last_ms: Sequence[float]) -> int:
-    """Returns how many samples a contender takes in a round, by its last run; none where that was implausible."""
+    """Returns how many samples a contender takes in a round, by its last run; `last_ms` may be empty."""
     if not last_ms:
         return FEW
     if last_ms[-1] > LONG_RUN_MS:

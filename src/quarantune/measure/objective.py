@@ -12,11 +12,11 @@ from quarantune.values.configs import Config, as_given
 from quarantune.values.trial import TIME, Outcome, Trial
 
 Objective: TypeAlias = str | Callable[[Trial], float]
-"""The author's objective: `time`, `energy`, or the number that a function makes of a trial; the smaller the better."""
+"""The author's objective: `time`, `energy`, or a function that returns a number for a trial. Smaller is better."""
 
 
 def scored(trial: Trial, objective: Objective) -> Trial:
-    """Returns a trial with its score; it is an error if the objective makes no finite number of it."""
+    """Returns a trial with its score, or as an error if the objective gives no finite number for it."""
     is_by_time = not callable(objective) and objective == TIME
     if is_by_time or not trial.is_usable:  # it was only compiled
         return trial
@@ -27,18 +27,18 @@ def scored(trial: Trial, objective: Objective) -> Trial:
             return dataclasses.replace(trial, score=score)
         message = f"objective returned {score}, which is not finite"
     except Exception as error:
-        message = f"objective made no number of this trial: {type(error).__name__}: {error}"
+        message = f"objective gave no number for this trial: {type(error).__name__}: {error}"
     return trial.without_times(Outcome.ERROR, message)
 
 
 def scored_rounds(
     trial: Trial, observed: Sequence[Mapping[str, float]], objective: Objective
 ) -> tuple[Trial, Sequence[float]]:
-    """Returns a finalist with the medians of what was observed and its score, and the score of each round that has one.
+    """Returns a finalist with its score and the medians of its observed figures, and the scores of its rounds.
 
     Args:
         trial: the finalist, with its times in the final.
-        observed: what observers have measured in each round; empty without any.
+        observed: the observers' figures of each round; empty without observers.
         objective: the objective.
     """
     medians = {name: statistics.median(each[name] for each in observed) for name in (observed or [{}])[0]}
@@ -53,11 +53,11 @@ def scored_rounds(
 
 
 def needed_observers(objective: Objective, config: Config) -> list[str]:
-    """Returns the observers without whose figures an objective makes no number of a made-up trial.
+    """Returns the observers that an objective needs: without their figures, it gives no number for a sample trial.
 
     Args:
         objective: the objective.
-        config: the config of that trial.
+        config: the config of the sample trial.
     """
     times = {"time_ms": 1.0, "own_ms": 1.0, "samples_ms": [1.0], "compile_s": 1.0}
     figures = {"peak_memory_bytes": 1024, "figures": {"argument_bytes": 8, "output_bytes": 8, "temporary_bytes": 8}}
@@ -71,5 +71,5 @@ def needed_observers(objective: Objective, config: Config) -> list[str]:
         return scored(trial, objective).outcome is Outcome.OK
 
     if not scores([*seen]):
-        return []  # it fails by itself
+        return []  # the objective itself fails
     return [name for name in seen if not scores([other for other in seen if other != name])]

@@ -2,7 +2,7 @@
 
 Two programs that compute the same in another order differ by rounding, and by how much depends on the function and its
 inputs. So the program of the reference also runs on inputs moved at random by up to half a unit in the last place. The
-deviations of its output tell what rounding explains at each element; docs/correctness.md has the evidence. Functions
+deviations of its output show what rounding explains at each element; docs/correctness.md has the evidence. Functions
 that take `xp` run with NumPy on the host, and with `jax.numpy` on a device.
 """
 
@@ -25,37 +25,37 @@ HostArray: TypeAlias = "np.ndarray[Any, Any]"
 
 RUNS = 4
 _SLOWEST_S, _BUDGET_S = 5.0, 1.0
-"""A program that takes longer is not run again; the runs take about a second together, or are one."""
+"""Seconds of one run above which a program does not run again; and seconds after which no further run starts."""
 BLOCK = 64
-"""So many neighbours, in the order of memory, share an allowance: a few deviations of one element tell too little."""
+"""Number of neighbours in memory that share an allowance: a few deviations of one element show too little."""
 _LEAST_ROWS = 16
-"""From so many rows on, each place along the last axis has a scale of its own."""
+"""Fewest rows that give each place along the last axis its own scale."""
 CHUNK_ELEMENTS = 2**16
-"""Elements looked at together on the host: their temporaries, of half a megabyte, stay in the cache of a core."""
+"""Number of elements that the host compares together: their temporaries of half a megabyte fit into a core's cache."""
 
 # Chosen on the programs of tests/check_corpus.py: honest ones stay below half of each bound, bugs exceed one of them.
 _MULTIPLE = 10.0
-"""The noise of an element times this is what rounding explains."""
+"""Multiple of an element's noise that rounding explains."""
 _FAR = 4.0
-"""No element at all may differ by so many times its allowance."""
+"""Multiple of its allowance above which a difference fails the output, even in one element."""
 NEVER = 1e30
-"""In place of `_FAR` where a share of the elements may be anything."""
+"""Replaces `_FAR` if the tolerance lets a share of the elements be wrong."""
 _SHARE = 1e-4
-"""The share of a leaf's elements that may differ by more than their allowances."""
+"""Share of a leaf's elements that may differ by more than their allowances."""
 _UNITS = 2.0
 """Units in the last place of the output's dtype by which two roundings of one number may differ, with one to spare."""
 _ACCUMULATED = 512.0
-"""Units in the last place of the accumulator (float32 or wider), relative to the RMS of the neighbours: a million terms
-added one after another, where the reference adds them in a tree, reached 200."""
+"""Units in the last place of the accumulator (float32 or wider), relative to the RMS of the neighbours. A million terms
+added one after another reached 200, against a reference that adds them in a tree."""
 _NARROWEST = 7
-"""The bits in the mantissas of bfloat16, the coarsest type that kernels round intermediate values to unasked."""
+"""Bits in the mantissas of bfloat16, the coarsest type that kernels round intermediate values to unasked."""
 _COMMON = 0.01
-"""The scale or offset that all differences may have in common, relative to the output's RMS."""
+"""Scale or offset that all differences may have in common, relative to the output's RMS."""
 _LARGE, _MASK = 1e12, 1e29
-"""The squares of elements up to the first have sums that fit into float32; larger ones are measured in another unit.
-Those over the second do not choose it: they are masks, and nothing would be left of their neighbours in such a unit."""
+"""Largest size of elements whose squares have sums that fit into float32; larger ones are measured in another unit. And
+size above which an element is a mask and does not choose that unit, which would leave nothing of its neighbours."""
 _SPREAD = 5.0
-"""The RMS of all differences may be so many times that of the noise."""
+"""Largest allowed ratio of the differences' RMS to the noise's RMS."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,16 +65,16 @@ class Allowance:
     An element may differ by `max(block * column, atol) + rtol * |expected|`.
 
     Attributes:
-        rtol: as above.
-        atol: as above.
+        rtol: the factor of the expected values.
+        atol: the least absolute difference to allow.
         share: the share of the elements that may differ by more.
         block: a factor for each `BLOCK` elements in the order of memory; or one element, for all.
         column: a factor for each place along the last axis; or one element, for all.
-        far: no element may differ by so many times its allowance.
-        together: the scale that all differences may have in common, as a share of the expected values; the mean that
-            they may have, relative to the RMS of the expected values; and the RMS that they may have, likewise.
-        noise: the RMS of the deviations on moved inputs, likewise; None where it was not measured.
-        is_calibrated: whether it was measured, and not chosen by an author; integers must then be equal.
+        far: the multiple of its allowance that no element may exceed.
+        together: the limits of all differences together: of their common scale, as a share of the expected values; of
+            their mean; and of their RMS. The last two are relative to the RMS of the expected values.
+        noise: the RMS of the deviations on moved inputs, relative to the same; None if it was not measured.
+        is_calibrated: whether this was measured, and not chosen by an author. Integers must then be equal.
     """
 
     rtol: float
@@ -89,12 +89,12 @@ class Allowance:
 
     @classmethod
     def fixed(cls, tolerance: Tolerance) -> Allowance:
-        """Returns that of an author's own tolerances."""
+        """Returns the allowance for an author's own tolerances."""
         return cls(tolerance.rtol, tolerance.atol, tolerance.max_mismatched_ratio)
 
     @property
     def limits(self) -> tuple[float, float, float]:
-        """The numbers that a comparison on a device needs beside the factors."""
+        """The numbers that a comparison on a device needs in addition to the factors."""
         return self.rtol, self.atol, self.far
 
     def for_dtype(self, dtype: Any) -> Allowance:
@@ -105,12 +105,12 @@ class Allowance:
         return dataclasses.replace(self, rtol=max(self.rtol, _UNITS * 2.0 ** -_mantissa(dtype)), atol=self.atol + least)
 
     def reason(self, sums: Any, size: int, rival: Any = (0, 0, 0, 0)) -> str | None:
-        """Returns how the differences of all elements together are more than rounding; None where they are not.
+        """Returns how the differences of all elements together exceed rounding; None if they do not.
 
         Args:
-            sums: those of `deviations`.
+            sums: the sums from `deviations`.
             size: the number of elements.
-            rival: the sums of another output, whose differences are allowed, too.
+            rival: the sums of another output. Differences as large as its own are allowed.
         """
         slope, offset, spread = _together(sums, size)
         limits = np.maximum(self.together, np.abs(_together(rival, size)))
@@ -128,8 +128,8 @@ def allowed(xp: Any, block: Any, column: Any, limits: Any, wanted: Any, *, start
 
     Args:
         xp: `numpy` or `jax.numpy`.
-        block: as in `Allowance`.
-        column: as in `Allowance`.
+        block: `Allowance.block`.
+        column: `Allowance.column`.
         limits: `Allowance.limits`.
         wanted: the expected elements, flat.
         start: the place of the first in the order of memory.
@@ -150,7 +150,7 @@ def chunks(*arrays: HostArray, wide: Any = None) -> Iterator[tuple[Any, ...]]:
 
 
 def wide_type(*arrays: Any) -> Any:
-    """Returns the type that floats, or complex numbers, are compared in on the host."""
+    """Returns the type that the host compares floats or complex numbers in."""
     return np.result_type(*(np.result_type(array.dtype, np.float64) for array in arrays))
 
 
@@ -158,7 +158,7 @@ def runs(taken_s: float) -> Iterator[int]:
     """Yields the numbers of the runs on moved inputs that are worth their time.
 
     Args:
-        taken_s: the seconds that a run takes, if that is known.
+        taken_s: the seconds that a run takes; 0 if unknown.
     """
     start = time.perf_counter()
     for run in range(RUNS if taken_s < _SLOWEST_S else 0):
@@ -171,7 +171,7 @@ def runs(taken_s: float) -> Iterator[int]:
 
 
 def unit_of(xp: Any, wanted: Any) -> Any:
-    """Returns the unit in which the squares of a reference's elements, and of their deviations, fit into float32."""
+    """Returns a unit that lets the squares of a reference's elements and of their deviations fit into float32."""
     size = xp.abs(wanted).astype("float32")
     return xp.maximum(xp.max(xp.where(size < _MASK, size, 0)) / _LARGE, 1)
 
@@ -191,7 +191,7 @@ def deviations(xp: Any, got: Any, wanted: Any, unit: Any = 1) -> tuple[Any, Any]
 
 
 def _together(sums: Any, size: int) -> tuple[float, float, float]:
-    """Returns the scale, the mean and the RMS of differences from their sums, as for `Allowance.together`."""
+    """Returns the scale, the mean and the RMS of differences from their sums; see `Allowance.together`."""
     total, along, squares, known = map(float, np.asarray(sums))
     if not known:
         return 0.0, 0.0, 0.0
@@ -202,17 +202,17 @@ def _together(sums: Any, size: int) -> tuple[float, float, float]:
 def smoothed(xp: Any, squares: Any, wanted: Any, base: Any, multiple: Any) -> tuple[Any, Any, Any, Any]:
     """Returns the factors of blocks and columns, the noise, and the RMS of the reference.
 
-    A block's factor is at least half of what its largest element has, so that few sensitive ones among others count.
-    An element counts as no larger than the largest that moves: the -1e30 of a mask says nothing of its neighbours.
+    A block's factor is at least half of its largest element's, so that a few sensitive elements among others count. No
+    element counts as larger than the largest element that moves: the -1e30 of a mask says nothing of its neighbours.
 
     Args:
         xp: `numpy` or `jax.numpy`.
         squares: the mean squares of the deviations, in the shape of `wanted` and in its unit.
         wanted: the reference, wide enough for its squares.
-        base: what is allowed at least, relative to the RMS of the neighbours.
-        multiple: what is allowed, in units of the noise.
+        base: the least allowance, relative to the RMS of the neighbours.
+        multiple: the allowance in units of the noise.
     """
-    # Whatever moves, and however far, the sum of all squares is finite.
+    # The caps keep the sum of all squares finite, however far elements move.
     unit, most = unit_of(xp, wanted), float(np.finfo(squares.dtype).max) / 1e10
     squares, cap = xp.minimum(squares, most), min(1e18, math.sqrt(most))
     size = xp.where(xp.isfinite(wanted), xp.abs(wanted), 0) / unit
@@ -243,7 +243,7 @@ class RoundingNoise:
         Args:
             wanted: the leaf of the reference, an array of floats or complex numbers.
             coarsest: the bits in the mantissas of the coarsest type that the program computes with.
-            run: runs a jitted function, given with its arguments, on the device that holds this leaf and those of moved
+            run: calls a jitted function with arguments, on the device that holds this leaf and the outputs of moved
                 runs; None for the host.
         """
         self._wanted, self._coarsest, self._run = wanted if run else np.asarray(wanted), coarsest, run
@@ -313,15 +313,15 @@ class RoundingNoise:
         return 2.0 ** -max(23, min(bits, bits if self._coarsest is None else self._coarsest))
 
     def _terms(self, *, is_known: bool) -> tuple[float, float]:
-        """Returns `base` and `multiple` for `smoothed`; `is_known` where deviations were measured."""
+        """Returns `base` and `multiple` for `smoothed`; `is_known` if deviations were measured."""
         least = 0.0 if is_known else _UNITS * 2.0 ** -(self._coarsest or 23)
-        # The noise of fewer elements than a block has is known less well.
+        # The noise of a leaf smaller than a block is less certain.
         return max(_ACCUMULATED * self._wide, least), _MULTIPLE * self._scale * (1 + 2 / min(BLOCK, self._wanted.size))
 
 
 @jax.jit
 def no_squares(wanted: jax.Array) -> jax.Array:
-    """Returns the squares of no deviations yet, on the device."""
+    """Returns the squares before the first run, which are zeros, on the device."""
     return jnp.zeros(wanted.shape, jnp.float32)
 
 
@@ -330,13 +330,13 @@ def add_deviations(squares: jax.Array, moved: jax.Array, wanted: jax.Array, term
     """Adds the squares of one run's deviations, on the device.
 
     Args:
-        squares: those of the runs before.
-        moved: the output of this one.
+        squares: the sums of earlier runs' squares.
+        moved: the output of this run.
         wanted: the reference.
         terms: the number of runs; and the last two arguments of `smoothed`.
 
     Returns:
-        All squares, the sums of `deviations`, and what `smoothed` returns.
+        All squares, the sums of `deviations`, and the result of `smoothed`.
     """
     wide = wanted.astype("float32")
     more, sums = deviations(jnp, moved.astype("float32"), wide, unit_of(jnp, wide))
@@ -356,7 +356,7 @@ def _about(dtype: Any) -> Any:
 
 _DOTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot")
 _FACTORS = {"cuda": 10, "gpu": 10, "rocm": 10, "tpu": 7}
-"""The bits that a platform leaves in the mantissas of the float32 factors of dots by default: TF32 and bfloat16."""
+"""Bits that a platform leaves in the mantissas of the float32 factors of dots by default: TF32 and bfloat16."""
 
 
 def coarsest_mantissa(jaxpr: Any, platform: str | None) -> int:
@@ -389,7 +389,7 @@ class Motion:
     """How far the inputs of one program are moved.
 
     Attributes:
-        coarsest: the bits in the mantissas of the coarsest type that the program rounds to; None if it is not known.
+        coarsest: the bits in the mantissas of the coarsest type that the program rounds to; None if unknown.
         least: inputs with fewer bits stay as they are.
         scale: the share of the deviations that rounding explains.
     """
@@ -402,8 +402,8 @@ class Motion:
     def of(cls, inputs: Any, coarsest: int | None) -> Motion:
         """Returns the motion for a pytree of inputs.
 
-        Numbers of 8 bits are data that a kernel reads, and it rounds to such a type only where the program says so. If
-        there are no others, moving them by their own units tells too much, in proportion to the units.
+        Numbers of 8 bits are data that a kernel reads; it rounds to their type only if the program says so. If all
+        inputs have 8 bits, moving them by their own units overstates rounding, in proportion to the units.
         """
         finest = max((_mantissa(leaf.dtype) for leaf in jax.tree.leaves(inputs) if is_movable(leaf)), default=0)
         wanted = min(_NARROWEST, finest if coarsest is None else coarsest)
@@ -429,14 +429,14 @@ def is_movable(leaf: Any) -> bool:
 def moved(xp: Any, array: Any, seed: Any, log_units: Any) -> Any:
     """Returns an array whose elements were moved at random by up to half a unit.
 
-    Where the unit is that of the array's own dtype, the nearest number would be the old one; every fourth element goes
-    to a neighbour instead, as rounding at random would have it. Zeros, infinities and NaN stay, and so do signs.
+    If the unit is the dtype's own, the nearest number would be the old one. So every fourth element goes to a neighbour
+    instead, like with random rounding. Zeros, infinities, NaN and signs stay.
 
     Args:
         xp: `numpy` or `jax.numpy`.
         array: the array, of floats.
         seed: a number for each run.
-        log_units: as from `Motion.units`.
+        log_units: the unit for this array from `Motion.units`.
     """
     about = _about(array.dtype)
     unsigned, signed = xp.dtype(f"uint{about.bits}"), xp.int64 if about.bits == 64 else xp.int32
@@ -467,6 +467,6 @@ def _hashed(xp: Any, size: int, seed: Any) -> Any:
 
 @jax.jit
 def move(array: jax.Array, seed: Any, log_units: Any) -> jax.Array:
-    """Returns what `moved` does, on the device."""
+    """Runs `moved` on the device."""
     found: jax.Array = moved(jnp, array, seed, log_units)
     return found

@@ -22,30 +22,30 @@ from quarantune.measure.model import (
 from quarantune.values.codec import is_plausible_ms
 
 _STEADY = 0.01
-"""Sampling ends once the median's standard error is below this share of it: near enough to name the finalists."""
+"""Standard error, as a share of the median, below which sampling ends: near enough to name the finalists."""
 _DISTURBED_BUDGET_S = 1.0
-"""How long to sample where every run had long waits: beside a busy process, matrix products of a millisecond took a
-hundred in a row, because spinning threads waited for others that did not run."""
+"""Seconds of sampling if every run had long waits. Next to a busy process, matrix products of a millisecond took 100 ms
+time after time, because spinning threads waited for threads that did not run."""
 _SOFT_BUDGET_S = 0.06
-"""After this time, `FEW` samples are enough: a slow config's median is steady with few."""
+"""Seconds after which `FEW` samples are enough: a slow config's median is steady with few."""
 _BEHIND = 1.1
-"""A config all of whose samples are this many times slower than the fastest gets no more than necessary: if it reaches
-the final, it is measured again there."""
+"""Factor to the fastest config above which a config, slower in all its samples, gets no more than necessary: if it
+reaches the final, the final measures it again."""
 _COLD = 2.0
-"""How many times slower than the next ones a first long sample may be merely because it was cold."""
+"""Slowdown, as a factor, that a cold start alone may cause in a long first sample."""
 _ALONE_MS = 50.0
-"""A single sample shorter than this may be an interruption or a cold start, and three more cost little: on a 2-core
+"""Length below which a single sample may be an interruption or a cold start, and three more cost little. On a 2-core
 machine with other work, one 0.1 ms run in sixty took over three times the median."""
 _EXACT_MS = 0.5
-"""By an exact clock, a single sample longer than this holds no interruption, and hardly anything of a cold start."""
+"""Length above which a single sample by an exact clock holds no interruption, and hardly anything of a cold start."""
 _GLANCE_MS = 1.0
-"""A single sample longer than this ranks a config well enough."""
+"""Length above which a single sample ranks a config well enough."""
 _WAITED = 0.05
-"""A sample that waited for a CPU for a larger share of its time tells nothing of the config's own time."""
+"""Share of waits for a CPU in a sample's time above which the sample does not show the config's own time."""
 _FEWEST_RUNS = 2
-"""Runs that must agree in any case."""
+"""Fewest runs that must agree in any case."""
 _MOST_RUNS = 200
-"""How many of the latest samples describe the disturbance."""
+"""Number of the latest samples that describe the disturbance."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Sampled:
         """Returns the time by which finalists are chosen: the median, or the fastest sample of an inexact clock.
 
         Args:
-            is_exact: whether samples are free of the effects of other processes. These only ever make a sample longer;
-                beside busy ones, half of all samples can be twenty times as long, so that the fastest counts.
+            is_exact: whether samples are free of the effects of other processes. These only ever make a sample longer.
+                Next to busy ones, half of all samples can be twenty times as long, so the fastest counts.
         """
         return statistics.median(self.cpu_ms) if is_exact else fastest(self.taken).cpu
 
@@ -84,7 +84,7 @@ class Sampled:
 class Disturbance:
     """How much other processes disturb runs here, by the latest samples.
 
-    Every config is its own reference: its samples should be equal, and where they are not, the machine was busy.
+    Every config is its own reference: its samples should be equal, and if they are not, the machine was busy.
 
     Attributes:
         runs: the latest samples, each with the fastest of the same config, in milliseconds.
@@ -100,24 +100,24 @@ class Disturbance:
         del self.runs[:-_MOST_RUNS]
 
     def add_first_run(self, first_ms: float, later_ms: float) -> None:
-        """Compares a config's first run with its later ones, where it was long enough to be informative."""
+        """Compares a config's first run with its later ones, if it was long enough to be informative."""
         if first_ms > _ALONE_MS:
             self.first_run = max(self.first_run, first_ms / later_ms)
 
     def runs_needed(self, least_ms: float, best_ms: float, cpu_ms: Sequence[float] = ()) -> int:
         """Returns how many runs must agree that a config is slow, so that hardly ever all of them are disturbed.
 
-        A config whose runs all took so long may be as fast as the best one only if each of them was disturbed, by
-        all that it took longer. The more rarely runs are disturbed nearly as much, the fewer must agree.
+        A slow config may be as fast as the best one only if each of its runs was disturbed, for the whole difference.
+        The more rarely other processes disturb runs nearly that much, the fewer must agree.
 
         Args:
             least_ms: the shortest run.
             best_ms: the time of the fastest config.
-            cpu_ms: the config's own samples; where they scatter, they describe the current state of the machine.
+            cpu_ms: the config's own samples; if they scatter, they describe the current state of the machine.
         """
-        # Of the best time, or of what this one takes longer: its shortest run may be disturbed less than most.
+        # A share of the best time, or of the difference: the shortest run may be disturbed less than most.
         stray_ms = STRAY * max(least_ms - best_ms, best_ms)
-        # A longer run is interrupted as often as it is longer, and a shorter one shows at least one interruption.
+        # Interruptions grow with the length of a run, and a shorter run shows at least one.
         disturbed = sum(
             run_ms - fastest_ms >= stray_ms * max(1.0, fastest_ms / best_ms) for run_ms, fastest_ms in self.runs
         )
@@ -131,7 +131,7 @@ def glance(take: Callable[[int], Sequence[RunTime]]) -> Sampled:
     """Takes one sample of a long run, or a few of a short one, merely to rank a config.
 
     Args:
-        take: as for `measure`.
+        take: takes that many samples and returns them in milliseconds.
 
     Raises:
         ValueError: no plausible sample was taken.
@@ -159,25 +159,25 @@ def measure(
 ) -> Sampled:
     """Takes samples until they are steady, or rule the config out.
 
-    The first sample of all is not counted, because caches and clocks are cold. It is counted where runs are so long
-    that a cold start hardly matters, and where the clock is exact or a long run came before it: then a config that is
-    far behind needs no other sample.
+    The first sample of all does not count, because caches and clocks are cold. It counts if a cold start hardly matters
+    to runs of this length, and either the clock is exact or a long run came before it: then a config that is far behind
+    needs no other sample.
 
-    A config is ruled out only by its own time: the time that its runs waited for a CPU is taken off. One sample alone
-    does not rule it out, unless the clock is exact.
+    Only a config's own time rules it out: the waits of its runs for a CPU are subtracted. One sample alone does not
+    rule it out, unless the clock is exact.
 
     Args:
         take: takes that many samples and returns them in milliseconds.
         rep: the largest number of samples.
-        best_median_ms: the time of the fastest config so far; None for none.
-        margin: a config is ruled out when even its fastest sample is this many times slower than that.
-        before_ms: the shortest time that the run before these can have taken by the same clock; None where that run may
+        best_median_ms: the time of the fastest config so far; None without one.
+        margin: a config is out if even its fastest sample is this many times slower than that.
+        before_ms: the shortest time that the run before these can have taken by the same clock; None if that run may
             have been cold.
-        last_ms: the same, cold or not; None where it is not known.
+        last_ms: the same, cold or not; None if unknown.
         is_exact: whether samples are free of the effects of other processes.
-        disturbance: how much other processes disturb runs here, which decides how many slow runs rule a config out if
-            the clock is not exact; None for none.
-        clock: seconds.
+        disturbance: how much other processes disturb runs here. If the clock is not exact, it decides how many slow
+            runs rule a config out. Without it, one does.
+        clock: returns seconds.
 
     Returns:
         The samples.
@@ -187,7 +187,7 @@ def measure(
     """
     started_s, best_ms, disturbance = clock(), best_median_ms or math.inf, None if is_exact else disturbance
     limit_ms = math.inf if best_median_ms is None else margin * best_median_ms
-    # A long warm run before the samples counts, too.
+    # A long warm run before the samples also counts.
     before = [RunTime.exactly(before_ms)] if before_ms is not None and before_ms > LONG_RUN_MS else []
 
     def more(count: int) -> list[RunTime]:
@@ -202,7 +202,7 @@ def measure(
     if not before:
         least_ms = _least_ms(samples)
         alone_ms = max(_EXACT_MS, 2 * _COLD * limit_ms) if is_exact else max(_ALONE_MS, _COLD * limit_ms)
-        if samples and least_ms > alone_ms and not is_exact:  # one that may be cold says too little by itself
+        if samples and least_ms > alone_ms and not is_exact:  # a single run that may be cold shows too little
             least_ms = min(least_ms, _least_ms(more(1)) if last_ms is None else last_ms)
         if samples and least_ms > alone_ms and runs_needed(least_ms) <= _FEWEST_RUNS:
             return Sampled(tuple(samples), is_ruled_out=True)
@@ -237,11 +237,11 @@ def _least_ms(runs: Sequence[RunTime]) -> float:
 
 
 def is_unreliable(samples_ms: Sequence[float], cpu_ms: Sequence[float]) -> bool:
-    """Returns whether a config waited for a CPU in so many of its samples that none of them may be its own time.
+    """Returns whether a config waited for a CPU in nearly all its samples, so that none may show its own time.
 
     Args:
         samples_ms: the samples.
-        cpu_ms: the same without waits for a CPU; empty for a clock that is free of the effects of other processes.
+        cpu_ms: the samples without waits for a CPU; empty for a clock that is free of the effects of other processes.
     """
     waited = [own <= (1 - _WAITED) * whole for whole, own in zip(samples_ms, cpu_ms, strict=False)]
     return waited.count(False) < min(2, len(waited))
@@ -253,7 +253,7 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
     Args:
         first_ms: the time of that run without its waits.
         fastest_ms: the time of the fastest config.
-        fastest_first_ms: the time of the fastest first run; where it is short, most of it may be the cold start.
+        fastest_first_ms: the time of the fastest first run; if it is short, most of it may be the cold start.
         disturbance: how much other processes disturb runs here.
     """
     if disturbance.runs_needed(first_ms, fastest_ms) > _FEWEST_RUNS:
@@ -266,7 +266,7 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
 def longest_first_run(fastest_ms: float, *, disturbance: Disturbance) -> float:
     """Returns how long a first run may take, without waits, before it rules its config out.
 
-    As many consecutive runs as must agree would all have been hopeless in that time.
+    It is as long as all consecutive runs that must agree, if each of them is hopeless.
 
     Args:
         fastest_ms: the time of the fastest config, or of its first run.

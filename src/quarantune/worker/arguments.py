@@ -21,7 +21,7 @@ from quarantune.values.trial import CompilerFigures
 
 _SEED = 0
 _MOST_BYTES = 512 << 20
-"""Larger arguments are not widened."""
+"""Bytes above which arguments are not widened."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,16 +29,16 @@ class BenchOptions:
     """Options of a sweep that its workers need; they travel with the call.
 
     Attributes:
-        platform: the platform that configs run on; None for the one of this process.
+        platform: the platform that configs run on; None for the platform of this process.
         warmup: untimed runs of each config.
         rep: the largest number of timed samples of each config.
         supply: how missing arguments are made.
         tolerance: how far outputs may differ; None for as far as rounding explains.
-        check_grad: whether gradients are compared, too.
+        check_grad: whether gradients are also compared.
         time_grad: whether a config is compiled and timed together with its gradient.
-        compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none. On a GPU,
-            the workers of all sweeps of a process share one of their own instead, in which XLA leaves what it has found
-            out on the device.
+        compilation_cache: the directory of the caller's JAX compilation cache; None if workers use no cache. On a
+            GPU, the workers of all sweeps of a process share another directory instead, for XLA's findings about the
+            device.
         observers: the names of the observers of each config.
     """
 
@@ -59,10 +59,10 @@ class BenchOptions:
 
     @classmethod
     def of(cls, platform: str | None, options: Options, *, observers: Sequence[str] = ()) -> BenchOptions:
-        """Returns those of the author's options that a worker needs.
+        """Returns the author's options that a worker needs.
 
         Args:
-            platform: as in the attributes.
+            platform: the platform that configs run on; None for the platform of this process.
             options: the author's options.
             observers: the names of observers.
         """
@@ -88,13 +88,13 @@ class Program:
         config: the config.
         call: takes the dynamic arguments.
         compile_s: seconds spent tracing, lowering and compiling it here.
-        cache_entries: the executable as JAX's compilation cache holds it, by its key there; empty where the caller's
-            process would not find it under that key, as one compiled without its device.
+        cache_entries: the executable as JAX's compilation cache holds it, by its key there. Empty if the caller's
+            process would not find it under that key, for example if it was compiled without its device.
         calls_back: whether it is known to call back into Python.
-        identity: its hash, as `programs.identity` returns it, where it is for an accelerator: a process that has the
-            accelerator, or several, may have another key for it. None where it has no hash.
-        coarsest: the bits in the mantissas of the coarsest type that it computes with; None where that is not known.
-        figures: what its kernels need, as far as that is known.
+        identity: its hash from `programs.identity`, if it is for an accelerator: a process that has the accelerator, or
+            several, may have another key for it. None without a hash.
+        coarsest: the bits in the mantissas of the coarsest type that it computes with; None if unknown.
+        figures: the needs of its kernels, as far as they are known.
     """
 
     config: Config
@@ -112,17 +112,17 @@ class CallArguments:
 
     Attributes:
         is_plain: whether the function is not jitted.
-        jit: its jit options; none for a plain callable.
+        jit: its jit options; empty for a plain callable.
         may_be_overwritten: whether a run may write into its arguments, so that each run needs fresh ones.
     """
 
     def __init__(self, call: Call, *, arrays_fd: int, supply: Any) -> None:
-        """Sets up the arguments; none is made yet.
+        """Sets up the arguments without making any.
 
         Args:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            supply: how arrays without data are made, as `payload.materialize` takes it.
+            supply: how arrays without data are made; see `payload.materialize`.
         """
         self._call = call
         self._arrays_fd = arrays_fd
@@ -144,8 +144,8 @@ class CallArguments:
         args, kwargs = materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._supply)
         if self.is_plain:
             return args, kwargs
-        # A jitted function's numpy arguments are carried to the device here and not with every timed call. jnp.asarray
-        # would compile a program for that, which is half of the cost of a fresh worker.
+        # A jitted function's numpy arguments go to the device here, and not with every timed call. jnp.asarray would
+        # compile a program for that: half of the cost of a fresh worker.
         on_device = jax.tree.map(
             lambda leaf: jax.device_put(leaf, may_alias=False) if isinstance(leaf, np.ndarray) else leaf,
             (args, kwargs),
@@ -153,22 +153,22 @@ class CallArguments:
         return on_device[0], on_device[1]
 
     def for_run(self) -> Arguments:
-        """Returns unmodified arguments for one run: fresh ones where an earlier run may have overwritten its own."""
+        """Returns unmodified arguments for one run: fresh ones if an earlier run may have overwritten its own."""
         return self.fresh() if self.may_be_overwritten else self.shared()
 
     def moved(self, run: int, coarsest: int | None, on_device: Callable[..., Any] | None) -> tuple[Arguments, float]:
         """Returns the arguments with their floats moved at random by up to half a unit in the last place.
 
         Args:
-            run: which run on moved arguments they are for.
-            coarsest: as for `rounding.Motion`.
+            run: the number of the run on moved arguments.
+            coarsest: see `rounding.Motion`.
             on_device: moves arrays on their device; None to move them here.
 
         Returns:
             The arguments, and the share of the deviations that rounding explains.
 
         Raises:
-            ValueError: none holds floats.
+            ValueError: no argument holds floats that can be moved.
         """
         arguments, seeds = self.for_run(), iter(range(run << 16, (run + 1) << 16))
         leaves = jax.tree.leaves(self.dynamic(arguments))
@@ -188,10 +188,10 @@ class CallArguments:
     def widened(self) -> tuple[Arguments, contextlib.AbstractContextManager[Any]]:
         """Returns the arguments with wider floats, and the mode of JAX that takes them.
 
-        Floats of less than 32 bits become float32; where there are none, float32 becomes float64.
+        Floats of less than 32 bits become float32; without any, float32 becomes float64.
 
         Raises:
-            ValueError: there are neither, or they would take too much memory.
+            ValueError: the arguments hold neither, or would take too much memory.
         """
         arguments = self.fresh()
         floats = [leaf for leaf in jax.tree.leaves(self.dynamic(arguments)) if rounding.is_movable(leaf)]
@@ -207,7 +207,7 @@ class CallArguments:
         return wide, jax.enable_x64(True) if to.itemsize == 8 else contextlib.nullcontext()
 
     def _changed(self, arguments: Arguments, takes: Callable[[Any], bool], change: Callable[[Any], Any]) -> Arguments:
-        """Returns the arguments with others in the place of those leaves that are taken and not static."""
+        """Returns the arguments after `change` has replaced the leaves that `takes` accepts; static ones stay."""
         args, kwargs = arguments
         changed = jax.tree.map(lambda leaf: change(leaf) if takes(leaf) else leaf, self.jit.dynamic(*arguments))
         return tuple(changed[0].get(index, arg) for index, arg in enumerate(args)), {**kwargs, **changed[1]}
@@ -219,7 +219,7 @@ class CallArguments:
 
 
 def _with_data(like: Any, data: Any) -> Any:
-    """Returns an array of other data where one is."""
+    """Returns an array with other data, of the same kind and on the same devices."""
     if isinstance(like, np.ndarray):
         return data
     return restore_array(data, like.weak_type, None, like.sharding if like.committed else None)

@@ -29,7 +29,7 @@ from quarantune.worker.failures import NeedsDeviceError, check_is_done
 from quarantune.worker.judging import Judge, StaleMemory
 
 _FLUSH_BYTES = 256 << 20
-"""Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
+"""Bytes that a flush writes: several times the L2 cache of any GPU, and as many as Triton's `do_bench` writes."""
 
 
 class Bench:
@@ -39,7 +39,7 @@ class Bench:
         call: the call.
         options: the options of the sweep.
         arguments: makes the arguments of the call.
-        jitted: what is compiled: the function, or the function with its gradient.
+        jitted: the function to compile, with its gradient if that is timed.
         judge: compares outputs.
     """
 
@@ -59,13 +59,13 @@ class Bench:
         if not self.is_plain and options.time_grad:
             self.jitted = differentiation.with_gradient(call.fn)
         self.judge = Judge(call, self.arguments, options)
-        # On a CPU, a worker checks one config, unless it is told to take more, in memory of its own.
+        # On a CPU, a worker checks only one config in its memory, unless its tasks say otherwise.
         self._stale = StaleMemory(is_shared=options.platform not in (None, "cpu"))
         self._flush: device_clock.Flush | None = None
         self._attaching: threading.Thread | None = None
         self._last_run: tuple[weakref.ref[Program], RunTime] | None = None
         if options.platform == "cpu":
-            jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker has no use for
+            jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker does not use
         if call.context_mesh is not None:
             jax.set_mesh(arrays.mesh_like(call.context_mesh))
 
@@ -73,14 +73,14 @@ class Bench:
     def is_plain(self) -> bool:
         """Whether there is nothing to compile.
 
-        Then threads may spin: those of XLA sleep until there is work for them, unlike those of other libraries.
+        Then threads may spin: XLA's threads sleep until they have work, unlike other libraries' threads.
         """
         return self.arguments.is_plain
 
     def take_device(self) -> None:
-        """Makes the context on the device, whose memory is the worker's and no config's; for a worker that uses it.
+        """Makes the context on the device, for a worker that uses it: its memory then counts for no config.
 
-        What XLA finds out on a GPU is shared with the other workers of the process.
+        On a GPU, this worker shares XLA's findings with the other workers of the process.
         """
         if self.options.on_gpu and self.options.compilation_cache:
             share_what_xla_finds(self.options.compilation_cache)
@@ -93,7 +93,7 @@ class Bench:
         return self.options.platform not in (None, "cpu")
 
     def close(self) -> None:
-        """Detaches the profiler from this process, where it was attached; for a process that outlives the bench."""
+        """Detaches the profiler from this process, if it was attached; for a process that outlives the bench."""
         self._await_clock()
         if self._flush is not None:
             with contextlib.suppress(Exception):  # an error of a config may have left the device unusable
@@ -101,14 +101,14 @@ class Bench:
             self._flush = None
 
     def prepare(self, references: Sequence[int] = (), programs: int | None = None) -> None:
-        """Takes the device, and makes the arguments and all that comparing outputs needs, ahead of the first config.
+        """Takes the device, makes the arguments and prepares the comparison of outputs, ahead of the first config.
 
-        The clock is made ready meanwhile, until the first run. Nothing is traced here: this worker holds the device,
-        and tracing may go wrong.
+        Another thread prepares the clock until the first run. Nothing is traced here: this worker holds the device, and
+        tracing may go wrong.
 
         Args:
-            references: descriptors of the files to compare outputs with, as for `check`.
-            programs: a file with compiled comparisons, as for `Judge.expect`; None for none.
+            references: descriptors of the files to compare outputs with; see `check`.
+            programs: a file with compiled comparisons, or None; see `Judge.expect`.
         """
         jax.block_until_ready(self.arguments.shared())
         self.judge.prepare(references, programs)
@@ -117,10 +117,10 @@ class Bench:
             self._attaching.start()
 
     def prepare_to_compile(self) -> None:
-        """Compiles a small product, so that XLA has loaded what it tries kernels with.
+        """Compiles a small product, so that XLA loads everything that it needs to try kernels.
 
-        Four processes each compiled their first program on an H100. Attention took 2.4 s without it and 2.1 s with it,
-        and an MLP 4.3 and 3.6 s.
+        Four processes each compiled their first program on an H100. Attention took 2.4 s without this and 2.1 s with
+        it, and an MLP 4.3 and 3.6 s.
         """
         with contextlib.suppress(Exception):  # the first config meets the same error
             matrix = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
@@ -133,7 +133,7 @@ class Bench:
         return False
 
     def expect(self, outputs: Sequence[ArrayKind], fd: int | None = None) -> None:
-        """Compiles what comparing such outputs needs, ahead of the first, as `Judge.expect` does."""
+        """Compiles the comparison of outputs like these, ahead of the first; see `Judge.expect`."""
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._stale.expect, outputs)
             self.judge.expect(outputs, fd)
@@ -143,7 +143,7 @@ class Bench:
             self._flusher()
 
     def _await_clock(self) -> None:
-        """Waits until the clock is ready: the kernels that it times itself must be its own."""
+        """Waits until the clock is ready: it profiles a kernel, and no others may run then."""
         if self._attaching is not None:
             self._attaching.join()
             self._attaching = None
@@ -154,11 +154,11 @@ class Bench:
         Args:
             program: the program.
             fd: the file.
-            as_data: whether it is for the caller, which runs no code from a worker to load it: nothing is written where
-                that is not possible.
+            as_data: whether the caller will load it. The caller runs no code from a worker, so a program that needs
+                code is not written.
 
         Raises:
-            NeedsDeviceError: it cannot leave this process.
+            NeedsDeviceError: the program cannot leave this process.
         """
         if isinstance(self.call.fn, assignment.Runner):
             ProgramFile(self.call.fn.report(program.config)).write(fd)
@@ -185,7 +185,7 @@ class Bench:
         """Loads a config's program that a worker saved as data, onto the device of the arguments; runs no code of it.
 
         Raises:
-            ValueError: it cannot be loaded here.
+            ValueError: the program cannot be loaded here.
         """
         config = restore(config, self.call.config_values)
         if not all(own is None or executable.is_in_order(own) for own in self.call.own_shardings):
@@ -220,7 +220,7 @@ class Bench:
         output_fd: int | None = None,
         limit: contextlib.AbstractContextManager[object] | None = None,
     ) -> Judgement:
-        """Runs a program once, inside `limit`, and judges its output, as `Judge.check` does."""
+        """Runs a program once, inside `limit`, and judges its output; see `Judge.check`."""
         self._stale.overwrite()
         with limit or contextlib.nullcontext():
             output = self.run(program)
@@ -236,7 +236,7 @@ class Bench:
         )
 
     def _last_run_of(self, program: Program) -> RunTime | None:
-        """Returns the time of the last run in milliseconds; None where another program has run since."""
+        """Returns the time of the last run in milliseconds; None if another program has run since."""
         return self._last_run[1] if self._last_run is not None and self._last_run[0]() is program else None
 
     def clock(self, program: Program, *, is_flushed: bool = True) -> clocks.Clock:
@@ -244,7 +244,7 @@ class Bench:
 
         Args:
             program: the program.
-            is_flushed: whether a device's clock is to flush its cache before each run.
+            is_flushed: whether a device's clock flushes the device's cache before each run.
         """
         call = program.call
         if self.arguments.may_be_overwritten:
@@ -255,9 +255,9 @@ class Bench:
                 return jax.block_until_ready(call(*args, **kwargs))
 
             def refill() -> None:
-                fresh.clear()  # here, because freeing what the last run had takes time
+                fresh.clear()  # here, because freeing the last run's arguments takes time
                 fresh.append(self.arguments.dynamic(self.arguments.fresh()))
-                if not self.is_plain:  # whose arguments are complete, and may have very many leaves
+                if not self.is_plain:  # else they are complete, and may have very many leaves
                     jax.block_until_ready(fresh)
 
             return clocks.wall_clock(run_fresh, refill, spins=self.is_plain)
@@ -286,14 +286,14 @@ class Bench:
 
         Args:
             program: the program; it has run once.
-            best_median_ms: the time of the fastest config so far; None for none.
-            disturbance: as for `sampling.measure`.
+            best_median_ms: the time of the fastest config so far; None without one.
+            disturbance: see `sampling.measure`.
 
         Returns:
             The samples.
         """
-        # It ran once already, for its check. That run does not count as a warm one where it may have compiled or made
-        # something: in Python, or in JAX, to carry an argument from one device to all that the others are on.
+        # It ran once already, for its check. That run does not count as warm if it may have compiled or made something:
+        # in Python, or in JAX, to carry an argument to the devices of the others.
         is_warm = not self.is_plain and self.call.devices_needed == 1 and not program.calls_back
         for _ in range(self.options.warmup - is_warm):
             self.run(program)
@@ -313,7 +313,7 @@ class Bench:
         return dataclasses.replace(measured, observed=self._observed(program, measured.ranking_ms))
 
     def _observed(self, program: Program, time_ms: float) -> dict[str, float]:
-        """Returns the figures of all observers for one run that takes about so long.
+        """Returns the figures of all observers for one run of about `time_ms`.
 
         Raises:
             RuntimeError: an observer could not measure.
@@ -328,26 +328,26 @@ class Bench:
         return figures
 
     def informative_first_run(self, program: Program) -> RunTime | None:
-        """Returns the time of the first run where that was long enough to be informative; else None."""
+        """Returns the time of the first run if it was long enough to be informative; else None."""
         last = self._last_run_of(program)
         return last if self.times_first_run(program) and last and last.whole > model.LONG_RUN_MS else None
 
     def times_first_run(self, program: Program) -> bool:
-        """Returns whether the time of a long first run says how fast the config is."""
+        """Returns whether the time of a long first run shows how fast the config is."""
         return (
             not self.is_plain
             and not self._has_own_clock()
             and self.call.devices_needed == 1
             and not program.calls_back  # Python may make and keep objects in the first run
-            and self.options.warmup <= 1  # or its author knows that it takes several
+            and self.options.warmup <= 1  # else its author knows that it takes several
         )
 
     def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], ...]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
 
         Returns:
-            The samples of each program in milliseconds, one per round; and those with warm device caches of the
-            programs near the fastest, empty for the others: a kernel's input is often the last kernel's output.
+            The samples of each program in milliseconds, one per round. And the samples with warm device caches, because
+            a kernel's input is often the last kernel's output; empty for programs that are clearly slower.
         """
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
@@ -363,7 +363,7 @@ class Bench:
         return rounds_ms, warm_ms
 
     def observe(self, programs: Sequence[Program], times_ms: Sequence[float]) -> list[list[dict[str, float]]]:
-        """Returns the figures of observers for each program in each of a few rounds; no round without observers.
+        """Returns the figures of observers for each program in each of a few rounds; empty without observers.
 
         Args:
             programs: the programs.
@@ -373,7 +373,7 @@ class Bench:
         return [[self._observed(*each) for each in zip(programs, times_ms, strict=True)] for _ in range(rounds)]
 
     def _has_own_clock(self) -> bool:
-        # Of several devices, the clock would add up the times, waits of one for another included.
+        # With several devices, the clock would add up their times, with their waits for each other.
         return self.options.on_gpu and jax.local_device_count() == 1
 
     def _flusher(self) -> device_clock.Flush:

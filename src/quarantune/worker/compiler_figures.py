@@ -1,8 +1,8 @@
 """The compiler's figures about a program, and what its kernels need on an NVIDIA GPU, without any GPU.
 
-ptxas tells the registers and spills of each kernel in a log that XLA adds to this worker's own. With how many threads
-and how much shared memory it starts each, XLA writes into a directory, and Mosaic GPU into the log. The texts are read
-as data; what a version of them does not tell is not known.
+ptxas logs the registers and spills of each kernel, and XLA adds that to this worker's own log. XLA writes each kernel's
+threads and shared memory into a directory; Mosaic GPU writes them into the log. The texts are read as data. Figures
+that a version of them lacks are unknown.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from quarantune.values.trial import NO_FIGURES, CompilerFigures, CompileTarget
 
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
-"""A kernel's use of memory space 1, VMEM, in the text of a program for a TPU, which has the limits beside it."""
+"""A kernel's use of memory space 1, VMEM, inside a match of `_USED`: the text of a TPU program also has the limits."""
 _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _COST = re.compile(r'"(flops|bytes_accessed)":\s*"?(\d+)')
-"""What the author of a kernel says of its cost; the compiler itself counts a kernel as nothing."""
+"""A kernel's cost as its author states it; the compiler itself counts a kernel as nothing."""
 _UNCOUNTED = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|triton_kernel_call|mosaic_gpu)|\bwhile\(')
-"""Kernels on GPUs, which the compiler counts as nothing, too, and loops, which it counts as one turn."""
+"""Kernels on GPUs, which the compiler also counts as nothing, and loops, which it counts as one turn."""
 _LARGEST = 1 << 62
 
 
 def read_figures(program: Any, known: CompilerFigures | None = None) -> CompilerFigures:
-    """Returns the compiler's figures about a program; a compiler that states none raises no error here.
+    """Returns the compiler's figures about a program; a compiler that has none causes no error.
 
     Args:
         program: a `jax.stages.Compiled`.
-        known: those that are known of it already.
+        known: the figures that are already known.
     """
     memory, costs = _answer(program.memory_analysis), _answer(program.cost_analysis)
     costs, text = costs if isinstance(costs, dict) else {}, _answer(program.as_text) or ""
@@ -45,7 +45,7 @@ def read_figures(program: Any, known: CompilerFigures | None = None) -> Compiler
     used = [int(found[1]) + int(found[2]) for part in _USED.finditer(text) for found in _VMEM.finditer(part[1])]
 
     def cost(name: str) -> float | None:
-        """Returns the compiler's figure, which may lack what kernels are said to cost, but is never below that."""
+        """Returns the compiler's figure, or the cost that kernels state if it is larger: the compiler may omit it."""
         of_kernels = sum(int(each.get(name.replace(" ", "_"), 0)) for each in stated)
         value = max(of_kernels, found if isinstance(found := costs.get(name), (int, float)) else 0)
         return float(value) if has_costs and 0 < value < _LARGEST else None
@@ -64,7 +64,7 @@ def read_figures(program: Any, known: CompilerFigures | None = None) -> Compiler
 
 
 def _answer(question: Callable[[], Any]) -> Any:
-    """Returns the answer of a compiler; None where this one does not implement the question."""
+    """Returns the answer of a compiler; None if it does not implement the question."""
     try:
         return question()
     except Exception:
@@ -79,7 +79,7 @@ def _size(memory: Any, name: str) -> int | None:
 # --- kernels on NVIDIA GPUs -----------------------------------------------------------------------------------
 
 _MOST_BYTES = 4 << 20
-"""Of each text; a kernel of Mosaic GPU takes 0.2 MB, another 1 KB."""
+"""Most bytes to read of each text; a kernel of Mosaic GPU takes 0.2 MB, another 1 KB."""
 _NUMBER = r"(\d{1,9})"
 _COMPILED = re.compile(
     rf"'([\w$.]+)' for 'sm_{_NUMBER}\w?'\n(?:.*\n)*?.* Function properties for \1\n"
@@ -95,16 +95,16 @@ _STARTED_BY_MOSAIC = re.compile(
 _SPECIFIED_BY_MOSAIC = re.compile(
     rf"^define void @([\w$.]+)\(.*\n(?s:.*?)@mosaic_gpu_build_kernel_spec{_SIZES}", re.MULTILINE
 )
-"""What jaxlib 0.12 has in place of it, with the name of the kernel but for a `_kernel` at its end."""
+"""`_STARTED_BY_MOSAIC` for jaxlib 0.12; the kernel's name lacks its suffix `_kernel`."""
 _HASH = re.compile(r'kernel_hash = "(?:[^"\\\n]|\\.)*"')
-"""A kernel of Mosaic GPU, which compiles those of one hash once in a process."""
+"""Marks a kernel of Mosaic GPU, which compiles kernels with equal hashes once in a process."""
 _LIMIT = re.compile(r"^ *(threads|registers|shared_memory)_per_core(?:_limit)?: ([1-9]\d{1,8})$", re.MULTILINE)
 _BLOCKS = {80: 32, 86: 16, 87: 16, 89: 24, 90: 32, 100: 32, 103: 32, 120: 24, 121: 24}
 """Blocks on a multiprocessor by compute capability, from the "CUDA C++ Programming Guide"."""
 
 
 def compiled(lowered: Any, target: CompileTarget) -> tuple[Any, CompilerFigures]:
-    """Compiles a program for a GPU; returns it, and what its kernels need.
+    """Compiles a program for a GPU; returns it, and the needs of its kernels.
 
     Args:
         lowered: a `jax.stages.Lowered`.
@@ -119,15 +119,15 @@ def compiled(lowered: Any, target: CompileTarget) -> tuple[Any, CompilerFigures]
             started = shared_files.read(path, largest_bytes=_MOST_BYTES).decode(errors="replace")
             log = os.pread(2, _MOST_BYTES, start).decode(errors="replace")
             return program, read(log, started, program.as_text(), target.config_text)
-    except (OSError, ValueError):  # there is no room, or this version of XLA writes something else
+    except (OSError, ValueError):  # no room, or this version of XLA writes something else
         return program or lowered.compile(), NO_FIGURES
 
 
 def read(log: str, started: str, program: str, gpu: str) -> CompilerFigures:
-    """Returns the most that a kernel of a program needs, and the least occupancy; none where a kernel is not known.
+    """Returns the largest needs of a program's kernels, and the least occupancy; no figures if a kernel is unknown.
 
     Args:
-        log: what was logged while it was compiled.
+        log: the log of its compilation.
         started: XLA's text about the kernels that it starts.
         program: the text of the compiled program.
         gpu: XLA's description of the GPU.
@@ -138,7 +138,7 @@ def read(log: str, started: str, program: str, gpu: str) -> CompilerFigures:
     by_xla, known, needs = _STARTED.findall(started), 0, list[tuple[int, int, int, float | None]]()
     for part in log.split("Compiling entry function ")[1:]:
         if (kernel := _COMPILED.match(part)) is None:
-            raise ValueError(f"ptxas does not tell what a kernel needs: {part[:80]!r}")
+            raise ValueError(f"the log of ptxas does not show the needs of a kernel: {part[:80]!r}")
         capability, spilled, registers, static = map(int, kernel.groups("0")[1:])
         by_mosaic = [(f"{name}_kernel", *sizes) for name, *sizes in _SPECIFIED_BY_MOSAIC.findall(part)]
         starts = [start for start in by_xla + _STARTED_BY_MOSAIC.findall(part) + by_mosaic if start[0] == kernel[1]]
@@ -155,9 +155,9 @@ def read(log: str, started: str, program: str, gpu: str) -> CompilerFigures:
 
 
 def _occupancy(capability: int, threads: int, registers: int, shared_bytes: int, gpu: str) -> float | None:
-    """Returns the share of a multiprocessor's warps that can run at a time; None where its limits are not known.
+    """Returns the share of a multiprocessor's warps that can run at a time; None if its limits are unknown.
 
-    As NVIDIA's occupancy calculator has it, a warp gets registers in units of 256, from one of four partitions, and a
+    As in NVIDIA's occupancy calculator, a warp gets registers in units of 256, from one of four partitions, and a
     block gets shared memory in units of 128 bytes, 1 KiB of it for the system.
     """
     limits = {name: int(limit) for name, limit in _LIMIT.findall(gpu)}

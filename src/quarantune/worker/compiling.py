@@ -30,17 +30,17 @@ from quarantune.worker.deviceless import abstract_device, checked_device, produc
 from quarantune.worker.failures import NeedsDeviceError
 
 StandIn: TypeAlias = Callable[[CompileTarget], AbstractContextManager[Any]]
-"""Stands in for a device while a program is traced and lowered for it, as `abstract_device`."""
+"""Stands in for a device while a program is traced and lowered for it; for example `abstract_device`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CompileHooks:
-    """Is told of a program while it is compiled.
+    """Callbacks while a program is compiled.
 
     Attributes:
         show: receives the traced program.
-        announce: receives the identity of the lowered program, its output, and the names of what XLA will try kernels
-            for. It may take long to return, until the program may be compiled.
+        announce: receives the identity of the lowered program, its outputs, and the names of the operations that XLA
+            will try kernels for. It returns when the program may be compiled, which may take long.
     """
 
     show: Callable[[Any], None] = lambda jaxpr: None
@@ -56,7 +56,7 @@ def compile_here(bench: Bench, config: Config, hooks: CompileHooks = NOBODY, *, 
     Args:
         bench: the bench.
         config: the config.
-        hooks: is told of the program.
+        hooks: receive the program.
         away: whether another worker will run it, so that no argument need be made here.
     """
     directory = bench.options.compilation_cache if bench.options.on_gpu else None
@@ -77,7 +77,7 @@ def _compile_here(bench: Bench, config: Config, hooks: CompileHooks, *, director
     traced = _trace(bench, config, args, bench.options.platform)
     hooks.show(traced.jaxpr)
     work.lower(traced)
-    # XLA leaves a file for each product once it has tried kernels for it, also in earlier sweeps.
+    # One file marks each product that XLA has tried kernels for, also in earlier sweeps.
     tried = [Path(directory, name) for name in products(work.jaxpr.jaxpr)] if directory else []
     work.announce(hooks, tuple(file.name for file in tried if not file.exists()))
     with compilation_cache_in_memory({}, named=bench.options.compilation_cache) as cache:
@@ -91,10 +91,10 @@ def _compile_here(bench: Bench, config: Config, hooks: CompileHooks, *, director
 
 
 CHEAP_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-"""With these options, cuBLAS chooses the kernels of products by its own rules, and XLA tries none.
+"""Options that let cuBLAS choose the kernels of products by its own rules, while XLA tries none.
 
 On an H100 with jax 0.11.2, that takes a twentieth of the time, and ranks most programs nearly as a full compile does.
-The second option alone ranks products in no useful order, as XLA then takes the first Triton kernel that it knows.
+The second option alone ranks products in no useful order: XLA then takes the first Triton kernel that it knows.
 examples/benchmarks/fidelity.py measures this.
 """
 
@@ -102,14 +102,14 @@ examples/benchmarks/fidelity.py measures this.
 def compile_for(
     bench: Bench, config: Config, target: CompileTarget, hooks: CompileHooks = NOBODY, *, is_cheap: bool = False
 ) -> Program:
-    """Compiles a config for a device without touching it, for another worker, which has it.
+    """Compiles a config for the device of another worker, without touching that device.
 
     Args:
         bench: the bench.
         config: the config.
         target: the device, which need not be here.
-        hooks: is told of the program.
-        is_cheap: whether the program is only for ranking the config, and is compiled with `CHEAP_OPTIONS`.
+        hooks: receive the program.
+        is_cheap: whether the program is only for ranking the config; it is then compiled with `CHEAP_OPTIONS`.
 
     Raises:
         NeedsDeviceError: this program must be compiled on its device.
@@ -187,13 +187,13 @@ class _Work:
         self._began = time.perf_counter()
 
     def lower(self, traced: Any, platform: str | None = None) -> None:
-        """Lowers a traced program, for another platform than that of this worker if one is given."""
+        """Lowers a traced program, for `platform` if given, else for the platform of this worker."""
         self.jaxpr = traced.jaxpr
         self.lowered = traced.lower(lowering_platforms=None if platform is None else (platform,))
         self.text = self.lowered.as_text()
 
     def announce(self, hooks: CompileHooks, found: tuple[str, ...] = ()) -> None:
-        """Announces the program with its products. If gradients are checked, it does not say how they are computed."""
+        """Announces the program with its products. If gradients are only checked, it does not contain them."""
         lowered_at, options = time.perf_counter(), self._bench.options
         is_all = options.time_grad or not options.check_grad
         self._identity = programs.identity(
@@ -204,7 +204,7 @@ class _Work:
         self._began += time.perf_counter() - lowered_at
 
     def compile(self, *, is_cheap: bool = False) -> Any:
-        """Compiles the lowered program, if cheaply with `CHEAP_OPTIONS` but for those that the config has itself."""
+        """Compiles the lowered program; cheaply with `CHEAP_OPTIONS`, which the config's own options override."""
         own = self._own_options()
         cheap = {name: value for name, value in CHEAP_OPTIONS.items() if name not in own}
         return self.lowered.compile(compiler_options=cheap if is_cheap else None)
@@ -213,7 +213,7 @@ class _Work:
         return split_config(self._bench.jitted, self._config)[1]
 
     def program(self, compiled: Any, platform: str | None, *, is_named: bool = True, **more: Any) -> Program:
-        """Returns the compiled program; `is_named` says that it is for an accelerator, and is kept by its identity."""
+        """Returns the compiled program; `is_named` means that it is for an accelerator and keeps its identity."""
         return Program(
             self._config,
             compiled,
@@ -229,7 +229,7 @@ def _check_vmem(jaxpr: Any, kind: str) -> None:
     """Refuses a program that cannot fit into a TPU, since its compiler may spend minutes on it.
 
     Raises:
-        ValueError: the blocks and scratch of one of its kernels are larger than the VMEM that there is.
+        ValueError: the blocks and scratch of one of its kernels are larger than the device's VMEM.
     """
     there = device_table.limits_of(kind).shared_memory_per_block_bytes
     for needed, allowed in kernels.vmem_needs(jaxpr):

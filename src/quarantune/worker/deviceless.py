@@ -1,4 +1,4 @@
-"""Compiling for an accelerator in a process that does not touch it, and describing one for a process that may not."""
+"""Compiles for an accelerator without touching it, and describes one for a process that may not touch it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ LIBTPU_LOGS = {
     "TPU_LOG_DIR": "disabled",  # no directory of logs in /tmp
     "TPU_MIN_LOG_LEVEL": "3",  # and no file in TMPDIR instead: below level 3, the fatal errors, it logs to files too
 }
-"""With this environment, libtpu leaves no files."""
+"""Environment that keeps libtpu from leaving files."""
 _LIBTPU_ENVIRON = LIBTPU_LOGS | {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else only one process at a time may load it
     "TPU_SKIP_MDS_QUERY": "1",  # no query of a cloud machine's metadata, which waits for the network
     "TPU_WORKER_HOSTNAMES": "localhost",  # else it warns that it knows none
 }
-"""With this environment, libtpu compiles without a TPU; the caller's own variables have priority."""
+"""Environment that lets libtpu compile without a TPU; the caller's own variables have priority."""
 _PRODUCTS = frozenset({"dot_general", "scaled_dot", "ragged_dot", "ragged_dot_general"})
 _BETTER_WITH_GPU = frozenset({"conv_general_dilated", "sort"}) | _PRODUCTS
-"""What XLA compiles better with its GPU at hand: it times its own choices for products and convolutions, and asks CUB,
-which sorts a million numbers 4 to 12 times as fast on an H200 as XLA's own code."""
+"""Operations that XLA compiles better with its GPU at hand. It times its own choices for products and convolutions. For
+sorts it asks CUB, which sorts a million numbers 4 to 12 times as fast on an H200 as XLA's own code."""
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
 asked_at_import: list[str] = []
-"""What the caller's modules have asked of `jax.devices()` when this process, which has one target, imported them."""
+"""Names of JAX's functions, for example `devices`, that the caller's modules called when this process imported them.
+The list is global, because a process has one target."""
 
 
 @contextlib.contextmanager
@@ -71,16 +72,16 @@ def abstract_device(
 ) -> Iterator[SingleDeviceSharding]:
     """Stands in for the accelerator while a program is traced and lowered for it.
 
-    The description of the device answers what a function asks of `jax.devices()`: its kind and its number of cores, but
-    not its free memory. So an error after such a question says nothing about the config on the device itself: a sweep
-    confirms it there, and a check does not count it.
+    A function that asks `jax.devices()` gets the description of the device: its kind and its number of cores, but not
+    its free memory. So an error after a question says nothing about the config on the device itself: a sweep confirms
+    it there, and a check does not count it.
 
     The abstract device keeps Pallas's lowering from asking for the local device, which would make a context on it: a
     quarter of a second for each worker, one after another.
 
     Args:
         target: describes the accelerator to compile for.
-        on_question: called with the name of each such function of JAX that is asked.
+        on_question: receives the name of each function of JAX that asks about the device.
 
     Yields:
         The sharding that the program's arguments have on the accelerator.
@@ -93,13 +94,13 @@ def abstract_device(
 
 @contextlib.contextmanager
 def checked_device(target: CompileTarget) -> Iterator[SingleDeviceSharding]:
-    """Stands in likewise if no process will compile the program on the accelerator itself.
+    """Stands in for the accelerator if no process will compile the program on the accelerator itself.
 
     Raises:
-        UncheckableError: there was an error after such a question, or because the program has a mesh of its own.
+        UncheckableError: an error followed a question about the device, or came from the function's own mesh.
     """
     jax.config.update("jax_platforms", "cpu")
-    topology(target)  # whose own error is none of the config
+    topology(target)  # first, as its own error is not the config's
     asked = [*asked_at_import]
     try:
         with abstract_device(target, asked.append) as sharding:
@@ -107,10 +108,10 @@ def checked_device(target: CompileTarget) -> Iterator[SingleDeviceSharding]:
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         if str(_mesh_of(target)) in str(error):
-            reason = "a check is for one device, and the function has a mesh of its own"
+            reason = "a check is for one device, and the function has its own mesh"
             raise UncheckableError(f"{reason}: {what}") from error
         if asked:
-            caution = f"perhaps only where the device is not: it calls jax.{asked[0]}() while it is traced"
+            caution = f"perhaps only because the device is not here: it calls jax.{asked[0]}() while it is traced"
             raise UncheckableError(f"{what} ({caution})") from error
         raise
 
@@ -122,7 +123,7 @@ def _mesh_of(target: CompileTarget) -> AbstractMesh:
 
 @functools.cache
 def topology(target: CompileTarget) -> Any:
-    """Returns JAX's description of the accelerator, made once; for a TPU this starts threads: nothing may fork then.
+    """Returns JAX's description of the accelerator, made once. For a TPU this starts threads: nothing may fork then.
 
     Raises:
         UncheckableError: this version of JAX, or of its plugin, cannot describe the accelerator.
@@ -143,15 +144,15 @@ def topology(target: CompileTarget) -> Any:
 
 
 def why_device_is_needed(jaxpr: Any, platform: str | None, *, is_cheap: bool = False) -> str | None:
-    """Returns why a traced program must be compiled on its device, or None where it need not.
+    """Returns why a traced program must be compiled on its device, or None if it need not.
 
-    Some come out slower without their GPU; a host callback is bound to the process that compiled it. Neither applies
-    inside a Pallas kernel.
+    Some programs come out slower without their GPU. A host callback is bound to the process that compiled it. Neither
+    applies inside a Pallas kernel.
 
     Args:
         jaxpr: the traced program.
         platform: the device's platform.
-        is_cheap: whether it is only compiled to rank it, for which products need no device. Convolutions and sorts do:
+        is_cheap: whether it is compiled only for ranking. Products need no device then, but convolutions and sorts do:
             on an H100, cuDNN's kernel for a convolution is up to 500 times slower if it was not chosen there.
     """
     better = _BETTER_WITH_GPU - _PRODUCTS if is_cheap else _BETTER_WITH_GPU
@@ -165,9 +166,9 @@ def why_device_is_needed(jaxpr: Any, platform: str | None, *, is_cheap: bool = F
 
 
 def products(jaxpr: Any) -> tuple[str, ...]:
-    """Returns names of all that XLA tries kernels for while it compiles a traced program with its GPU.
+    """Returns names of all operations that XLA tries kernels for while it compiles a traced program with its GPU.
 
-    Equal ones have the same name in every process. Matrix products make up nearly all of them.
+    Equal operations have the same name in every process. Nearly all are matrix products.
     """
     found = set()
     for equation in jax_traces.equations(jaxpr, closed={"pallas_call"}):

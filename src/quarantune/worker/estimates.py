@@ -1,10 +1,9 @@
 """The cycles that the TPU compiler expects a program to take, without any TPU.
 
-With the option of `_OPTION`, libtpu writes one small text per operation while it compiles, from the static schedule of
-the innermost code and the trip counts that it knows. That simulates the program, so it takes as long as there is work:
-kernels are given the first few steps of their grids, twice as many each time, and the rest is extrapolated. libtpu
-aborts on some programs while it writes, or after it, so this happens in processes of their own, and the texts are read
-as data.
+With `_OPTION`, libtpu writes one small text per operation while it compiles, from the static schedule of the innermost
+code and the trip counts that it knows. That simulates the program, so it takes as long as there is work. So kernels get
+only the first few steps of their grids, twice as many each time, and the rest is extrapolated. libtpu aborts on some
+programs while it writes, or after it, so this happens in separate processes, and the texts are read as data.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _OPTION = "--xla_jf_dump_static_llo_profile_to="
 _LONGEST_S = 20.0
 """Seconds for all estimates of a program; a matmul of 8192 x 8192 takes 2 to 6 with the first steps of its grid."""
 _LONG_S = 1.0
-"""After so much CPU time, no further program is compiled if there are two: the next takes up to twice as long."""
+"""CPU seconds after which two programs are enough: the next one takes up to twice as long."""
 _MOST_BYTES = 4 << 20
-"""Of one file that libtpu or a process of it writes; an operation takes about 200."""
+"""Most bytes of one file that libtpu or its process writes; an operation takes about 200."""
 _MOST_FILES = 4096
 _POINTS, _ERROR = "points", "error"
 _ESTIMATE = re.compile(
@@ -73,9 +72,9 @@ class _Point(Record):
     Attributes:
         has_loops: whether it has loops outside of kernels.
         whole: how many steps each kernel has.
-        steps: how many it has in this program.
-        moved_bytes: what the whole kernels move, and what copies that need no cycles read and write.
-        cycles: those of each operation; empty until they are known.
+        steps: how many steps each kernel has in this program.
+        moved_bytes: bytes that the whole kernels move, plus those that copies without cycles read and write.
+        cycles: the cycles of each operation; empty until they are known.
     """
 
     has_loops: bool
@@ -85,7 +84,7 @@ class _Point(Record):
     cycles: dict[str, _Amount] = dataclasses.field(default_factory=dict)
 
     def with_cycles(self, directory: Path, turns: Mapping[str, float]) -> _Point:
-        """Returns it with what libtpu wrote of it into a directory, which is not there afterwards."""
+        """Returns the point with libtpu's texts from a directory, and removes these."""
         cycles, moved_bytes = dict[str, float](), self.moved_bytes
         for path in directory.glob("*_static_llo_profile.textproto"):
             found, copied_bytes = _parsed(_content(path))
@@ -95,15 +94,15 @@ class _Point(Record):
         return dataclasses.replace(self, cycles=cycles, moved_bytes=moved_bytes)
 
     def note(self, directory: Path) -> None:
-        """Writes it below those that are in a directory."""
+        """Appends the point to the file of points in a directory."""
         with (directory / _POINTS).open("a") as file:
             file.write(f"{json.dumps(self.to_json())}\n")
 
 
 def estimate(trace: _Trace, target: CompileTarget) -> CompilerFigures:
-    """Returns the cycles that the compiler expects, or why it has no such number.
+    """Returns the cycles that the compiler expects, or the reason why they are unknown.
 
-    It must be called before libtpu is loaded, because that starts threads, and this forks.
+    Call it before libtpu is loaded: that starts threads, and this forks.
 
     Args:
         trace: traces the config, as `compiling.traced_for` does.
@@ -118,13 +117,13 @@ def estimate(trace: _Trace, target: CompileTarget) -> CompilerFigures:
                 status = _run_apart(work, directory, deadline)
                 found = _points(directory, status)
                 points += found
-                # The first steps alone cost more than those that follow.
+                # The first steps alone cost more than later ones.
                 if len(points) > 1 or (points and points[0].steps == points[0].whole):
                     return CompilerFigures(estimate=_extrapolated(points))
                 if not found or status == 0 or time.monotonic() > deadline:
                     return CompilerFigures(no_estimate=_why_none(directory, status))
             most_steps *= 2
-    except (ValueError, OSError) as error:  # it says why; or what a process left is half written
+    except (ValueError, OSError) as error:  # it says why, or a process left a torn file
         return CompilerFigures(no_estimate=str(error))
 
 
@@ -142,7 +141,7 @@ def _run_apart(work: Callable[[Path], None], directory: Path, deadline: float) -
 
 
 def _confined(work: Callable[[Path], None], directory: Path) -> None:
-    """Has this process write small files into one directory only, and print nothing: aborts print gigabytes."""
+    """Restricts this process to small files in one directory and to no output, then works: aborts print gigabytes."""
     contain.redirect_output(os.open(os.devnull, os.O_RDWR))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MOST_BYTES, _MOST_BYTES))
     os.environ["TMPDIR"] = str(directory)
@@ -162,7 +161,7 @@ def _compile_growing(trace: _Trace, target: CompileTarget, most_steps: int, dire
         outside = {each.primitive.name for each in jax_traces.equations(traced.jaxpr, closed={"pallas_call"})}
         if "while" in outside:
             raise ValueError(_NO_END)
-        # The time is that of all threads, and of no other program.
+        # The CPU time counts all threads, and no other program.
         cores, began_s = target.num_cores or 1, time.process_time()
         for further in itertools.count():
             if all(steps <= 2 * most_steps * cores for steps in whole):
@@ -182,11 +181,11 @@ def _points(directory: Path, status: int) -> list[_Point]:
     """Returns the programs in a directory that have cycles by libtpu, the one with the smallest grids first.
 
     Args:
-        directory: where they are noted.
+        directory: the directory of the notes.
         status: how the process that compiled them ended.
 
     Raises:
-        ValueError: it was ended in a program with loops, whose turns are not known then.
+        ValueError: a signal ended it in a program with loops, whose turns are then unknown.
     """
     points = [_Point.from_json(decode_json(line)) for line in _content(directory / _POINTS).splitlines()]
     if status < 0 and points and (last := points[-1].with_cycles(directory, {})).cycles:  # ended after it had written
@@ -202,27 +201,27 @@ def _content(path: Path) -> str:
 
 
 def _parsed(text: str) -> tuple[dict[str, float], float]:
-    """Returns the cycles of each operation that a text of libtpu names, all like it together, and the bytes of copies.
+    """Returns the cycles of each operation in a text of libtpu, with all like it, and the bytes of copies.
 
     Raises:
-        DamageError: the text is torn, or is no such text.
+        DamageError: the text is torn, or not from libtpu.
     """
     if rest := _ESTIMATE.sub("", text).strip():
-        raise DamageError(f"libtpu's estimate is not one: {rest[:80]!r}")
+        raise DamageError(f"libtpu's estimate cannot be read: {rest[:80]!r}")
     cycles, copied_bytes = dict[str, float](), 0.0
     for name, count, alike, more in _ESTIMATE.findall(text):
         cycles[name] = float(int(count) * int(alike or 1))
-        if (copy := _COPY.match(more)) is not None:  # it is read and written
+        if (copy := _COPY.match(more)) is not None:  # a copy reads and writes each element
             elements = math.prod(map(int, re.findall(r"\d+", copy[2])))
             copied_bytes += 2.0 * int(alike or 1) * elements * int(copy[1] or 8) / 8
     return cycles, copied_bytes
 
 
 def _turns(text: str) -> dict[str, float]:
-    """Returns how often each operation of a compiled program runs, whose loops are scans: from zero in steps of one.
+    """Returns how often each operation of a compiled program runs. Its loops are scans: from zero in steps of one.
 
     Raises:
-        ValueError: the end of a loop is no constant.
+        ValueError: the end of a loop is not a constant.
     """
     bodies = dict(_COMPUTATION.findall(text))
     calls = [(called, at, condition) for at, body in bodies.items() for condition, called in _CALLED.findall(body)]
@@ -230,7 +229,7 @@ def _turns(text: str) -> dict[str, float]:
     @functools.cache
     def of(computation: str) -> float:
         found = [of(at) * trips(condition) for called, at, condition in calls if called == computation]
-        return sum(found) if found else 1.0  # of the program itself, or a branch
+        return sum(found) if found else 1.0  # the program itself, or a branch
 
     def trips(condition: str) -> int:
         ends = _CONSTANT.findall(bodies.get(condition, ""))

@@ -17,15 +17,15 @@ from quarantune.sandbox.messages import Raised
 from quarantune.sandbox.template_messages import ErrorDescription
 
 _ON_CHIP = re.compile(r"memory space [vs]mem")
-"""In a compiler's complaint about a TPU's memory on the chip, which only a kernel's blocks can exhaust."""
+"""Marks a compiler's complaint about a TPU's memory on the chip, which only a kernel's blocks can exhaust."""
 _STATUS = re.compile(r"[A-Z_]+(?=:)")
-"""What the message of an error of XLA begins with."""
+"""The start of an XLA error's message."""
 _MESSAGE_CHARS = 4000
 _MOST_FRAMES = 8
-"""Lines of the author's own files that are shown of one exception, the latest first."""
+"""Most lines of the author's own files to show for one exception, the latest first."""
 _QUOTED_FRAME = r'  File "(.*)", line ([0-9]+), in (.*)\n(?:    .*\n)*'
 _QUOTED = re.compile(rf"Traceback \(most recent call last\):\n(?:{_QUOTED_FRAME})+")
-"""A traceback in a message: JAX puts that of a host callback in front of what the callback has raised."""
+"""A traceback in a message: JAX puts a host callback's traceback in front of its exception."""
 _TRACEBACKS = (types.TracebackType, type(None))
 
 
@@ -34,14 +34,14 @@ class NeedsDeviceError(RuntimeError):
 
 
 class UncheckableError(RuntimeError):
-    """Nothing can be said here about a config for a device that is elsewhere; on that device it may well compile."""
+    """This machine cannot check the config for that device; the config may still compile there."""
 
 
 def check_is_done(output: Any) -> None:
-    """Raises if a result, or a part of it, stands for work that is still to be done, which the time would leave out.
+    """Raises if a result, or a part of it, stands for unfinished work, which the time would leave out.
 
     Raises:
-        TypeError: it is a coroutine, an iterator, a future or a lazy collection.
+        TypeError: a part is a coroutine, an iterator, a future or a lazy collection.
     """
     for leaf in jax.tree.leaves(output, is_leaf=lambda part: bool(_how_to_do(part))):
         if remedy := _how_to_do(leaf):
@@ -54,7 +54,7 @@ def check_is_done(output: Any) -> None:
 
 
 def _how_to_do(value: Any) -> str:
-    """Returns how to do the work that a value stands for; an empty text if there is none."""
+    """Returns how to do the work that a value stands for; an empty text for other values."""
     graph = getattr(type(value), "__dask_graph__", None)
     if graph is not None and graph(value) is not None:
         return "compute it (compute())"
@@ -79,10 +79,10 @@ def outcome_of(error: BaseException, phase: str) -> Raised:
 
 
 def place_of(error: BaseException, message: str, phase: str) -> str:
-    """Returns an exception's type, and the file and line where it was raised; of an error of XLA its status instead.
+    """Returns an exception's type with the file and line that raised it, or with the status of an XLA error.
 
-    JAX raises all errors of XLA at the line that called it, which another route to the same program does not pass. Of
-    those of a program that runs, which may be of any kind, it is the message without its numbers.
+    JAX raises all XLA errors at the line that called XLA, which another route to the same program does not pass. An XLA
+    error of a running program may be of any kind: its message without numbers takes the place of the status.
 
     Args:
         error: the exception.
@@ -100,7 +100,7 @@ def place_of(error: BaseException, message: str, phase: str) -> str:
 
 
 def readable(error: BaseException) -> BaseException:
-    """Returns an exception, or a stand-in for one that raises another when it is looked at: configs raise anything."""
+    """Returns an exception, or a stand-in if looking at it raises another: configs raise anything."""
     kind, name_of = type(error), type.__dict__["__qualname__"].__get__  # whatever its metaclass says
     try:
         parts = (str(error), f"{kind.__module__} {kind.__qualname__} {kind.__name__}")
@@ -119,7 +119,7 @@ def describe_error(error: BaseException) -> ErrorDescription:
     error = readable(error)
     try:
         trace = "\n".join(_lines(error))
-    except BaseException:  # an exception that it came from cannot be read
+    except BaseException:  # one of its causes cannot be read
         trace = ""
     return ErrorDescription(
         error=_name(error)[:_MESSAGE_CHARS],
@@ -137,13 +137,13 @@ def shortened(text: str) -> str:
 
 
 def _lines(error: BaseException) -> Iterator[str]:
-    """Yields an exception's message and its frames, then those of the exceptions that it came from."""
+    """Yields an exception's message and its frames, then the messages and frames of its causes."""
     shown: set[int] = set()
     found: list[str] = []
     each: BaseException | None = error
     while each is not None and id(each) not in shown:
         is_first, frames = not shown, _own_frames(each)
-        # JAX adds exceptions that say where it was when it raised another: of use if that has no line of the author.
+        # JAX adds exceptions that show where it raised another: they help only if that has no line of the author's.
         is_told = is_first or not type(each).__module__.startswith("jax.")
         if is_told:
             headline = ErrorDescription(without_frames(str(each)), _name(each)).message
@@ -168,7 +168,7 @@ def without_frames(message: str) -> str:
 
 
 def _notes(error: BaseException) -> list[str]:
-    """Returns the notes that were added to an exception, but not what JAX says of its own frames."""
+    """Returns an exception's notes, but not JAX's note about its own frames."""
     return [note for note in getattr(error, "__notes__", ()) if "JAX has removed its internal frames" not in note]
 
 

@@ -38,10 +38,10 @@ from quarantune.worker.failures import check_is_done
 _WIDER_S = 5.0
 """The longest wait for a wider reference, which counts as part of a config's check."""
 _STALE_COPIES = 3
-"""An allocator may place the next output where it placed any of the last few."""
+"""Copies to overwrite: an allocator may place the next output in the memory of any of the last few."""
 _MOST_STALE_BYTES = 512 << 20
 _NOT_PLAIN = re.compile(r"pallas|ffi|kernel|triton|cutlass|cute|custom_call|callback|random|threefry|rng")
-"""In the names of primitives that run code for one dtype, call back, or draw other numbers in another dtype."""
+"""Matches primitives that run code for one dtype, call back, or draw other numbers in another dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +50,8 @@ class ComparedOutput:
 
     Attributes:
         output: the value that the function returned.
-        gradients: its gradients by argument; None where they do not count.
-        allowances: how far other outputs may be from it, leaf by leaf, those of `gradients` last.
+        gradients: its gradients by argument; None if they do not count.
+        allowances: how far other outputs may be from it, leaf by leaf, the gradients' last.
     """
 
     output: Flat
@@ -60,7 +60,7 @@ class ComparedOutput:
 
     @property
     def leaves(self) -> list[Any]:
-        """All leaves, those of the gradients last."""
+        """All leaves, the gradients' last."""
         return self.output.values + (self.gradients.values if self.gradients else [])
 
     def on_host(self) -> ComparedOutput:
@@ -69,12 +69,12 @@ class ComparedOutput:
 
     @property
     def noise(self) -> float | None:
-        """The largest noise of a leaf, relative to its RMS; None where none was measured."""
+        """The largest noise of a leaf, relative to its RMS; None if unknown."""
         return max((each.noise for each in self.allowances if each.noise is not None), default=None)
 
 
 class Judge:
-    """Compares the outputs of one call's configs, and their gradients where those count."""
+    """Compares the outputs of one call's configs, and their gradients if those count."""
 
     def __init__(self, call: Call, arguments: CallArguments, options: BenchOptions) -> None:
         """Sets up the judge.
@@ -93,7 +93,7 @@ class Judge:
         self._shortcut = None if options.platform in (None, "cpu") else compare.Comparer()
 
     def prepare(self, references: Sequence[int], programs: int | None = None) -> None:
-        """Carries the references to an accelerator, ahead of the first output; errors are left to `check`."""
+        """Carries the references to an accelerator, ahead of the first output; leaves errors to `check`."""
         if self._shortcut is not None:
             if programs is not None:
                 self._load_programs(self._shortcut, programs)
@@ -103,11 +103,11 @@ class Judge:
                     self._shortcut.prepare(expected.leaves, expected.allowances)
 
     def expect(self, outputs: Sequence[ArrayKind], fd: int | None = None) -> None:
-        """Compiles the comparison of such outputs on an accelerator, ahead of the first; errors are left to `check`.
+        """Compiles the comparison of these outputs on an accelerator, ahead of the first; leaves errors to `check`.
 
         Args:
             outputs: the arrays of each config's output.
-            fd: a file with the programs of an earlier sweep, or an empty one for later sweeps; None for none.
+            fd: a file with the programs of an earlier sweep, or an empty file for later sweeps, or None.
         """
         if (device := self._shortcut) is None:
             return
@@ -129,7 +129,7 @@ class Judge:
         return bool(kept)
 
     def compute_reference(self, fd: int) -> None:
-        """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
+        """Writes the reference's output, and its gradients if those count, for comparisons with the configs."""
         ref_fn = self._call.judges["ref_fn"]
         args, kwargs = self._arguments.fresh()
         output = jax.block_until_ready(ref_fn(*args, **kwargs))
@@ -138,7 +138,7 @@ class Judge:
             kept: Any = jax.tree.map(_fetched, output)
         else:
             coarsest = None
-            with contextlib.suppress(Exception):  # of a plain callable, or one whose configs may do better
+            with contextlib.suppress(Exception):  # a plain callable, or defaults that fail while configs may not
                 traced = self._trace_defaults().jaxpr.jaxpr
                 coarsest = rounding.coarsest_mantissa(traced, self._options.platform)
             program = Program({}, ref_fn, 0.0, coarsest=coarsest)
@@ -158,7 +158,7 @@ class Judge:
             fd: the file that `compute_reference` wrote.
 
         Returns:
-            One sentence, or None where they may agree, or where JAX cannot trace the function with its defaults.
+            One sentence. None if they may agree, or if JAX cannot trace the function with its defaults.
         """
         if self._arguments.is_plain or "check_fn" in self._call.judges:
             return None
@@ -181,11 +181,11 @@ class Judge:
         """Judges a config's output.
 
         Args:
-            program: the config's program; it is run again to see how far rounding moves an output that is kept.
+            program: the config's program; it runs again to see how far rounding moves an output that is kept.
             output: the value that it returned.
             taken_s: the seconds that it took.
-            references: descriptors of the files to compare with: the reference's, or those of other configs' outputs.
-            standard: the position of the one that is right; None where that is not known.
+            references: descriptors of the files to compare with: the reference's, or those with other configs' outputs.
+            standard: the position of the right output among them; None if unknown.
             output_fd: where to keep the output for other configs if it agrees with no reference; None to keep nothing.
         """
         judges = self._call.judges
@@ -204,7 +204,7 @@ class Judge:
                 own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
             group, reason = self._group(own, references, standard)
         if group is None and output_fd is not None:
-            is_wrong = not has_reference and standard is not None  # and how far rounding moves it does not matter
+            is_wrong = not has_reference and standard is not None  # then its noise does not matter
             group, noise = len(references), self._keep(own, program, math.inf if is_wrong else taken_s, output_fd)
         if has_reference:
             defaults = references[-1] if output_fd is None else output_fd
@@ -212,7 +212,7 @@ class Judge:
         return Judgement(group, noise if reason is None else None, reason)
 
     def _differs_from_reference(self, own: ComparedOutput, reference: int, defaults: int) -> str | None:
-        """Returns how an output differs from that of `ref_fn`, by more than the noise of the defaults' if they work."""
+        """Returns how an output differs from `ref_fn`'s, by more than the noise of the defaults if these work."""
         expected, known = self._expected_in(reference), self._expected_in(defaults).allowances
         if _is_none(expected) and not _is_none(own):
             return "ref_fn returned None, and the config did not: does ref_fn lack a return?"
@@ -242,7 +242,7 @@ class Judge:
             if differs is None:
                 return position, wrong
             if position == standard:
-                right, wrong = expected, f"it does not compute what the defaults do: {differs}"
+                right, wrong = expected, f"it does not agree with the defaults: {differs}"
         if right is not None and self._is_as_near(own, right):
             return standard, None
         return None, wrong
@@ -272,15 +272,15 @@ class Judge:
         return None
 
     def _is_as_near(self, own: ComparedOutput, expected: ComparedOutput) -> bool:
-        """Returns whether an output that disagrees with the expected one is as near as that to a wider reference."""
+        """Returns whether an output is as near to a wider reference as the expected one, though these two disagree."""
         truths = self._wider if self._fixed is None else []
         return len(truths) == len(expected.leaves) and self._differs(own, expected, truths=truths) is None
 
     @functools.cached_property
     def _wider(self) -> list[Any]:
-        """The leaves that the defaults return for wider inputs; empty where they take no such, or take too long.
+        """The leaves that the defaults return for wider inputs; empty if they do not take those, or take too long.
 
-        A kernel may be written for one dtype, and what it does with others is not known.
+        Defaults that call kernels do not run on wider inputs: a kernel may be written for one dtype only.
         """
         found: list[Any] = []
         fn: Any = self._call.fn
@@ -315,7 +315,7 @@ class Judge:
         Args:
             own: the output.
             program: its program.
-            taken_s: the seconds that a run takes; infinite where the noise is to count as unknown.
+            taken_s: the seconds that a run takes; infinite if the noise counts as unknown.
         """
         if self._fixed is not None:
             return (self._fixed,) * len(own.leaves)
@@ -325,7 +325,7 @@ class Judge:
             for leaf in own.leaves
         ]
         if any(noises):
-            # Whatever is wrong, such as too little memory or no floats, the noise is taken from the runs before that.
+            # After an error (too little memory, or no floats), the noise is from the runs before it.
             with contextlib.suppress(Exception):
                 for run in rounding.runs(taken_s):
                     arguments, scale = self._arguments.moved(run, coarsest, device and device.run)
@@ -345,7 +345,7 @@ class Judge:
         return output[0] if self._options.time_grad else output
 
     def _expected_in(self, fd: int) -> Any:
-        """Returns the content of a reference's file, read once: a `ComparedOutput`, or what a `check_fn` takes."""
+        """Returns the content of a reference's file, read once: a `ComparedOutput`, or an output for a `check_fn`."""
         file = file_id(fd)
         if file not in self._expected:
             self._expected[file] = _read(fd)
@@ -379,7 +379,7 @@ def _is_none(compared: ComparedOutput) -> bool:
 
 
 def _kind_unless_array(leaf: Any) -> Any:
-    """Returns a leaf of a plain callable's output; of times, names and handles, their kind alone."""
+    """Returns a leaf of a plain callable's output if it is an array; else only its kind (times, names, handles)."""
     if isinstance(leaf, (np.ndarray, jax.Array)) and not jnp.issubdtype(leaf.dtype, jnp.object_):
         return leaf
     if leaf is None:
@@ -396,7 +396,7 @@ def _fetched(leaf: Any) -> Any:
 
 
 class StaleMemory:
-    """Knows the outputs of the last config, and overwrites free memory of their sizes.
+    """Remembers the outputs of the last config, and overwrites free memory of their sizes.
 
     A kernel that does not write all of its output returns whatever the memory held. In a worker that has run other
     configs, that may well be the right values of one of them, and the config would pass.
@@ -413,7 +413,7 @@ class StaleMemory:
         self._fills: dict[jax.ShapeDtypeStruct, Callable[[], jax.Array]] = {}
 
     def note(self, output: Any) -> None:
-        """Takes the arrays of an output for those that free memory will hold."""
+        """Remembers the arrays of an output, which free memory will hold."""
         arrays = [leaf for leaf in jax.tree.leaves(output) if isinstance(leaf, jax.Array)] if self._is_shared else []
         self._outputs = [
             _alike(array.shape, array.dtype, next(iter(array.devices())))
@@ -422,21 +422,21 @@ class StaleMemory:
         ]
 
     def expect(self, outputs: Sequence[ArrayKind]) -> None:
-        """Compiles what overwrites such outputs, which takes a GPU 0.06 s each, ahead of the first; raises nothing."""
+        """Compiles the programs that overwrite these outputs, ahead of the first: 0.06 s each on a GPU. Best effort."""
         with contextlib.suppress(Exception):
             for output in outputs if self._is_shared else ():
                 if fill_value(jnp.dtype(output.dtype)) is not None:
                     self._compiled(_alike(output.shape, output.dtype, jax.local_devices()[0]))
 
     def overwrite(self) -> None:
-        """Fills free memory with values that outputs do not have, unless it takes too much; raises nothing."""
+        """Overwrites freed memory, so that no config passes with an earlier config's output. Best effort."""
         size = sum(like.dtype.itemsize * like.size for like in self._outputs)
         copies = min(_STALE_COPIES, _MOST_STALE_BYTES // size) if size else 0
         try:
-            with jax.debug_nans(False):  # they may be NaN
+            with jax.debug_nans(False):  # the values may be NaN
                 jax.block_until_ready([self._filled(like) for _ in range(copies) for like in self._outputs])
         except Exception:
-            self._is_shared = False  # there is too little memory, and waiting for more takes seconds each time
+            self._is_shared = False  # too little memory: waiting for more takes seconds each time
 
     def _filled(self, like: jax.ShapeDtypeStruct) -> jax.Array:
         return self._compiled(like)()

@@ -1,7 +1,8 @@
 """A worker's main: runs the scheduler's tasks, and replies phase by phase.
 
-It ends with its first failure, because a process cannot be trusted with another config after something went wrong.
-Only a worker that compiles for others goes on after an exception, unless JAX's settings have changed.
+It ends with its first failure, because a process cannot be trusted with another config after something went wrong. Only
+a worker that compiles for others, or that measures their programs, may continue after an exception: the first unless
+JAX's settings have changed, the second if its device still works.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ from quarantune.worker.failures import (
 codec.prepare(*messages.TASKS, CompileTarget)
 
 _NICENESS = 10
-"""The worker that measures beside compile workers has a CPU whenever it needs one."""
+"""Niceness of compile workers: a worker that measures at the same time gets a CPU whenever it needs one."""
 _LONGEST_PROVEN_S = 2.0
-"""While the caller traces a program, it watches nothing."""
+"""Seconds of tracing above which the caller does not trace a program: while it traces, it watches nothing."""
 _MOST_LINES = 5000
 
 
@@ -85,8 +86,8 @@ def main(connection: Connection, options: WorkerOptions, make_bench: Callable[..
 def _serve(connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> None:
     """Runs tasks until one is the last, one fails, or the scheduler closes the connection.
 
-    A worker that only compiles, or only measures, goes on after an exception, if the scheduler lets it: the next config
-    may well raise the same one.
+    A worker that only compiles, or only measures, continues after an exception if the scheduler lets it: the next
+    config may well raise the same one.
     """
     runner = WorkerRunner(connection, options, make_bench)
     pending = [(options.task, list(options.task_fds))]
@@ -101,8 +102,8 @@ class TaskRunner:
     """Does the tasks of one worker.
 
     Attributes:
-        phase: the phase of the trial that it is in.
-        program: the program that it has compiled last.
+        phase: the current phase of the trial.
+        program: the program that it compiled last.
     """
 
     def __init__(self) -> None:
@@ -118,10 +119,10 @@ class TaskRunner:
         raise NotImplementedError
 
     def await_go(self) -> None:
-        """Waits until a program that was announced with its products may be compiled."""
+        """Waits until the scheduler lets this worker compile a program that it announced with its products."""
 
     def run(self, task: Task, fds: list[int]) -> bool:
-        """Does a task, and returns whether there may be a further one."""
+        """Does a task, and returns whether another may follow."""
         is_for_others = isinstance(task, messages.CompileAlone) or (isinstance(task, messages.Compile) and bool(fds))
         try:
             for reply in self.do(task, fds):
@@ -135,7 +136,7 @@ class TaskRunner:
             return goes_on
         finally:
             wire.close_all(fds)
-        # A further config would find this process as the last one did.
+        # The next config must find this process as the last one did.
         return not task.last and (not is_for_others or self._is_as_it_was())
 
     def _may_go_on_after(self, task: Task) -> bool:
@@ -148,7 +149,7 @@ class TaskRunner:
         return False
 
     def _is_as_it_was(self) -> bool:
-        """Returns whether JAX's settings are as they were before a config was compiled here, if one was."""
+        """Returns whether JAX's settings are as they were before a config compiled here, if one did."""
         return not self._trace_context or self._trace_context == jax_options.trace_context()
 
     def do(self, task: Task, fds: list[int]) -> Iterator[Reply]:
@@ -191,7 +192,7 @@ class TaskRunner:
         if not self._is_as_it_was():
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
         self._trace_context = jax_options.trace_context()
-        self.program = None  # that of an earlier config, with its memory
+        self.program = None  # an earlier config's program, with its memory
         program = self._compiled(bench, task, away=bool(fds))
         if program is None:
             return
@@ -220,10 +221,10 @@ class TaskRunner:
     def _announce(
         self, known: tuple[str, ...], program: str, outputs: tuple[ArrayKind, ...], products: tuple[str, ...]
     ) -> None:
-        """Tells of a lowered program, and waits until it may be compiled where it has products.
+        """Announces a lowered program. If it has products, waits until it may be compiled.
 
         Raises:
-            _KnownProgramError: it need not be compiled.
+            _KnownProgramError: the program need not be compiled.
         """
         self.send(messages.Lowered(**self._heading(), program=program, outputs=outputs, products=products))
         if messages.tail_of(lowered_half(program)) in known:
@@ -239,7 +240,7 @@ class TaskRunner:
         )
 
     def _show(self, began_s: float, jaxpr: Any) -> None:
-        """Tells a traced program, unless it is too large, or took so long that the caller should not trace it, too."""
+        """Sends a traced program, unless it is too large or took too long for the caller to trace it as well."""
         with contextlib.suppress(Exception):  # the config may be fine all the same
             is_quick = time.thread_time() - began_s < _LONGEST_PROVEN_S
             if is_quick and len(lines := ProgramLines(jaxpr).counts) <= _MOST_LINES:
@@ -294,7 +295,7 @@ class TaskRunner:
         self.send(messages.FirstRun(**self._heading(), **times, was_ended=True))
 
     def save_finalist(self, bench: Bench, program: Program, fd: int) -> None:
-        """Saves a program that may become a finalist; one that cannot be saved is compiled again for the final.
+        """Saves a program that may become a finalist; if that fails, the final compiles it again.
 
         A plain function leaves at most a report of the programs that it has run.
         """
@@ -304,11 +305,11 @@ class TaskRunner:
             bench.save(program, fd)
         except NeedsDeviceError:
             pass
-        except OSError:  # there is no room for it, or it would be too large a file
+        except OSError:  # no room for it, or too large a file
             os.ftruncate(fd, 0)
 
     def load(self, bench: Bench, config: messages.EncodedConfig, fd: int) -> Generator[Reply, None, Program]:
-        """Loads a program; one that calls into tables that only tracing fills must be compiled where it runs."""
+        """Loads a program. If it calls into tables that only tracing fills, it must be compiled where it runs."""
         yield self.entered(Phase.LOAD)
         try:
             return compile_here(bench, dict(config)) if bench.is_plain else bench.load(dict(config), fd)
@@ -370,7 +371,7 @@ class TaskRunner:
 
 
 class WorkerRunner(TaskRunner):
-    """Does the tasks of a worker in a process of its own."""
+    """Does the tasks of a worker in a separate process."""
 
     def __init__(self, connection: Connection, options: WorkerOptions, make_bench: Callable[..., Bench] | None) -> None:
         """Sets up a runner.
@@ -390,7 +391,7 @@ class WorkerRunner(TaskRunner):
         self._connection.send_message(reply)
 
     def await_go(self) -> None:
-        """Waits until a program that was announced with its products may be compiled."""
+        """Waits until the scheduler lets this worker compile a program that it announced with its products."""
         while not self._connection.receive_messages(messages.Proceed):
             pass  # a part of the message has come
 
@@ -404,17 +405,17 @@ class WorkerRunner(TaskRunner):
         bench = make(arrays_fd=self._options.arrays_fd)
         if not isinstance(task, messages.Compile) or task.target is None:
             if bench.makes_context and self._make_bench is not None:
-                self.send(self.entered(Phase.LOAD))  # which takes time, and has a deadline
+                self.send(self.entered(Phase.LOAD))  # the context takes time, and has a deadline
             bench.take_device()
         return bench
 
     def _load_bench(self, task: Task) -> Callable[..., Bench]:
-        """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
+        """Loads the payload. If a task is for a described device, that device answers questions at import."""
         load = functools.partial(load_bench, self._options.payload_fd, self._options.cwd)
         match task:
             case messages.CompileAlone(target=CompileTarget() as target):
                 load = functools.partial(load, keeps_values=lambda: not deviceless.asked_at_import)
-                # There is no other worker that could import what this one cannot.
+                # No other worker could import the modules if this one cannot.
                 with contextlib.suppress(NeedsDeviceError), deviceless.answers_at_import(target):
                     return load()
             case messages.Compile(target=CompileTarget() as target):
@@ -424,7 +425,7 @@ class WorkerRunner(TaskRunner):
 
 
 def warm_up(task: JsonObject) -> None:
-    """Loads JAX's plugins in a template, and makes there what compiling for a device takes, once for all workers."""
+    """Loads JAX's plugins and describes the device to compile for in a template, once for all workers."""
     target = codec.decode(task, CompileTarget)
     load_plugins()
     deviceless.topology(target)
@@ -435,13 +436,13 @@ def load_bench(
 ) -> Callable[..., Bench]:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it.
 
-    Values that the caller's program has set in these modules are set here, too, except in a check whose modules have
-    asked for their device: those of the caller come from another one.
+    Values that the caller's program has set in these modules are also set here. The exception is a check whose modules
+    have asked for their device: the caller's values come from another device.
 
     Args:
         payload_fd: the payload.
         cwd: the working directory; None to leave it.
-        keeps_values: returns whether the values are set, once the modules have been imported.
+        keeps_values: returns, after the import of the modules, whether to set the values.
     """
     if cwd is not None:
         os.chdir(cwd)
@@ -449,7 +450,7 @@ def load_bench(
     call = payload.unpack_call(blob)
     if keeps_values():
         program_values.adopt(call.program_values)
-    jax.config.update("jax_disable_jit", False)  # which the environment, or a module, may have set: it compiles nothing
+    jax.config.update("jax_disable_jit", False)  # if the environment or a module sets it, nothing compiles
     loaded: BenchOptions = pickle.loads(options)
     common = contain.common_directory(os.environ.get(SANDBOX_MARK, ""))
     if loaded.on_gpu and shares_what_xla_finds() and os.path.isdir(common):
@@ -461,9 +462,9 @@ def _checked(bench: Bench, config: Config, target: CompileTarget, hooks: Compile
     """Returns the program of a config for a target, with an estimate of its cycles if the task asks for one."""
     if not target.estimates or bench.is_plain:
         return check_for(bench, config, target, hooks)
-    from quarantune.worker import estimates  # it imports what few workers need
+    from quarantune.worker import estimates  # few workers need its imports
 
-    # Before libtpu is loaded here, since it forks.
+    # The estimate forks, so it comes before libtpu is loaded here.
     figures = estimates.estimate(
         functools.partial(traced_for, bench, config, target, deviceless.checked_device), target
     )

@@ -2,9 +2,9 @@
 
 `nvmlDeviceGetTotalEnergyConsumption` returns the millijoules that a GPU has taken since its driver was loaded (NVML
 API reference, device queries; from Volta on). The counter advances in steps, a tenth of a second apart on an H200,
-while calls take microseconds. So the program runs over and over, as for the NVML observer of Kernel Tuner
-(Schoonhoven et al., Going green: optimizing GPUs for energy efficiency through model-steered auto-tuning, PMBS 2022),
-and the time between two steps counts: the energy between them is exact, and uncertain is only when they took place.
+while calls take microseconds. So the program runs over and over, as with Kernel Tuner's NVML observer (Schoonhoven et
+al., Going green: optimizing GPUs for energy efficiency through model-steered auto-tuning, PMBS 2022), and the time
+between two steps counts. The energy between them is exact; only the times of the steps are uncertain.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ FIELDS = {
     "watts": ("W", "mean power of the GPU while the config runs over and over"),
 }
 _RESOLUTION = 0.01
-"""When each of the two steps took place is known to within this share of the time between them."""
+"""Largest uncertainty of a step's time, as a share of the time between the two steps."""
 _LEAST_S = 0.45
-"""The least time between them, as steps may come late: by 2 of 100 ms on an H200."""
+"""Least seconds between the two steps, as steps may come late: by 2 of 100 ms on an H200."""
 _SKIPPED = 1
-"""Steps before that, while the mean power is still that of a GPU that begins to work."""
+"""First steps that do not count: their mean power is from a GPU that only begins to work."""
 _LONGEST_S = 5.0
-"""After this time, what was reached counts, however coarse it is."""
+"""Seconds after which the measurement ends, however coarse it is."""
 _QUEUED_S = 0.01
-"""How long the runs take that are queued at a time, with others behind them, so that the GPU is not idle while the
+"""Seconds that a batch of queued runs takes. Another batch waits behind it, so that the GPU is not idle while the
 counter is read: 3.4 ms on an H200."""
 _MOST_QUEUED = 1000
-"""Runs: the most that are queued at a time."""
+"""Most runs in a batch."""
 _PAUSE_S = 2e-4
-"""Between two readings of the counter: a small part of the time for which runs are queued."""
+"""Seconds between two readings of the counter: a small part of `_QUEUED_S`."""
 
 
 def why_not(platform: str, kind: str) -> str:
-    """Returns the reason why energy cannot be measured on this machine; empty where it can, as far as NVML tells.
+    """Returns the reason why energy cannot be measured on this machine; empty if it can, as far as NVML knows.
 
     Args:
         platform: the platform of the call.
         kind: the name of its device.
     """
     if platform != "cuda" or " MIG " in kind:
-        return f"only whole NVIDIA GPUs tell it, and this call runs on {platform} ({kind})"
+        return f"only whole NVIDIA GPUs measure it, and this call runs on {platform} ({kind})"
     if importlib.util.find_spec("pynvml") is None:
         return "the package nvidia-ml-py is not installed: pip install 'quarantune[energy]'"
     import pynvml
@@ -58,12 +58,12 @@ def why_not(platform: str, kind: str) -> str:
                 pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
-        return f"NVML does not read the energy counter of {kind}, which GPUs have from Volta on: {error}"
+        return f"NVML cannot read the energy counter of {kind} (GPUs have one from Volta on): {error}"
     return ""
 
 
 def observe(dispatch: Callable[[], Any], ordinal: int, run_s: float) -> Mapping[str, float]:
-    """Returns the energy of one run in millijoules, and the power meanwhile in watts.
+    """Returns the energy of one run in millijoules, and the GPU's mean power in watts.
 
     Args:
         dispatch: queues one run and returns its outputs without waiting.
@@ -79,20 +79,20 @@ def observe(dispatch: Callable[[], Any], ordinal: int, run_s: float) -> Mapping[
 def counter(ordinal: int) -> Callable[[], int]:
     """Returns a function that reads the energy counter of a GPU, in millijoules.
 
-    The GPU is found by its UUID, because NVML and CUDA number the GPUs in different ways.
+    It finds the GPU by its UUID, because NVML and CUDA number the GPUs in different ways.
 
     Args:
         ordinal: its number among those that CUDA shows to this process.
 
     Raises:
-        RuntimeError: CUDA does not tell which GPU it is.
+        RuntimeError: CUDA does not give the UUID of the GPU.
         pynvml.NVMLError: NVML does not know that GPU.
     """
     import pynvml
 
     cuda, device, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), (ctypes.c_ubyte * 16)()
     if cuda.cuDeviceGet(ctypes.byref(device), ordinal) or cuda.cuDeviceGetUuid_v2(found, device):
-        raise RuntimeError("CUDA does not tell which GPU this is")
+        raise RuntimeError("CUDA does not give the UUID of this GPU")
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=bytes(found))}")
     return lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
@@ -101,8 +101,8 @@ def counter(ordinal: int) -> Callable[[], int]:
 def per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s: float) -> tuple[float, float]:
     """Returns the energy of one run in millijoules, and the power between two steps of the counter in watts.
 
-    The energy is the power times the mean time of these runs. A GPU at its limit of power lowers its clocks meanwhile,
-    so that they take longer than those that are timed.
+    The energy is the power times the mean time of these runs. A GPU at its power limit lowers its clocks, so these runs
+    take longer than timed ones.
 
     Args:
         dispatch: queues one run and returns its outputs without waiting.
@@ -112,7 +112,7 @@ def per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s: float)
     Raises:
         RuntimeError: the counter stands still.
     """
-    import jax  # not by tables, which need the headings alone
+    import jax  # not at the top: tables import this file for its headings
 
     count = max(1, min(_MOST_QUEUED, round(_QUEUED_S / run_s)))
     steps: list[tuple[float, float, int]] = []  # when each was seen, how uncertain that is, and the counter after it
