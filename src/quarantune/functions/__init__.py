@@ -1,1 +1,1 @@
-"""How a config reaches a function, and what is known of its calls."""
+"""How a config reaches a function, and how functions and their arguments are described."""
