@@ -1,1 +1,1 @@
-"""How a config reaches a function, and how functions and their arguments are described."""
+"""Binds configs to functions, and describes functions and their arguments."""

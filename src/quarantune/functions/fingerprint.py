@@ -102,8 +102,8 @@ def fingerprint(
 ) -> Fingerprint:
     """Returns the fingerprint of a function and the options that decide which config wins.
 
-    It covers the function's code, and its defaults and closure by value. Transitively, it covers what the code names in
-    the user's own modules:
+    It covers the function's code, and its defaults and closure by value. Transitively, it covers everything that the
+    code names in the user's own modules:
 
     - functions, classes and constants: as globals, as attributes of modules (`kernels.body`,
       `getattr(kernels, "body")`), as methods and operators, and as registrations of `singledispatch`
@@ -119,8 +119,8 @@ def fingerprint(
     Args:
         fn: the function or other callable, wrapped or not.
         options: the options, by name. It covers functions among them in the same way, and their decorators too.
-        is_proved: whether the sweep compares the program of a call before it uses a result. If so, values that the
-            user's code writes while it runs, such as memos, count by type: the key must not depend on earlier calls.
+        is_proved: whether calls compare their programs before they use a result. If so, values that the user's code
+            writes while it runs, such as memos, count by type: the key must not depend on earlier calls.
     """
     option_parts = {f"option:{name}": _hash(_describe_option(value)) for name, value in (options or {}).items()}
     return Fingerprint(parts=_Walk(fn, is_proved=is_proved).parts | option_parts)
@@ -139,7 +139,7 @@ def code_digest(arguments: Mapping[str, Any]) -> str:
 
 
 def reached(fn: Callable[..., Any]) -> Mapping[tuple[str, ...], Any]:
-    """Returns the current values in modules that a function, and the user's own code that it reaches, names.
+    """Returns the values in modules that a function and the user's own code below it name, as they are now.
 
     Args:
         fn: the function or other callable, wrapped or not.
@@ -312,7 +312,7 @@ class _Walk:
                 self._visit_chain("class", value, (name,), function)
 
     def _visit_state(self, label: str, value: Any, name: str = "") -> None:
-        """Visits the state of an object whose description is only its type: field `name`, or all of it."""
+        """Visits the state of an open object, or one described only by its type: field `name`, or all fields."""
         try:
             fields = vars(value)
         except Exception:  # an object may raise anything for any attribute
@@ -379,7 +379,7 @@ class _Walk:
                     if not isinstance(item, LITERALS):
                         self._follow(item, depth + 1)
         elif not (isinstance(value, types.ModuleType) or is_users_class(type(value))):
-            # Not the fields of JAX's objects: the rules are above, and a user's jitted function may keep compiled code.
+            # JAX's objects hold only the rules above. An object of the user's class may keep programs it has compiled.
             is_jaxs = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
             fields = None if is_jaxs else getattr(value, "__dict__", None)
             if isinstance(fields, dict):
@@ -526,7 +526,7 @@ def _is_users(fn: Any) -> bool:
 
 
 def _is_written_out(member: Any) -> bool:
-    """Returns whether a class's author wrote a member: a function, class or constant, or a list of functions."""
+    """Returns whether a class's author wrote a member: a function, class or constant, or a container of functions."""
     if isinstance(member, (type, property, functools.cached_property, *LITERALS)):
         return True
     if isinstance(member, (list, tuple, dict)):
@@ -541,7 +541,7 @@ def _getter_of(member: Any) -> Any:
 
 
 def _registrations(value: Any) -> list[tuple[type, Any]]:
-    """Returns the types and functions registered with a `functools.singledispatch` function."""
+    """Returns the types and functions registered with a `functools.singledispatch` function, without its default."""
     if not isinstance(value, types.FunctionType) or value.__code__.co_filename != functools.__file__:
         return []
     return [(cls, registered) for cls, registered in getattr(value, "registry", {}).items() if cls is not object]

@@ -113,7 +113,7 @@ for finder in (*sys.meta_path, *sys.path_hooks):
 
 
 def may_travel_by_name(obj: Any) -> bool:
-    """Returns whether `travels_by_name` may become true for an object while its module is still importing."""
+    """Returns whether `travels_by_name` may be true for an object after the import of its module ends."""
     return "<" not in obj.__qualname__ and can_import(obj.__module__)
 
 
@@ -164,7 +164,7 @@ if _fields := machine.process_status("self"):
 
 
 def leads_to_edited(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None] | None = None) -> bool:
-    """Returns whether importing a module makes a worker import an edited module: this one, or one that it needs.
+    """Returns whether a worker that imports a module gets edited code: from this module, or from modules it needs.
 
     Assumes that nobody edits modules of installed packages.
 
@@ -238,7 +238,7 @@ def _is_edited(module: types.ModuleType) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _source_of(file: str, mtime_ns: int, size: int, compiled: Callable[[bytes, str], Any]) -> frozenset[Any] | None:
-    """Returns the essences of all code in a file, compiled like at import; None if this fails."""
+    """Returns the essences of all code in a file, compiled as at import; None if this fails."""
     whole = answer_of(lambda file: compiled(Path(file).read_bytes(), file), file)
     return None if whole is None else frozenset(map(_essence, code_within(whole)))
 
