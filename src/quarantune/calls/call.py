@@ -207,7 +207,7 @@ class TunedFunction:
         """Raises if the function cannot take the keys of its configs.
 
         Args:
-            configs: its configs, or a few in which every value occurs.
+            configs: its configs, or a few that together contain every value.
 
         Raises:
             TypeError: A key is not a parameter that takes a keyword argument, or lacks a default.

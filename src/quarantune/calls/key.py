@@ -31,7 +31,7 @@ _STATE = "jax settings"
 
 
 class ProblemId(NamedTuple):
-    """Identifies a problem, for which the cache holds one result: a function, a kind of device, and a key.
+    """Identifies a problem with one result in the cache: a function, a kind of device, and a key.
 
     Attributes:
         name: the function's name in the cache.
@@ -198,7 +198,7 @@ def _key_values(call: BoundCall, arguments: JsonObject) -> JsonObject:
     try:
         canonical_json(bucket)
     except (TypeError, ValueError) as error:
-        hint = "; for symbolic shapes return what it returns for the concrete ones" if call.is_symbolic else ""
+        hint = "; for symbolic shapes return the value for the concrete shapes" if call.is_symbolic else ""
         raise TypeError(f"{call.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
     static = {name: value for name, value in arguments.items() if name in call.statics}
     return {**static, "key_fn": bucket}

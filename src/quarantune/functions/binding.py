@@ -232,7 +232,7 @@ def _warn_once(message: str) -> None:
 # --- configs that contextual tuning assigns ---
 
 assignment_in_force: contextvars.ContextVar[Any] = contextvars.ContextVar("assignment_in_force", default=None)
-"""The assignment of configs to kernels (`transport.assignment`) in force in a thread; None if there is none."""
+"""The assignment of configs to kernels (`transport.assignment`) in force in a thread, if any."""
 _NUMBER = re.compile(r" #\d+$")
 _kernels: dict[str, weakref.WeakSet[Any]] = {}
 

@@ -52,7 +52,7 @@ _DEEPEST_FOLLOWED = 8
 LITERALS = (type(None), bool, int, float, complex, str, bytes, type(...))
 _LITERAL_NAMES = {kind: f"builtins.{kind.__qualname__}" for kind in LITERALS}
 NOTHING = object()
-"""Returned by `attribute` if there is no such attribute."""
+"""The result of `attribute` for a missing attribute."""
 _VERSIONED = frozenset({"jax", "jaxlib", "quarantune"})
 """Packages whose versions every entry records, even if they are not in a directory of installed packages."""
 _HELD_AS = {"triton": "fn"}

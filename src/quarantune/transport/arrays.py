@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from quarantune import jax_internals
 from quarantune.values.settings import SUPPLIES
 
-# Number of random elements that an array repeats: copying is faster than drawing. It is a prime, so that it differs from
-# the size of any block, and a kernel that mixes up its blocks still gives a wrong result.
+# Number of random elements that an array repeats: copying is faster than drawing. It is a prime, so that no block of a
+# kernel has this size, and a kernel that mixes up its blocks still gives a wrong result.
 TILE_ELEMENTS = 1_000_003
 
 _MAX_INDEX = 8
@@ -43,8 +43,8 @@ def make(
     Equal arguments give equal data, in every process. Floats follow the standard normal distribution for `auto` and
     `normal`, lie in [-1, 1) for `uniform`, and are whole numbers from -2 to 2 for `integer`. Integers may be indices or
     lengths, so for every random kind they are at least 0 and below both 8 and the array's smallest dimension (a scalar
-    is 0). Booleans are balanced, complex numbers have both parts, and PRNG keys are random keys. A dtype without zero or
-    sign gets absolute values, at least its smallest number, or 1 for `integer`.
+    is 0). Booleans are balanced, complex numbers have both parts, and PRNG keys are random keys. A dtype without zero
+    gets absolute values, at least its smallest number, or at least 1 for `integer`.
 
     Args:
         shape: the shape.

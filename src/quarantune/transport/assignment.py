@@ -84,7 +84,7 @@ class Assignment:
         Args:
             name: the kernel's name in the cache.
             key: the key of the call, as canonical JSON.
-            code: identifies the kernel among those of its name in this process.
+            code: identifies the kernel among kernels of its name in this process.
         """
         with self._lock:
             codes = self._codes.setdefault(name, [])
@@ -164,9 +164,9 @@ class Runner:
 
     @property
     def tunable(self) -> Any:
-        """The callable that a sweep tunes: a jitted runner for a jitted function, so that a sweep compiles before runs.
+        """The callable that a sweep tunes: a jitted runner for a jitted function, to compile programs ahead of runs.
 
-        A function whose jit has shardings or devices cannot be jitted anew, so a sweep tunes this runner.
+        JAX cannot jit a function anew if its jit has shardings or devices: the sweep then tunes this runner.
         """
         return self if self._jitted is None else self._jitted
 

@@ -226,7 +226,7 @@ def _copies_of(call: Call, *, is_sent: bool) -> Copies:
 
 
 def _blob(call: Call, given: Call) -> bytes:
-    """Returns a pickle inside a pickle, because a worker reads the outer pickle before it imports the user's modules."""
+    """Returns a pickle in a pickle, because a worker reads the outer pickle before it imports the user's modules."""
     contexts = dumps(jax_internals.contexts())  # their values may have the user's own classes
     options, state = jax_internals.options_to_travel(), process_state.state()
     process = import_path(), options, contexts, call.devices_needed, program_name(), state
@@ -288,7 +288,7 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
 
     Returns:
         Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
-        NumPy arrays are copies, writable if the caller's are.
+        NumPy arrays are copies, writable unless their spec is read-only.
 
     Raises:
         ValueError: The spool is too short for the call, or there are fewer devices than it needs.
@@ -434,7 +434,7 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool, is_as_gi
 
 
 def _is_committed(array: Any) -> bool:
-    """Returns whether an array is on one device and committed to it; a struct, whether it describes such an array."""
+    """Returns whether an array, or the array that a struct describes, is on one device and committed to it."""
     if isinstance(array, jax.core.Tracer):
         return False
     is_on_one = isinstance(getattr(array, "sharding", None), jax.sharding.SingleDeviceSharding)
