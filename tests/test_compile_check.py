@@ -258,7 +258,7 @@ def test_a_report_raises_only_where_every_config_failed() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"fn": lambda x, n=1: x}, TypeError, "is not jitted: wrap it, with the tunables among its static_argnames"),
+        ({"fn": lambda x, n=1: x}, TypeError, "is not jitted: jit it, with the tunables among its static_argnames"),
         ({"num_workers": 0}, ValueError, "num_workers=0 is not valid: give a whole number of at least 1"),
         ({"num_workers": 1.5}, ValueError, "num_workers=1.5 is not valid"),
         ({"num_workers": "2"}, ValueError, "num_workers='2' is not valid"),

@@ -78,7 +78,7 @@ def test_a_bound_that_cannot_hold_is_refused_before_any_work() -> None:
     with pytest.raises(ValueError, match="'much' is no amount of memory"):
         quarantune.autotune({"copies": [1]}, max_device_memory="much")
     with pytest.raises(
-        TypeError, match=r"max_device_memory bounds the compiled program of the function, which jax.jit"
+        TypeError, match=r"max_device_memory bounds the compiled program of the function, so the function must"
     ):
         AutoTuner(lambda x, n: np.repeat(x, n), {"n": [1, 2]}, max_device_memory="1MB")
     with pytest.raises(TypeError, match="use max_device_memory of its kernels"):

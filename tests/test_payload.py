@@ -725,7 +725,7 @@ def test_numpy_arguments_keep_their_strides() -> None:
 
 def test_a_view_spread_over_much_memory_is_refused_for_plain_callables_alone() -> None:
     column = np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 10,), (1 << 20,))  # never read
-    with pytest.raises(ValueError, match=r"spread over 1,072,693,256 bytes.*ascontiguousarray"):
+    with pytest.raises(ValueError, match=r"covers 1,072,693,256 bytes.*ascontiguousarray"):
         payload.pack_call(_plain, (column,), {})
     (spec,) = payload.pack_call(jax.jit(_plain), (column,), {}).call.specs
     assert spec.strides is None, "JAX copies it"
@@ -975,7 +975,7 @@ def test_an_object_pickled_by_name_that_cannot_be_made_again_is_refused(monkeypa
         vars(made_up),
     )
     monkeypatch.setitem(sys.modules, "made_up_module", made_up)
-    with pytest.raises(TypeError, match=r"'K'.*by its name in made_up_module, which a worker cannot import: move it"):
+    with pytest.raises(TypeError, match=r"'K'.*only its name in made_up_module, which a worker cannot import: move it"):
         pickling.dumps(made_up.kernel)
 
 

@@ -172,7 +172,7 @@ def test_on_miss_error_names_the_nearest_entry_and_the_differences(name: str, ca
     assert "x: " in both
     assert "closure:factor" in both
     assert reason(scaled(name, [*CONFIGS, {"n": 3}]), X).startswith("the list of configs (2 then, 3 now);")
-    with one_warning("{'n': 2} is not in the config space any more"):
+    with one_warning("{'n': 2} is no longer in the config space"):
         assert reason(scaled(name, [{"n": 1}, {"n": 3}]), X).startswith("the list of configs (2 then, 2 now);")
     file = cache_file(cache_dir)
     ((device, entries),) = json.loads(file.read_text()).items()
@@ -405,7 +405,7 @@ def test_changed_code_is_a_miss_and_a_changed_comment_is_not(tmp_path: Path) -> 
 def test_an_entry_whose_config_left_the_space_is_a_miss_with_a_warning(name: str, swept: list[list[Any]]) -> None:
     scaled(name)(X)
     without_it = scaled(name, [{"n": 0}, {"n": 1}])
-    with one_warning("config {'n': 2} is not in the config space any more"):
+    with one_warning("config {'n': 2} is no longer in the config space"):
         np.testing.assert_array_equal(without_it(X), X)
     assert swept == [[1, 2]], "the defaults, n=0, were measured before"
 
@@ -433,7 +433,7 @@ def test_an_entry_with_a_nonsensical_config_is_a_miss_with_a_warning(
     for damage in BROKEN:
         edit(cache_dir, lambda entry, damage=damage: entry.update(damage))
         fn = scaled(name)
-        outdated = (f"{name}: the cached config", "is not in the config space any more")
+        outdated = (f"{name}: the cached config", "is no longer in the config space")
         with one_warning(*(outdated if isinstance(damage["config"], dict) else ("its config is", "sets it aside"))):
             assert fn.lookup(X) is None
             np.testing.assert_array_equal(fn(X), X * 2)
@@ -445,7 +445,7 @@ def test_a_cached_config_with_a_bad_number_is_a_miss_with_a_warning(name: str, c
     scaled(name)(X)
     file = cache_file(cache_dir)
     file.write_text(file.read_text().replace('{"n": 2}', '{"n": 1e999}'))
-    with one_warning(f"{name}: the cached config", "is not in the config space any more"):
+    with one_warning(f"{name}: the cached config", "is no longer in the config space"):
         np.testing.assert_array_equal(scaled(name)(X), X * 2)
     assert entry_of(cache_dir)["config"] == {"n": 2}
 

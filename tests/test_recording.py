@@ -301,7 +301,7 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
         "evil.py:add' is at the top of no module",
         "another key",
         "float32 that cannot be made here",
-        "'y' is no parameter",
+        "'y' is not a parameter",
     ):
         assert sum(words in reason for reason in reasons) == 1, words
     assert {entry["status"] for entry in found[1:]} == {

@@ -86,7 +86,7 @@ tuned_times = quarantune.autotune(CONFIGS)(jax.jit(times, static_argnames=["n"])
             lambda: tuned_times(X, "relu"),
             r"times: argument 'mode' is 'relu', .*\(str\): make it static with static_argn",
         ),
-        (lambda: tuned_times(X, mode={"kind": "relu"}), r"mode\['kind'\] is 'relu'.*static argument of its own"),
+        (lambda: tuned_times(X, mode={"kind": "relu"}), r"mode\['kind'\] is 'relu'.*separate static argument"),
         (lambda: tuned_times(X, fractions.Fraction(1, 2)), r"'mode' is Fraction\(1, 2\).*or register Fraction as a py"),
         (lambda: tuned_times(X, np.array(["relu"])), r"'mode' is array.*dtype <U4.*give an array of numbers"),
         (lambda: tuned_times(X, datetime.date(2020, 1, 1)), r"'mode' is datetime.date.*static_argnames=\['mode'\]"),

@@ -47,7 +47,7 @@ _LAZY: Mapping[Callable[..., bool], str] = {
     inspect.isasyncgenfunction: "awaits all that this one yields, in asyncio.run(...)",
     inspect.isgeneratorfunction: "returns list(...) of this one's result",
 }
-"""Kinds of functions whose calls do no work, with the remedy."""
+"""Kinds of functions whose calls only make an object that works later, with the remedy."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,12 +58,12 @@ class TunedFunction:
         fn: the function, jitted or not; configs reach it as keyword arguments.
         configs: the space of configs, or a callable that makes them for a call.
         options: its author's options.
-        need_defaults: whether every tunable must have a default, because the function is also called without it.
-        name: the function's name in the cache, which its options hold, too.
+        need_defaults: whether every tunable must have a default, because callers may leave tunables out.
+        name: the function's name in the cache, also in `options`.
         signature: its signature.
-        static_names: its static parameters; None for a function that is not jitted, whose arguments without an
-            array count by value.
-        tunables: the names that its configs set; empty for a callable that makes configs and has not been called.
+        static_names: its static parameters. None for a function that is not jitted: its arguments without an array
+            count by value.
+        tunables: the names that its configs set; empty while a callable that makes configs has not run.
         most_configs: how many configs a sweep may try; None for the size of its config space.
     """
 
@@ -79,10 +79,10 @@ class TunedFunction:
     most_configs: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        """Checks the options; nothing is read or started.
+        """Checks the options, without reading or starting anything.
 
         Raises:
-            TypeError: it cannot be called, or an option needs a jitted function, and this one is not jitted.
+            TypeError: `fn` is not callable, or an option needs a jitted function and `fn` is not jitted.
         """
         self.fn, self.signature, self.static_names = describe_function(self.fn)
         self.name = self.options.name or cache_name(self.fn)
@@ -90,8 +90,8 @@ class TunedFunction:
         for option, does in (("time_grad", "differentiates"), ("max_device_memory", "bounds the compiled program of")):
             if getattr(self.options, option) and not self.is_jitted:
                 raise TypeError(
-                    f"{self.name}: {option} {does} the function, which jax.jit must have wrapped for that: put jax.jit "
-                    f"on it, or leave {option} out"
+                    f"{self.name}: {option} {does} the function, so the function must be jitted: put jax.jit on it, "
+                    f"or leave {option} out"
                 )
         self.tunables = frozenset() if callable(self.configs) else frozenset(self.configs.names)
 
@@ -99,33 +99,34 @@ class TunedFunction:
     def of(
         cls, fn: Any, configs: Any, options: Options, *, need_defaults: bool = False, compiled_by: str = ""
     ) -> TunedFunction:
-        """Returns a function as its author gives it, checked as far as that is possible without a call.
+        """Returns a function as its author gives it, after all checks that need no call.
 
         Args:
             fn: the function, autotuned or not.
             configs: its configs in any form.
             options: its author's options.
-            need_defaults: as in `TunedFunction`.
-            compiled_by: the function of ours that only compiles configs, for which `fn` must be jitted.
+            need_defaults: see `TunedFunction`.
+            compiled_by: the name of the public function that only compiles configs, so that `fn` must be jitted.
 
         Raises:
-            TypeError: it cannot be called or jitted as it is, or the configs are of no usable type.
-            ValueError: the configs are empty or without end, or the function cannot take them.
+            TypeError: `fn` is not callable or not a kind of function that can be tuned, or the configs have an
+                unusable type.
+            ValueError: The configs are empty or without end, or the function cannot take them.
         """
         fn, signature, static_names = describe_function(fn)
         label = cache_name(fn)
         if compiled_by and static_names is None:
             raise TypeError(
-                f"{compiled_by} compiles what jax.jit has wrapped, and {label!r} is not jitted: "
-                "wrap it, with the tunables among its static_argnames"
+                f"{compiled_by} compiles only jitted functions, and {label!r} is not jitted: "
+                "jit it, with the tunables among its static_argnames"
             )
         if static_names is not None:
             check_jit_options(fn, options.name or label)
         for is_lazy, remedy in _LAZY.items() if static_names is None else ():
             if is_lazy(fn) or is_lazy(inspect.getattr_static(type(fn), "__call__")):
                 raise TypeError(
-                    f"{label}: a call of it does no work, but makes an object that does it later, so that the work "
-                    f"would not be timed: tune a function that {remedy}"
+                    f"{label}: a call only makes an object that does the work later, so timings would miss the work: "
+                    f"tune a function that {remedy}"
                 )
         function = cls(
             fn,
@@ -138,7 +139,7 @@ class TunedFunction:
         return function
 
     def with_options(self, options: Options, configs: Sequence[Config] | None = None) -> TunedFunction:
-        """Returns the function with other options, and other configs if they are given."""
+        """Returns the function with other options, and other configs unless `configs` is None."""
         space = self.configs if configs is None else Space.of(configs, fn_name=self.name, parameters=self.signature)
         return dataclasses.replace(self, options=options, configs=space)
 
@@ -154,7 +155,7 @@ class TunedFunction:
 
     @property
     def compiled_fn(self) -> Any:
-        """What takes a config, and is compiled with it."""
+        """The function that takes a config, and that JAX compiles with it."""
         return self.fn
 
     @lazy
@@ -174,29 +175,30 @@ class TunedFunction:
 
     @lazy
     def maker(self) -> JsonObject:
-        """Values that distinguish the callable that makes its configs, with the code and the values that it reaches."""
+        """Values that distinguish the callable that makes its configs, including the code and values it reaches."""
         assert callable(self.configs)
         return {"made_by": fingerprint(self.configs).digest}
 
     def config_of(self, entry: Entry, call: BoundCall, *, is_own: bool) -> Config | None:
-        """Returns the config of an entry if it can be used for the config space of a call.
+        """Returns the config of an entry if it fits the config space of a call.
 
         Args:
             entry: the entry.
             call: the call.
-            is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
+            is_own: whether the entry is in the user's cache, so that a message explains why it is ignored.
         """
         config = call.find(entry.get("config"))
         if config is None and is_own:
             report_once(
-                f"{self.name}: the cached config {entry.get('config')!r} is not in the config space any more: it is "
-                f"not used"
+                f"{self.name}: the cached config {entry.get('config')!r} is no longer in the config space and is "
+                f"ignored"
             )
-        # A space of None was put there by hand. New configs must be measured; the journal holds the trials of others.
+        # An entry made by hand has no space. For another space a sweep must run, as new configs need measurements;
+        # the journal holds the trials of the old ones.
         return config if config is not None and entry.get("space") in (None, call.space) else None
 
     def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
-        """Returns the config that another process has encoded, or None if it cannot be used here."""
+        """Returns the config that another process has encoded, or None if it does not fit the call."""
         return call.find(encoded)
 
     def text_of(self, config: Config) -> str:
@@ -207,13 +209,13 @@ class TunedFunction:
         """Raises if the function cannot take the keys of its configs.
 
         Args:
-            configs: its configs, or a few in which every value occurs.
+            configs: its configs, or a few that together contain every value.
 
         Raises:
-            TypeError: a key is no parameter that can be passed by keyword, or has no default.
-            ValueError: a key is not static.
+            TypeError: A key is not a parameter that takes a keyword argument, or lacks a default.
+            ValueError: A key is not static.
         """
-        # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
+        # Configs are keyword arguments, so parameters that jit knows as static only by position do not count.
         statics = frozenset(jax_functions.jit_options(self.fn).static_argnames) if self.is_jitted else None
         check_parameters(
             configs,
@@ -234,8 +236,8 @@ def space_of(configs: Space) -> JsonObject:
 class BoundCall:
     """One call of a tuned function.
 
-    The author's functions are called when their answers are first needed, and at most once per call: the callable that
-    makes configs, and `prune_fn` for each config.
+    It calls the author's functions on first use and at most once: the callable that makes configs, and `prune_fn` for
+    each config.
 
     Attributes:
         function: the function.
@@ -255,31 +257,31 @@ class BoundCall:
 
     @lazy
     def is_symbolic(self) -> bool:
-        """Whether the shape of an argument is symbolic, as in `jax.export`: no data has such a shape."""
+        """Whether an argument has a symbolic shape, from `jax.export`, and so no data."""
         leaves = jax.tree.leaves((self.args, self.kwargs))
         arrays = [leaf for leaf in leaves if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))]
         return any(not isinstance(size, (int, np.integer)) for array in arrays for size in array.shape)
 
     @property
     def has_no_key(self) -> bool:
-        """Whether nothing can be remembered for the call, because its shapes are symbolic."""
+        """Whether the call cannot have a cached result, because its shapes are symbolic."""
         return self.function.options.key_fn is None and self.is_symbolic
 
     @lazy
     def bound(self) -> inspect.BoundArguments:
-        """The arguments by parameter, without defaults; bound once, and never changed.
+        """The arguments by parameter, without defaults; never changed.
 
         Raises:
-            TypeError: the function does not take them.
+            TypeError: The function does not take them.
         """
         return self.function.signature.bind_partial(*self.args, **self.kwargs)
 
     @lazy
     def values(self) -> Mapping[str, Any]:
-        """The arguments by name, with defaults; tunables are left out.
+        """The arguments by name, with defaults and without tunables.
 
         Raises:
-            TypeError: an argument is missing.
+            TypeError: An argument is missing.
         """
         check_complete(self.bound, self.tunables)
         return {name: value for name, value in arguments_of(self.bound).items() if name not in self.tunables}
@@ -289,12 +291,12 @@ class BoundCall:
         """The parameters that count by value."""
         if self.function.static_names is not None:
             return self.function.static_names
-        # The configs may need these to be made, so that the tunables are not known yet.
+        # Making the configs may need the statics, so the tunables may still be unknown here.
         return without_arrays(arguments_of(self.bound))
 
     @lazy
     def optional(self) -> frozenset[str]:
-        """The static arguments that `key_fn` leaves out, which count only if they can be described."""
+        """The static arguments that `key_fn` does not take. They count only if they have a description."""
         key_fn = self.function.options.key_fn
         if key_fn is None or self.fitted(key_fn, self.args, self.kwargs) == (self.args, self.kwargs):
             return frozenset()
@@ -302,7 +304,7 @@ class BoundCall:
 
     @lazy
     def configs(self) -> Space:
-        """The configs to try, with those that `prune_fn` drops; a callable is read as far as needed."""
+        """The configs to try, including configs that `prune_fn` drops; reads a callable's configs as needed."""
         function = self.function
         space = function.configs
         if callable(space):
@@ -314,9 +316,9 @@ class BoundCall:
 
     @property
     def has_unread_configs(self) -> bool:
-        """Whether a callable makes the configs, and the key of the call alone decides which.
+        """Whether a callable makes the configs, and the key of the call decides which.
 
-        Results of such a call are found without the configs: the code of the callable stands for them.
+        The code of the callable then stands for the configs, so finding a result does not need them.
         """
         return callable(self.function.configs) and self.function.options.key_fn is None
 
@@ -328,14 +330,14 @@ class BoundCall:
         return self.function.listed_space or space_of(self.configs)
 
     def find(self, raw: Any, *, is_listed: bool = False) -> Config | None:
-        """Returns the config that is equal to an encoded one: of the configs, or the function's own defaults.
+        """Decodes a config: one of the configs, or the function's own defaults; None for any other value.
 
-        One that lacks options for XLA is equal to one that has none. Where the configs are not read, a config that the
-        function can take is taken for one of them.
+        A missing dict of XLA's options counts as an empty dict. If the configs are unread, any config that the function
+        can take is accepted.
 
         Args:
             raw: the encoded config, which may be anything.
-            is_listed: whether the configs are read in any case, because the key of the call does not vouch for it.
+            is_listed: whether to read the configs in any case, because the key of the call does not vouch for `raw`.
         """
         if not isinstance(raw, Mapping):
             return None
@@ -354,7 +356,7 @@ class BoundCall:
 
     @lazy
     def pruned(self) -> frozenset[int]:
-        """The indices of the configs that `prune_fn` drops, which is called for all of them."""
+        """The indices of the configs that `prune_fn` drops; calls it for every config."""
         return frozenset(index for index in self.configs.listed() if not self.configs.keeps(index))
 
     def keeps(self, config: Config) -> bool:
@@ -380,10 +382,10 @@ class BoundCall:
         """The tunable parameters that the caller sets by hand.
 
         Raises:
-            TypeError: the function does not take such arguments.
+            TypeError: The function does not take the call's arguments.
         """
         if callable(self.function.configs) and self.has_no_key:
-            return frozenset()  # it runs with its defaults anyway, and configs for symbolic shapes could not be made
+            return frozenset()  # it runs with its defaults anyway, and the callable cannot handle symbolic shapes
         check_complete(self.bound)
         given = self.bound.arguments
         may_be = [name for name in given if self.function.parameters[name].default is not inspect.Parameter.empty]
@@ -391,7 +393,7 @@ class BoundCall:
 
     @lazy
     def defaults(self) -> Config:
-        """The function's own defaults as a config; an empty one, which sets nothing, if JSON cannot hold them."""
+        """The function's own defaults as a config; empty, so that it sets nothing, if JSON cannot hold them."""
         parameters = self.function.parameters
         defaults = {name: parameters[name].default for name in self.configs.names if name in parameters}
         try:
@@ -429,24 +431,24 @@ class BoundCall:
         return {} if default is None or self.configs.keeps(default) else None
 
     def fitted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """Returns the call as one of the author's functions takes it, which may leave static parameters out."""
+        """Returns the call's arguments for one of the author's functions, which may lack static parameters."""
         return fitted(function, self.function.signature, self.statics, args, kwargs)
 
 
 def check_jit_options(fn: Callable[..., Any], name: str) -> None:
-    """Raises if a jitted function has options with which it cannot be tuned.
+    """Raises if the options of a jitted function prevent tuning.
 
     Args:
         fn: the jitted function.
         name: its name in messages.
 
     Raises:
-        TypeError: the function accepts no config, or cannot be rebuilt in a worker.
+        TypeError: The function does not accept configs, or a worker cannot rebuild it.
     """
     options = jax_functions.jit_options(fn)
     if options.takes_no_keywords:
         raise TypeError(
-            f"{name}: jax.jit accepts no keyword arguments with in_shardings, and that is how the tunables are passed: "
+            f"{name}: jax.jit accepts no keyword arguments with in_shardings, and tunables are keyword arguments: "
             "leave in_shardings out and lay out the arguments (jax.device_put(x, sharding)), or call "
             "jax.lax.with_sharding_constraint inside the function"
         )

@@ -1,4 +1,4 @@
-"""The arguments that a sweep runs with: those of a block, the call's own, a supplier's, or made from shapes."""
+"""The arguments that a sweep runs with: from a block, from the call, from a supplier, or made from shapes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _REAL = "with quarantune.set_autotune_inputs(...)"
 class set_autotune_inputs:
     """Runs the sweeps of a block of code with these arguments, in this thread or task of asyncio only; blocks nest.
 
-    It serves calls inside `jit` and other transformations, which have no concrete arguments, and calls whose own
-    arguments are not representative of speed, such as indices that are all zero. The result is remembered for the call,
-    so these arguments must have its shapes, dtypes and static values, positional or by keyword. A number stands for an
-    array without dimensions, and any size for a symbolic one, as in `jax.export`.
+    Use it for calls inside `jit` and other transformations, which have no concrete arguments. Use it also for calls
+    whose own arguments do not represent real speed, such as indices that are all zero. The cache stores the result for
+    the call, so these arguments must have its shapes, dtypes and static values, positional or by keyword. A number
+    stands for an array without dimensions, and any size for a symbolic size of `jax.export`.
 
     Args:
-        *args: the tuned function's positional arguments, without tunables; or one list or tuple of them.
+        *args: the tuned function's positional arguments, without tunables; or a single list or tuple that holds them.
         **kwargs: its keyword arguments.
 
     Example:
@@ -52,11 +52,11 @@ class set_autotune_inputs:
 
 
 _blocks: contextvars.ContextVar[tuple[set_autotune_inputs, ...]] = contextvars.ContextVar("_blocks", default=())
-"""The `set_autotune_inputs` blocks of a thread, or of a task of asyncio, outermost first."""
+"""The `set_autotune_inputs` blocks of a thread or an asyncio task, outermost first."""
 
 
 def _block() -> set_autotune_inputs | None:
-    """Returns the innermost block; None outside of any."""
+    """Returns the innermost block; None outside of blocks."""
     return next(reversed(_blocks.get()), None)
 
 
@@ -72,16 +72,16 @@ def are_given(supply: str | Callable[..., Any]) -> bool:
 def arguments(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], supply: str | Callable[..., Any]
 ) -> Arguments:
-    """Returns the arguments to run a call with; workers make those that still have no value from shape and dtype.
+    """Returns the arguments to run a call with. Workers generate arrays that still lack a value.
 
     Args:
-        fn: the function that is called, with its signature and static parameters.
+        fn: the function of the call.
         args: the call's positional arguments.
         kwargs: its keyword arguments.
         supply: the author's option.
 
     Raises:
-        ValueError: the arguments of the block, or the supplier's, do not fit the call.
+        ValueError: The arguments of the block or of the supplier do not fit the call.
     """
     call = args, dict(kwargs)
     if (block := _block()) is not None:
@@ -94,7 +94,7 @@ def arguments(
     if not callable(supply) or not any(isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)) for leaf in leaves):
         return call
     structs, _ = as_structs(args, kwargs)
-    with jax.ensure_compile_time_eval():  # the call may be inside a trace; this is not
+    with jax.ensure_compile_time_eval():  # the call may be inside a trace; the supplier must not be
         supplied = tuple(supply(structs))
     return _spelt_alike((supplied, dict(kwargs)), call, fn, "supply")
 
@@ -103,7 +103,7 @@ def in_place_of_symbolic(call: Arguments) -> Arguments | None:
     """Returns the arguments of the block for a call with symbolic shapes; None outside of a block.
 
     Raises:
-        ValueError: their dtypes or numbers of dimensions are not those of the call.
+        ValueError: Their dtypes or numbers of dimensions differ from the call's.
     """
     if (block := _block()) is None:
         return None
@@ -114,12 +114,12 @@ def in_place_of_symbolic(call: Arguments) -> Arguments | None:
 
 
 def _outline(values: Any) -> Any:
-    """Returns values with the dtype and the number of dimensions in place of each array."""
+    """Returns values with each array replaced by its dtype and number of dimensions."""
     return jax.tree.map(lambda leaf: f"{leaf.dtype}[{leaf.ndim}]" if is_array(leaf) else leaf, values)
 
 
 def _readings(block: set_autotune_inputs) -> list[Arguments]:
-    """Returns the arguments of a block: as they are, then the items of its only one if that is a list or tuple."""
+    """Returns the readings of a block's arguments: as they are, and the items of a single list or tuple."""
     match block.args:
         case ((list() | tuple()) as one,) if not block.kwargs:
             return [(block.args, {}), (tuple(one), {})]
@@ -127,10 +127,10 @@ def _readings(block: set_autotune_inputs) -> list[Arguments]:
 
 
 def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], source: str) -> Arguments:
-    """Returns the given arguments in the places of the call's own, and as weakly typed.
+    """Returns the given arguments in the form of the call: the same places (position or keyword) and weak types.
 
     Raises:
-        ValueError: the given arguments do not fit the call.
+        ValueError: The given arguments do not fit the call.
     """
     from quarantune.values.codec import canonical_json
 
@@ -154,7 +154,7 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     except TypeError as error:
         raise ValueError(f"{source} gives arguments that cannot be compared with the call's: {error}") from error
     for name in [*its, *mine]:
-        # Compared as the text that the key holds: 4 and 4.0 are equal, but give different programs.
+        # Compares the texts in the key: 4 and 4.0 are equal, but give different programs.
         if canonical_json(mine.get(name)) != canonical_json(its.get(name)):
             show = _shown_static if name in static else _shown
             difference = f"{show(name, mine, ours)} where the call has {show(name, its, theirs)}"
@@ -189,7 +189,7 @@ def _is_struct(leaf: Any) -> bool:
 
 
 def _as_weak_as(given: Any, wanted: Any) -> Any:
-    """Returns an array as weakly typed as another; the weak types of given arrays are seldom on purpose."""
+    """Returns an array with the weak type of another, because users seldom give weakly typed arrays on purpose."""
     is_weak = bool(getattr(wanted, "weak_type", False))
     if not is_array(given) or is_weak == bool(getattr(given, "weak_type", False)):
         return given
@@ -199,7 +199,7 @@ def _as_weak_as(given: Any, wanted: Any) -> Any:
 
 
 def _as_arrays(given: Any, wanted: Any) -> Any:
-    """Returns a number as an array, or an array without dimensions as a number, if the other value is one."""
+    """Converts a number to an array, or an array without dimensions to a number, to match `wanted`."""
     if isinstance(given, _NUMBERS) and is_array(wanted) and not wanted.shape:
         with jax.ensure_compile_time_eval():
             return jnp.asarray(given, wanted.dtype)
@@ -212,7 +212,7 @@ def _shown_static(name: str, described: Mapping[str, Any], values: Mapping[str, 
 
 
 def _shown(name: str, described: Mapping[str, Any], _: Mapping[str, Any]) -> str:
-    """Describes one argument in a form that people can read."""
+    """Describes one argument in readable form."""
     if name not in described:
         return "nothing"
     value = described[name]

@@ -1,4 +1,4 @@
-"""The key of a call: what it shares with the calls that use the same config."""
+"""The key of a call: all calls with this key use the same config."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 _MOST_KINDS = 3
 _STATE = "jax settings"
-"""The name of JAX's settings in an entry, among those of the parameters."""
+"""The name of JAX's settings in an entry, next to the names of parameters."""
 
 
 class ProblemId(NamedTuple):
-    """What a result is remembered under: a function, a kind of device, and what the call shares with like calls.
+    """Identifies a problem with one result in the cache: a function, a kind of device, and a key.
 
     Attributes:
         name: the function's name in the cache.
         device: the kind of device.
-        key: the description of the call as canonical JSON.
+        key: the description of the call, as canonical JSON.
     """
 
     name: str
@@ -50,13 +50,14 @@ class KeyedCall:
 
     Attributes:
         call: the call.
-        id: what its result is remembered under.
+        id: the identity of its problem in the cache.
         platform: the platform that the call runs on: `cpu`, `cuda`, `rocm` or `tpu`.
-        arguments: the descriptions of the arguments by parameter, also if `key_fn` stands for the arrays in the key.
+        arguments: the descriptions of the arguments by parameter, with arrays even if `key_fn` describes them in the
+            key.
         values: the values of the call that the key holds, by parameter.
         jax_state: JAX's settings that the key holds.
         axes: the axes of the mesh that the function communicates over, if it does so inside `shard_map`.
-        programs: the programs that the call runs, by the text of the config; filled by `calls.program`.
+        programs: the programs that the call runs, by the text of the config; `calls.program` fills it.
     """
 
     call: BoundCall
@@ -70,7 +71,7 @@ class KeyedCall:
 
     @property
     def readable(self) -> JsonObject:
-        """The values of the key in a form that people can read."""
+        """The values of the key in readable form."""
         return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
 
     @property
@@ -84,7 +85,7 @@ class KeyedCall:
     def sent(self) -> Arguments:
         """Returns the arguments that workers get.
 
-        An argument that `key_fn` leaves out and that has no description is not sent: workers use its default.
+        An argument that `key_fn` does not take and that lacks a description stays here: workers use its default.
         """
         call = self.call
         left = [
@@ -104,10 +105,10 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
 
     Args:
         call: the call.
-        target: the device that the call is for; None for the one that it would run on here.
+        target: the device that the call is for; None for the device that runs it here.
 
     Raises:
-        TypeError: an argument cannot be described, or `key_fn` returned a value that JSON cannot hold.
+        TypeError: An argument has no description, or `key_fn` returned a value that JSON cannot hold.
     """
     function, given = call.function, dict(named(call.bound))
     _check_arguments(given, given.keys() - call.statics if function.is_jitted else (), call.name)
@@ -133,7 +134,7 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     parts = {"call": values, "code": function.fingerprint.digest} | ({"jax": state} if state else {})
     if not function.is_jitted and (code := code_digest(call.values)):
         parts["code of arguments"] = code
-    if sys.flags.optimize:  # code without `assert`, and with another `__debug__`
+    if sys.flags.optimize:  # code runs without `assert`, and with another `__debug__`
         parts["python"] = {"optimize": sys.flags.optimize}
     return KeyedCall(
         call=call,
@@ -151,10 +152,10 @@ def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
 
     Args:
         call: the call.
-        target: as for `keyed`.
+        target: see `keyed`.
 
     Raises:
-        TypeError: its shapes are symbolic, or it sets a tunable by hand, and every config would run with that.
+        TypeError: The call has symbolic shapes, or sets a tunable that the configs should set.
     """
     if call.is_symbolic:
         raise TypeError(f"{call.name}: symbolic shapes have no data to measure with: tune it with concrete shapes")
@@ -166,10 +167,10 @@ def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
 
 
 def check_can_travel(call: BoundCall) -> None:
-    """Raises if workers would not get an argument as the function gets it here.
+    """Raises if workers cannot make an argument as the function gets it here.
 
     Raises:
-        ValueError: an array is a sum that is yet to be made over axes of a mesh, or is not in row-major order.
+        ValueError: An array is unreduced over axes of a mesh, or is not in row-major order.
     """
     for parameter, value in named(call.bound):
         for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
@@ -187,7 +188,7 @@ def check_can_travel(call: BoundCall) -> None:
 
 
 def _key_values(call: BoundCall, arguments: JsonObject) -> JsonObject:
-    """Returns the part of the key that describes the arguments; `key_fn` describes the arrays if there is one."""
+    """Returns the part of the key that describes the arguments; a `key_fn` describes the arrays."""
     key_fn = call.function.options.key_fn
     if key_fn is None:
         return arguments
@@ -197,30 +198,31 @@ def _key_values(call: BoundCall, arguments: JsonObject) -> JsonObject:
     try:
         canonical_json(bucket)
     except (TypeError, ValueError) as error:
-        hint = "; for symbolic shapes return what it returns for the concrete ones" if call.is_symbolic else ""
+        hint = "; for symbolic shapes return the value for the concrete shapes" if call.is_symbolic else ""
         raise TypeError(f"{call.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
     static = {name: value for name, value in arguments.items() if name in call.statics}
     return {**static, "key_fn": bucket}
 
 
 def _check_arguments(arguments: Mapping[str, Any], dynamic: Collection[str], name: str) -> None:
-    """Raises if an argument is one that every config would write to, or that `jax.jit` would refuse.
+    """Raises if every config would write to an argument, or if `jax.jit` would refuse an argument.
 
     Args:
         arguments: the arguments by parameter.
-        dynamic: the parameters of which `jax.jit` takes arrays and numbers only.
+        dynamic: the parameters that `jax.jit` accepts only arrays and numbers for.
         name: the function's name in messages.
 
     Raises:
-        TypeError: an argument is, or contains, a `jax.Ref`, or something dynamic that is neither array nor number.
+        TypeError: An argument contains a `jax.Ref`, or a dynamic argument contains a value that is neither an array
+            nor a number.
     """
     for parameter, value in arguments.items():
         for number, leaf in enumerate(jax.tree.leaves(value)):
             if type(leaf) not in SCALARS and isinstance(leaf, jax.Ref):
                 raise TypeError(
                     f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function "
-                    f"that takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or "
-                    f"give the tunables by hand"
+                    f"that takes its value and returns the new one: {parameter}[...] = fn({parameter}[...]), or give "
+                    f"the tunables by hand"
                 )
             if parameter in dynamic and (reason := _why_not_dynamic(leaf)) is not None:
                 path, _ = jax.tree_util.tree_flatten_with_path(value)[0][number]
@@ -245,7 +247,7 @@ def _remedy(parameter: str, leaf: Any, *, is_inside: bool) -> str:
     if isinstance(leaf, (np.ndarray, np.generic)):
         return "give an array of numbers"
     static = (
-        f"pass it as a static argument of its own, or make it a static field of the pytree that {parameter!r} is"
+        f"pass it as a separate static argument, or make it a static field of the pytree {parameter!r}"
         if is_inside
         else f"make it static with static_argnames=[{parameter!r}] in jax.jit"
     )

@@ -21,10 +21,10 @@ class CallProgram(NamedTuple):
     """The program of a call.
 
     Attributes:
-        identity: its identity; without a second half inside a trace, where the call is not lowered by itself, and empty
-            if the program cannot be traced.
-        text: its text; None if it cannot be traced.
-        error: why it cannot be traced.
+        identity: its identity, empty if tracing failed. Inside a trace it lacks its second half, because JAX lowers the
+            call only with the code around it.
+        text: its text; None if tracing failed.
+        error: why tracing failed.
     """
 
     identity: str
@@ -33,19 +33,20 @@ class CallProgram(NamedTuple):
 
 
 def program_of(call: KeyedCall, config: Config, *, lowers: bool = True) -> CallProgram | None:
-    """Returns the program that a call runs with a config; made once for each config of a call.
+    """Returns the program that a call runs with a config; makes it once for each config of a call.
 
-    JAX keeps what is traced and lowered here for the call that follows, so that nothing is done twice. A function whose
-    time includes its gradient is the exception: workers measure another program than the call runs, so that one is
-    traced, but not lowered.
+    JAX keeps the trace and the lowered program for the call that follows, so no work is wasted. A function whose time
+    includes its gradient is an exception: workers measure another program than the call runs. This traces the measured
+    program, but does not lower it.
 
     Args:
         call: the call.
         config: the config.
-        lowers: whether the program is lowered, too, unless that would initialise a backend, or JAX is tracing.
+        lowers: whether to lower the program too, unless lowering would initialise a backend, or JAX is tracing.
 
     Returns:
-        The program; None if the function is not jitted, its shapes are symbolic, or it communicates inside `shard_map`.
+        The program. None if the function is not jitted or communicates inside `shard_map`, if a shape is symbolic, or
+        if its text or identity could not be made.
     """
     if (name := text_of(config)) not in call.programs:
         call.programs[name] = None
@@ -54,7 +55,7 @@ def program_of(call: KeyedCall, config: Config, *, lowers: bool = True) -> CallP
         except Exception as error:
             if is_interruption(error):
                 raise
-            _logger.debug("%s: the program of the call is not known: %r", call.id.name, error)
+            _logger.debug("%s: the call's program could not be made: %r", call.id.name, error)
     found: CallProgram | None = call.programs[name]
     return found
 
@@ -72,7 +73,7 @@ def _program_of(call: KeyedCall, config: Config, *, lowers: bool) -> CallProgram
 
         jitted = differentiation.with_gradient(function.fn)
     elif is_part:
-        jitted = function.fn  # options for the compiler are for the outermost jit
+        jitted = function.fn  # JAX takes compiler options only at the outermost jit
     try:
         traced = jitted.trace(*args, **kwargs, **keywords)
     except Exception as error:

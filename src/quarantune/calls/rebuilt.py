@@ -1,4 +1,4 @@
-"""Arguments made again from their description in a key."""
+"""Rebuilds arguments from their description in a key."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ _KEY_IMPLEMENTATIONS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg
 """The implementations of PRNG keys by the names of their dtypes."""
 _PLAIN_TREE = re.compile(r"PyTreeDef\((.*)\)", re.DOTALL)
 _LEAF = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\*""")
-"""A quoted key of a dict, or the star that stands for a leaf."""
+"""Matches a quoted key of a dict, or the star that stands for a leaf."""
 
 
 class CannotRebuildError(Exception):
-    """The key does not contain enough about an argument; the message names it."""
+    """The key does not describe an argument fully; the message names the argument."""
 
 
 def rebuilt(key: str, function: TunedFunction) -> Arguments:
-    """Returns arguments like those of the call that a key describes, without tunables.
+    """Returns arguments that fit the call of a key, without tunables.
 
-    Arrays of a jitted function are given as `jax.ShapeDtypeStruct`, so that the sweep makes their elements by `supply`.
-    Those of any other callable are NumPy arrays with such elements, unless `supply` is a function. A Python number, of
-    which the key holds the type only, is 1.
+    Arrays of a jitted function become `jax.ShapeDtypeStruct`, so that the sweep makes their elements by `supply`. For
+    other callables they become NumPy arrays with elements made by `supply`, or structs if `supply` is a function. A
+    Python number is 1, because the key holds only its type.
 
     Args:
         key: the key of an entry.
-        function: the function that it is for.
+        function: the function of the entry.
 
     Raises:
-        CannotRebuildError: the key does not hold a value, but only a description of it.
+        CannotRebuildError: The key holds only a description of a value, or is not the key of a tuned function.
     """
     try:
         values = dict(decode_json(key)["call"].items())
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise CannotRebuildError("its key is not one of a tuned function") from None
+        raise CannotRebuildError("its key is not the key of a tuned function") from None
     if function.options.key_fn is not None:
         raise CannotRebuildError("its key holds the result of key_fn and not the shapes")
     return described_arguments(values, function)
 
 
 def described_arguments(values: JsonObject, function: TunedFunction) -> Arguments:
-    """Returns arguments of a function that have these descriptions by parameter, as `rebuilt` does.
+    """Returns arguments of a function from their descriptions by parameter; see `rebuilt`.
 
     Raises:
-        CannotRebuildError: a description does not tell enough about an argument.
+        CannotRebuildError: A description is incomplete, or names something that is not a parameter.
     """
     maker = _Maker(function)
     parameters, made = function.parameters, dict[str, Any]()
@@ -71,7 +71,7 @@ def described_arguments(values: JsonObject, function: TunedFunction) -> Argument
         elif rest is not None and name != "communicates over":
             made.setdefault(rest, {})[name.removeprefix("**")] = maker.value(name, described)
         else:
-            raise CannotRebuildError(f"{name!r} is no parameter of the function")
+            raise CannotRebuildError(f"{name!r} is not a parameter of the function")
     ordered = {name: made[name] for name in parameters if name in made}
     bound = inspect.BoundArguments(function.signature, ordered)
     return bound.args, bound.kwargs
@@ -99,7 +99,7 @@ class _Maker:
         self._arrays = 0
 
     def value(self, name: str, described: Any) -> Any:
-        """Returns an argument that has a description.
+        """Returns an argument made from its description.
 
         Args:
             name: the parameter.
@@ -151,7 +151,7 @@ class _Maker:
 
 
 def _sharding(described: Any) -> NamedSharding:
-    """Returns the sharding that a description in a key is of, over a mesh without devices."""
+    """Returns the sharding that a key describes, over a mesh without devices."""
     mesh, explicit = described["mesh"], described.get("explicit", ())
     kinds = tuple(AxisType.Explicit if axis in explicit else AxisType.Auto for axis in mesh)
     spec = PartitionSpec(*(tuple(axis) if isinstance(axis, list) else axis for axis in described["spec"]))
@@ -159,7 +159,7 @@ def _sharding(described: Any) -> NamedSharding:
 
 
 def _static(name: str, described: Any) -> Any:
-    """Returns a value that its description holds; lists become tuples, which jit can hash."""
+    """Returns the value that a description holds. Lists become tuples, so that jit can hash them."""
     builders: dict[str, Callable[[str], Any]] = {"float": float, "complex": complex, "dtype": dtype_from_name}
     match described:
         case None | bool() | int() | float() | str():

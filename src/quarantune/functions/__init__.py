@@ -1,1 +1,1 @@
-"""How a config reaches a function, and what is known of its calls."""
+"""Binds configs to functions, and describes functions and their arguments."""

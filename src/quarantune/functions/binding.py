@@ -1,6 +1,6 @@
-"""How a config reaches a function: what a function takes, how a call is bound, and a config bound to a function.
+"""How a config reaches a function: reads signatures, binds calls to parameters, and binds configs to functions.
 
-Of a config, values are keyword arguments, and compiler options are options of the jit.
+The values of a config are keyword arguments. Its compiler options are options of the jit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def arguments_of(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Returns the arguments of a bound call by name, with the defaults of those that it leaves out."""
+    """Returns the arguments of a bound call by name, with defaults for missing arguments."""
     complete = inspect.BoundArguments(bound.signature, dict(bound.arguments))
     complete.apply_defaults()
     return dict(named(complete))
@@ -40,7 +40,7 @@ def lacking(bound: inspect.BoundArguments) -> list[str]:
 
 
 def check_complete(bound: inspect.BoundArguments, tunables: Collection[str] = ()) -> None:
-    """Raises the error of Python if a call leaves out an argument that has no default and is no tunable."""
+    """Raises Python's error if a call lacks an argument, unless it has a default or is tunable."""
     lacks = lacking(bound)
     if any(name not in tunables for name in lacks):
         bound.signature.bind(*bound.args, **bound.kwargs, **{name: None for name in lacks if name in tunables})
@@ -50,27 +50,27 @@ def describe_function(fn: Callable[..., Any]) -> tuple[Callable[..., Any], inspe
     """Returns the function to tune, its signature, and its static parameters (None if it is not jitted).
 
     Raises:
-        TypeError: `fn` cannot be called.
+        TypeError: `fn` is not callable.
     """
     if not callable(fn):
         raise TypeError(f"{fn!r} cannot be called: give a function")
     inner = getattr(fn, "__wrapped__", None)
     if inner is not None and not jax_functions.is_jitted(fn) and jax_functions.is_jitted(inner):
-        fn = inner  # an autotuned function, to be tuned with other configs
+        fn = inner  # `fn` is an autotuned function, and the caller tunes it with other configs
     static_names = jax_functions.jit_options(fn).static_names if jax_functions.is_jitted(fn) else None
     return fn, signature_of(inspect.unwrap(fn)), static_names
 
 
 def signature_of(fn: Any) -> inspect.Signature:
-    """Returns the signature of any callable; a built-in without one takes all arguments."""
+    """Returns the signature of any callable; a built-in without a signature takes all arguments."""
     try:
         return inspect.signature(fn)
-    except Exception:  # Python compares the callable, and its class may say anything of equality
+    except Exception:  # Python compares the callable, and its `__eq__` may return or raise anything
         return inspect.signature(fn.__call__)
 
 
 def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
-    """Yields the arguments by name; `**` precedes the name of one in `**kwargs` that is also a parameter's."""
+    """Yields the arguments by name. A name in `**kwargs` that equals a parameter's name gets the prefix `**`."""
     parameters = bound.signature.parameters
     for name, value in bound.arguments.items():
         if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -86,11 +86,11 @@ def fitted(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Arguments:
-    """Returns the arguments of a call as another function takes them, which may have fewer static parameters or more.
+    """Returns the arguments of a call for another function, which may have other static parameters.
 
     Args:
         function: `key_fn`, `prune_fn` or a function that makes configs.
-        signature: of the tuned function.
+        signature: the signature of the tuned function.
         statics: its static parameters.
         args: the call's positional arguments.
         kwargs: its keyword arguments.
@@ -130,7 +130,7 @@ def jitted_with(fn: Any, config: Config) -> tuple[Any, Config]:
     """Returns the function to call for a config, with its compiler options, and the keyword arguments for the call.
 
     Args:
-        fn: the function. If the config has compiler options, it is jitted again, once for the same options.
+        fn: the function. If the config has compiler options, this jits it again, once for equal options.
         config: the config.
     """
     keywords, options = split_config(fn, config)
@@ -142,8 +142,8 @@ def bind_config(fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
 
     Args:
         fn: the function, jitted or not.
-        config: the config. Inside a trace its compiler options are left out with a warning: JAX
-            refuses them for all but the outermost jit.
+        config: the config. Inside a trace the function warns and ignores its compiler options, because JAX accepts
+            them only at the outermost jit.
     """
     jitted, keywords = jitted_with(fn, config)
     return functools.partial(fn, **keywords) if jitted is fn else _WithOptions(fn, jitted, keywords, config[OPTIONS])
@@ -161,7 +161,7 @@ def function_inside(bound: Callable[..., Any]) -> Any:
 
 
 def check_compiler_options(fn: Callable[..., Any], configs: Sequence[Config], *, name: str) -> None:
-    """Checks the compiler options of configs, and that the function can be jitted with them.
+    """Raises if configs have invalid compiler options, or options that the function cannot be jitted with.
 
     Args:
         fn: a jitted function.
@@ -169,7 +169,7 @@ def check_compiler_options(fn: Callable[..., Any], configs: Sequence[Config], *,
         name: the function's name, for error messages.
 
     Raises:
-        TypeError: the options are no dict of plain values, or the function was jitted with options tied to devices.
+        TypeError: The options are not a dict of plain values, or the function's own jit has options tied to devices.
     """
     if OPTIONS in inspect.signature(fn).parameters:
         return
@@ -177,7 +177,7 @@ def check_compiler_options(fn: Callable[..., Any], configs: Sequence[Config], *,
     for options in given:
         if not isinstance(options, Mapping):
             raise TypeError(
-                f"{name}: {OPTIONS} is {shown(options)}; give a dict of XLA's options, as in {{{OPTIONS!r}: "
+                f"{name}: {OPTIONS} is {shown(options)}; give a dict of XLA's options, such as {{{OPTIONS!r}: "
                 f"{{'xla_cpu_enable_fast_math': True}}}}, or make {OPTIONS!r} a parameter of the function."
             )
         for option, value in options.items():
@@ -188,7 +188,7 @@ def check_compiler_options(fn: Callable[..., Any], configs: Sequence[Config], *,
     bound = jax_functions.jit_options(fn).cannot_travel
     if bound and any(given):
         raise TypeError(
-            f"{name}: its configs have {OPTIONS}, for which it has to be jitted again, and jax.jit was given "
+            f"{name}: its configs have {OPTIONS}, so it must be jitted again, and jax.jit was given "
             f"{' and '.join(bound)}, which would be lost: leave one or the other out."
         )
 
@@ -197,8 +197,8 @@ class _WithOptions:
     """A jitted function with a config that has compiler options.
 
     Attributes:
-        func: the function that was given, like `functools.partial.func`.
-        keywords: the keyword arguments bound to it, like `functools.partial.keywords`.
+        func: the original function, like `functools.partial.func`.
+        keywords: its keyword arguments from the config, like `functools.partial.keywords`.
     """
 
     def __init__(self, fn: Callable[..., Any], jitted: Callable[..., Any], keywords: Config, options: Any) -> None:
@@ -214,8 +214,8 @@ class _WithOptions:
             return self._compiled(*args, **kwargs)
         name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._options)
         _warn_once(
-            f"{name}: its config {self.keywords} runs without its {OPTIONS} inside a trace, because JAX takes them at "
-            f"the outermost jit alone: give them to that one, jax.jit(..., {OPTIONS}={options})"
+            f"{name}: its config {self.keywords} runs without its {OPTIONS} inside a trace, because JAX accepts them "
+            f"only at the outermost jit: give them to that jit, jax.jit(..., {OPTIONS}={options})"
         )
         return self._traced(*args, **kwargs)
 
@@ -232,7 +232,7 @@ def _warn_once(message: str) -> None:
 # --- configs that contextual tuning assigns ---
 
 assignment_in_force: contextvars.ContextVar[Any] = contextvars.ContextVar("assignment_in_force", default=None)
-"""The assignment of configs to kernels (`transport.assignment`) that is in force in a thread; None for none."""
+"""The assignment of configs to kernels (`transport.assignment`) in force in a thread, if any."""
 _NUMBER = re.compile(r" #\d+$")
 _kernels: dict[str, weakref.WeakSet[Any]] = {}
 
@@ -243,5 +243,5 @@ def register_kernel(kernel: Any) -> None:
 
 
 def kernels(name: str) -> Sequence[Any]:
-    """Returns the autotuned functions of a name; there may be several from one factory."""
+    """Returns the autotuned functions of a name; one factory may make several."""
     return list(_kernels.get(_NUMBER.sub("", name), ()))

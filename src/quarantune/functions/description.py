@@ -1,8 +1,8 @@
-"""The description of a call: what its arguments, and JAX's settings, count as in a key.
+"""The description of a call's arguments and of JAX's settings in a key.
 
-A description is JSON-able and the same in every process. A value that has no such description raises `TypeError`,
-because a result for it could never be found again. The fingerprint has a describer that never raises
-(`functions.fingerprint`). Both take the same text of a function's code.
+A description is JSON-able and the same in every process. Other values raise `TypeError`, because no later process could
+find a result for them. The fingerprint has a describer that never raises (`functions.fingerprint`). Both describe code
+by the same text.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ SCALARS = (float, int, str, bool, type(None))
 _EMPTY = inspect.Parameter.empty
 _encode = json.JSONEncoder().encode
 _MOST_BITS = 14_000
-"""Python refuses to write an integer with more decimal digits than this one may have, which is 4,300."""
+"""Number of bits above which integers become hex: Python refuses to write more than 4,300 decimal digits."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def describe_arguments(
     values: Mapping[str, Any], static: Collection[str], *, is_jitted: bool = True, optional: Collection[str] = ()
 ) -> JsonObject:
-    """Returns JSON-able descriptions of arguments, equal for calls that share a tuned config, however they are spelt.
+    """Returns JSON-able descriptions of arguments, equal for calls that share a tuned config, however users spell them.
 
-    Arrays are described by shape, dtype and weak type, Python numbers in dynamic parameters by type, all else by value.
-    A function that is not jitted receives NumPy arrays and numbers unchanged: they are described by their own dtype and
-    by value.
+    Descriptions contain the shape, dtype and weak type of arrays, the type of Python numbers in dynamic parameters, and
+    the value of everything else. A function that is not jitted receives NumPy arrays and numbers unchanged: their
+    descriptions contain the exact dtype of arrays, and the value of numbers.
 
     Args:
         values: the arguments by name, with defaults and without tunables; see `arguments_of`.
-        static: the static parameters, which are described by value.
+        static: the static parameters, which count by value.
         is_jitted: whether the function is jitted.
-        optional: static parameters that are left out if they have no description.
+        optional: static parameters that the result omits if they have no description.
 
     Raises:
-        TypeError: another argument has no description that is the same in every process.
+        TypeError: Another argument has no description that is the same in every process.
     """
     described = {}
     for name, value in values.items():
@@ -70,7 +70,7 @@ def describe_arguments(
 
 
 def key_part(value: Any) -> Any:
-    """Returns the value of a `key_fn` with dtypes by their names, and enums and dataclasses as they are in a config."""
+    """Returns the value of a `key_fn` with dtypes as names, and with enums and dataclasses encoded as in configs."""
     if isinstance(value, (type, np.dtype)):
         return describe_plain(value).get("dtype", value)
     if is_tagged(value):
@@ -93,7 +93,7 @@ def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
 
 
 def struct_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Returns the shape and the dtype of an array, without its place."""
+    """Returns the shape, the dtype and the weak type of an array, without its sharding."""
     is_weak = bool(getattr(array, "weak_type", False))
     return jax.ShapeDtypeStruct(array.shape, describe.canonical_dtype(array.dtype), weak_type=is_weak)
 
@@ -103,7 +103,7 @@ def with_leaves(
 ) -> Arguments:
     """Returns the arguments of a call with some leaves changed.
 
-    An argument without such leaves stays the very same object, as it may be compared by identity.
+    An argument without such leaves stays the very same object, because the function may compare it by identity.
     """
 
     def changed(value: Any) -> Any:
@@ -115,12 +115,12 @@ def with_leaves(
 
 
 def describe_jax_state(args: tuple[Any, ...], kwargs: Mapping[str, Any], *, own: str | None = None) -> JsonObject:
-    """Returns a JSON-able description of JAX's settings that change the program of a call, and of the mesh in force.
+    """Returns a JSON-able description of the mesh in force and of JAX's settings that change the program of a call.
 
     Args:
         args: the call's positional arguments.
         kwargs: the call's keyword arguments.
-        own: the value of this package's own user context, which is left out.
+        own: the value of this package's user context, to omit from the description.
     """
     state = jax_options.describe_options(describe_static, own=own)
     mesh = describe.describe_context_mesh(args, kwargs)
@@ -134,10 +134,10 @@ def describe_static(value: Any) -> Any:
     """Returns a JSON-able description of a value that is the same for equal values in every process.
 
     Args:
-        value: a static argument, or any other value that is part of a key.
+        value: a static argument, or any other value in a key.
 
     Raises:
-        TypeError: the value has neither fields, nor a pickle, nor a repr that is the same in every process.
+        TypeError: The value has neither fields, nor a pickle, nor a repr that is the same in every process.
     """
     try:
         return bounded(_describe(value, Around((), {})))
@@ -149,7 +149,7 @@ def describe_static(value: Any) -> Any:
 
 
 def _describe(value: Any, around: Around) -> Any:
-    """Describes a value inside others."""
+    """Describes a value inside other values."""
     if (plain := describe_plain(value)) is not _EMPTY:
         return plain
     if steps := around.steps_to(value):
@@ -157,7 +157,7 @@ def _describe(value: Any, around: Around) -> Any:
     if found := around.known.get(id(value)):
         return found[1]
     within = around.inside(value)
-    if type(value) in (tuple, list):  # here, as each level takes as few frames as it can
+    if type(value) in (tuple, list):  # here, so that each level takes few stack frames
         return around.keep(value, [_describe(item, within) for item in value])
     return around.keep(value, _describe_parts(value, within))
 
@@ -180,7 +180,7 @@ def _describe_parts(value: Any, around: Around) -> Any:
 
 def describe_plain(value: Any) -> Any:
     """Describes a value without parts; returns `_EMPTY` for any other value."""
-    kind = type(value)  # asked first, as there may be very many numbers
+    kind = type(value)  # the exact type comes first, because there may be very many numbers
     if value is None or kind in (bool, str):
         return value
     if kind is int:
@@ -218,14 +218,14 @@ def _describe_value(member: enum.Enum) -> Any:
 
 
 def _describe_type(value: Any) -> Any:
-    # jnp.float32, np.float32 and np.dtype("float32") are one thing to JAX.
+    # jnp.float32, np.float32 and np.dtype("float32") are the same to JAX.
     if issubclass(value, np.generic):
         return {"dtype": np.dtype(value).name}
     return {"dtype": value.dtype.name} if isinstance(value, type(jax.numpy.float32)) else {"type": name_of(value)}
 
 
 def _describe_function(function: Any, around: Around) -> Any:
-    """Describes a function by its name, and by its code and bound values too if other functions have that name."""
+    """Describes a function by its name, and by its code and bound values if the name does not identify it."""
     described = {"function": name_of(function)}
     if _is_found_by_name(function):
         return described
@@ -253,7 +253,7 @@ def _describe_made_of(function: types.FunctionType, around: Around, *, strictly:
 
 
 def _own_fields(wrapper: Any) -> Mapping[str, Any]:
-    """Returns the attributes that a callable wrapper adds, without those that `functools.wraps` copied to it."""
+    """Returns the attributes that a callable wrapper adds, without the attributes that `functools.wraps` copied."""
     if isinstance(wrapper, jax.stages.Wrapped) or getattr(type(wrapper), "__reduce__", None) is not object.__reduce__:
         return {}
     wrapped = wrapper.__wrapped__
@@ -264,12 +264,12 @@ def _own_fields(wrapper: Any) -> Mapping[str, Any]:
 
 
 def _describe_inside(part: Any, around: Around, *, strictly: bool = False) -> Any:
-    """Describes a value that a function keeps.
+    """Describes a value inside a function.
 
     Args:
         part: the value.
-        around: the values that hold it.
-        strictly: whether to raise if the value has no description (a lock, say); otherwise its type stands for it.
+        around: the values that contain it.
+        strictly: whether to raise if the value has no description (a lock, for example) instead of using its type.
     """
     if not strictly and type(part) in (list, tuple, dict) and id(part) not in around.outer:
         items = list(part.items()) if isinstance(part, dict) else part
@@ -303,7 +303,7 @@ def _describe_object(value: Any, around: Around) -> Any:
         return {"type": name, "shape": list(value.shape), "items": _describe(value.tolist(), around)}
     try:
         build, arguments, *state = pickled_parts(value)
-    except (TypeError, ValueError):  # cannot be pickled, or is a name
+    except (TypeError, ValueError):  # pickle fails, or saves only a name
         return {"type": name, "repr": stable_repr(value)}
     parts = (build, arguments, *(without_caches(value, part) for part in state))
     return {"type": name, "build": [_describe(part, around) for part in parts]}
@@ -313,13 +313,13 @@ def stable_repr(value: Any) -> str:
     """Returns the repr of a value.
 
     Raises:
-        TypeError: the repr holds an address, which differs from process to process.
+        TypeError: The repr shows an address, which differs from process to process.
     """
     text = repr(value)
     if _ADDRESS.search(text):
         raise TypeError(
             f"{text} has neither a pickle nor a repr that is the same in every process, so results for it "
-            f"cannot be remembered. Pass a value with a repr of its own (a frozen dataclass, say)."
+            f"cannot be remembered. Pass a value whose class defines a repr, such as a frozen dataclass."
         )
     return text
 
@@ -334,7 +334,7 @@ def name_of(thing: Any) -> str:
 
 
 def _describe_dynamic(value: Any, *, is_jitted: bool) -> Any:
-    """Describes a dynamic argument: a leaf by itself, any other pytree by its structure and its leaves by path."""
+    """Describes a dynamic argument: a single leaf, or another pytree by its structure and its leaves by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     if len(leaves) == 1 and not leaves[0][0]:
         return _describe_leaf(value, is_jitted=is_jitted)
@@ -349,7 +349,7 @@ def describe_structure(treedef: Any) -> Any:
     """Returns a description of the structure of a pytree, with the static parts of its nodes.
 
     Raises:
-        TypeError: a static part has no description that is the same in every process.
+        TypeError: A static part has no description that is the same in every process.
     """
     if _is_shown_by_repr(treedef):
         return str(treedef)
@@ -363,7 +363,7 @@ def describe_structure(treedef: Any) -> Any:
 
 
 def _is_shown_by_repr(treedef: Any) -> bool:
-    """Returns whether a structure has plain containers alone: its repr is complete and in a stable order."""
+    """Returns whether a structure has only plain containers, so that its repr is complete and in a stable order."""
     node = treedef.node_data()
     if node is None:
         return True
@@ -391,7 +391,7 @@ def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
 
 
 def _describe_memory(array: Any) -> JsonObject:
-    """Describes how the elements of an array of NumPy's lie in memory, unless they lie as usual."""
+    """Describes the memory of a NumPy array, unless it is writable and in row-major order."""
     if not isinstance(array, np.ndarray):
         return {}
     strides = {} if array.flags.c_contiguous else {"strides": list(array.strides)}
@@ -399,11 +399,11 @@ def _describe_memory(array: Any) -> JsonObject:
 
 
 def without_arrays(values: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the values that hold no array: those that count by value if the function is not jitted."""
+    """Returns the names of values without an array; these count by value if the function is not jitted."""
     return frozenset(name for name, value in values.items() if not any(map(is_array, jax.tree.leaves(value))))
 
 
 def is_array(leaf: Any) -> bool:
     """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct`."""
-    # JAX takes long to say so, and there may be very many numbers.
+    # JAX's check is slow, and there may be very many numbers.
     return type(leaf) not in SCALARS and isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))

@@ -1,7 +1,7 @@
 """Fingerprints: a short hash for each part that a tuned result depends on, such as code, closure, helpers, options.
 
-A description of code or of a value is the same in every process and never raises: an object that shows nothing but its
-address counts by its type. (The key of a call has a stricter describer, `functions.description`.)
+The description of code or of a value is the same in every process. Describing never raises: an object whose repr shows
+only its address counts by its type. (The key of a call uses a stricter describer, `functions.description`.)
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from quarantune.values.codec import Around, bounded, canonical_json, in_order, s
 _LARGEST_HASHED_BYTES = 1 << 24
 """Larger arrays count by shape and dtype alone: hashing model weights would take too long."""
 MOST_LAYERS = 32
-"""A bound on the layers around a function, as an odd object may answer any attribute, endlessly."""
+"""Most layers to look through around a function, because an odd object may answer any attribute, endlessly."""
 _DEEPEST_FOLLOWED = 8
 LITERALS = (type(None), bool, int, float, complex, str, bytes, type(...))
 _LITERAL_NAMES = {kind: f"builtins.{kind.__qualname__}" for kind in LITERALS}
 NOTHING = object()
-"""Returned by `attribute` if there is no such attribute."""
+"""The result of `attribute` for a missing attribute."""
 _VERSIONED = frozenset({"jax", "jaxlib", "quarantune"})
-"""Packages whose versions an entry records, wherever they are installed."""
+"""Packages whose versions every entry records, even if they are not in a directory of installed packages."""
 _HELD_AS = {"triton": "fn"}
-"""The attribute that holds a kernel's function where it is not `__wrapped__`, by the package of their classes."""
+"""The attribute that holds a kernel's function, by the package of the kernel's class; else it is `__wrapped__`."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
 _CLASS_MACHINERY = frozenset(
     {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "__firstlineno__"}
@@ -61,7 +61,7 @@ _FUTURES = functools.reduce(
     operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 )
 _MANY = 1000
-"""A container with more plain values is hashed at once: describing 300,000 numbers takes 5 s."""
+"""Number of plain values above which a container is hashed as a whole: describing 300,000 numbers takes 5 s."""
 _PLAIN = frozenset(LITERALS) - {type(...)}
 _SET_SHOWN = re.compile(r"\{[^:{}]+,[^:{}]*\}")
 _MUTATORS = frozenset({"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"})
@@ -87,7 +87,7 @@ class Fingerprint:
         return short_hash(canonical_json(self.parts))
 
     def differences(self, other: Fingerprint | Mapping[str, str]) -> list[str]:
-        """Returns the names of the parts that differ, or that only one of the two fingerprints has."""
+        """Returns the names of parts that differ between the two fingerprints, or that one of them lacks."""
         theirs = other.parts if isinstance(other, Fingerprint) else other
         return sorted(name for name in self.parts.keys() | theirs.keys() if self.parts.get(name) != theirs.get(name))
 
@@ -97,29 +97,32 @@ def fingerprint(
 ) -> Fingerprint:
     """Returns the fingerprint of a function and the options that decide which config wins.
 
-    It covers the function's code, its defaults and closure by value, and, transitively, the functions, classes
-    and constants of the user's own modules that its code names: as globals, as attributes of modules
-    (`kernels.body`, `getattr(kernels, "body")`), as methods and operators, and as registrations of `singledispatch`;
-    the fields of plain objects, and parsed flags of absl. The rules of `jax.custom_vjp`, `jax.custom_jvp`,
-    `custom_vmap` and `custom_partitioning` functions are covered too, and so are the user's functions that a library's
-    function or object was given (`haiku.transform(f)`, `NUTS(model)`). Apart from these, an installed package, or a
-    module imported inside the function, counts by name only; the versions of packages are recorded beside the
-    fingerprint. Comments, docstrings, whitespace, the decorators of `fn` itself and its place in the file do not count.
-    The fingerprint is the same in every process. Values count as they are at the time: take the fingerprint once,
+    It covers the function's code, and its defaults and closure by value. Transitively, it covers everything that the
+    code names in the user's own modules:
+
+    - functions, classes and constants: as globals, as attributes of modules (`kernels.body`,
+      `getattr(kernels, "body")`), as methods and operators, and as registrations of `singledispatch`
+    - fields of plain objects, and parsed flags of absl
+    - rules of `jax.custom_vjp`, `jax.custom_jvp`, `custom_vmap` and `custom_partitioning` functions
+    - the user's functions inside a library's function or object (`haiku.transform(f)`, `NUTS(model)`)
+
+    Otherwise an installed package, or a module imported inside the function, counts by name only; cache entries record
+    the versions of packages separately. Comments, docstrings, whitespace, the decorators of `fn` itself and its place
+    in the file do not count. The fingerprint is the same in every process. It takes current values, so call this once,
     before the function has run.
 
     Args:
         fn: the function or other callable, wrapped or not.
-        options: the options, by name. A function among them is covered as `fn` is, and its decorators count.
-        is_proved: whether the program of a call is compared before a result is used. Then what the user's code writes
-            while it runs, such as a memo, counts by its type: the key must not depend on what the process did before.
+        options: the options, by name. It covers functions among them in the same way, and their decorators too.
+        is_proved: whether calls compare their programs before they use a result. If so, values that the user's code
+            writes while it runs, such as memos, count by type: the key must not depend on earlier calls.
     """
     option_parts = {f"option:{name}": _hash(_describe_option(value)) for name, value in (options or {}).items()}
     return Fingerprint(parts=_Walk(fn, is_proved=is_proved).parts | option_parts)
 
 
 def code_digest(arguments: Mapping[str, Any]) -> str:
-    """Returns a hash of the user's code that arguments hold; empty if there is none.
+    """Returns a hash of the user's code inside arguments; empty if they contain none.
 
     Args:
         arguments: by name: functions, classes, and objects and containers that hold them.
@@ -131,7 +134,7 @@ def code_digest(arguments: Mapping[str, Any]) -> str:
 
 
 def reached(fn: Callable[..., Any]) -> Mapping[tuple[str, ...], Any]:
-    """Returns the values that a function and the user's own code below it name in modules, as they are now.
+    """Returns the values in modules that a function and the user's own code below it name, as they are now.
 
     Args:
         fn: the function or other callable, wrapped or not.
@@ -147,7 +150,7 @@ def _describe_option(value: Any) -> Any:
     function = _root_function(value) if callable(value) else None
     if function is None:
         return description
-    if is_library_function(function):  # made by a call, such as `spaces.divides(...)`
+    if is_library_function(function):  # the result of a library call, such as `spaces.divides(...)`
         held = [[name, describe(item)] for name, item in closure_of(function)]
         return [description, held] if held else description
     return [description, _Walk(value).parts]
@@ -161,8 +164,8 @@ def _root_function(fn: Any) -> types.FunctionType | None:
 class _Walk:
     """Collects the parts of one callable, and of the user's own code that it reaches.
 
-    Functions and classes of the callable's own module are parts by their plain names (`helper:f`, `class:C`). Names
-    from another of the user's modules start with the name of that module.
+    The parts of the callable's own module have plain names (`helper:f`, `class:C`). Names from the user's other modules
+    start with the name of the module.
     """
 
     def __init__(self, fn: Any, *, has_parts: bool = True, is_proved: bool = False) -> None:
@@ -171,7 +174,7 @@ class _Walk:
         self.parts: dict[str, str] = {}
         self.reached: dict[tuple[str, ...], Any] = {}
         self._seen: set[int] = set()
-        self._followed: dict[int, Any] = {}  # with the objects, so that their addresses are not used again
+        self._followed: dict[int, Any] = {}  # holds the objects, so that no new object gets their addresses
         function = _root_function(fn)
         self._module = function.__globals__ if function else {}
         self._visit_rules(fn)
@@ -201,7 +204,7 @@ class _Walk:
             self._follow(value)
 
     def _from_here(self, value: Any) -> Any:
-        """Returns a path in the checkout as it lies from the module, wherever the checkout lies; else the value."""
+        """Returns a path in the checkout relative to the module, so that the checkout may move; else the value."""
         home = os.path.dirname(os.path.abspath(self._module.get("__file__") or os.devnull))
         if isinstance(value, PurePath) and (value.is_relative_to(home) or PurePath(home).is_relative_to(value)):
             return ["path", os.path.relpath(value, home)]
@@ -222,7 +225,7 @@ class _Walk:
         is_own = self._is_own(cls)
         label = cls.__qualname__ if is_own else type_name(cls)
         self.parts[f"class:{label}"] = _hash([type_name(base) for base in cls.__mro__])
-        for name, member in list(vars(cls).items()):  # describing one may add another
+        for name, member in list(vars(cls).items()):  # describing a member may add another
             if name not in _CLASS_MACHINERY and (is_own or _is_written_out(member)):
                 self.reached[cls.__module__, *cls.__qualname__.split("."), name] = member
                 self._visit("class", f"{label}.{name}", _getter_of(member))
@@ -242,7 +245,7 @@ class _Walk:
         for name, value in free.items():
             if is_own:
                 self._visit(kind, name, value)
-            else:  # their values are in the description of the function
+            else:  # the description of the function contains the values
                 self._follow(value)
         chains = _chains_of(function.__code__)
         for name in sorted({chain.root for chain in chains if chain.kind == "global"}):
@@ -254,7 +257,7 @@ class _Walk:
                 elif not _is_read_by_fields(value, [each.path for each in chains if each[:2] == ("global", name)]):
                     self._visit("global", prefix + name, value)
         for name in (chain.root for chain in chains if chain.kind == "import"):
-            # No part, as it may or may not be imported by now.
+            # Not a part, because the module may be imported already or not.
             for module in (sys.modules.get(name), sys.modules.get(f"{function.__globals__.get('__package__')}.{name}")):
                 if module is not None and not is_library(module.__name__):
                     used = _names(function.__code__) & vars(module).keys()
@@ -270,7 +273,7 @@ class _Walk:
     def _visit_chain(
         self, kind: str, value: Any, path: tuple[str, ...], function: types.FunctionType, label: str = ""
     ) -> None:
-        """Visits the objects that a dotted name stands for, if its root is a module, class or object of the user's."""
+        """Visits the objects along a dotted name, if its root is one of the user's modules, classes or objects."""
         for name in path:
             if isinstance(value, types.ModuleType):
                 found = attribute(value, name)
@@ -294,7 +297,7 @@ class _Walk:
                 label = f"{label}.{name}"
             value = found
         if isinstance(value, types.ModuleType) and not is_library(value.__name__):
-            # The module has another name or is passed on: any name in the code may be one of its attributes.
+            # The code renames the module or passes it on: any name in the code may be an attribute of it.
             for name in sorted(_names(function.__code__) & vars(value).keys()):
                 self._visit_chain(kind, value, (name,), function)
             return
@@ -304,7 +307,7 @@ class _Walk:
                 self._visit_chain("class", value, (name,), function)
 
     def _visit_state(self, label: str, value: Any, name: str = "") -> None:
-        """Visits the state of an object that is described by its type alone: one field, or all where more is used."""
+        """Visits the state of an open object, or one described only by its type: field `name`, or all fields."""
         try:
             fields = vars(value)
         except Exception:  # an object may raise anything for any attribute
@@ -321,12 +324,12 @@ class _Walk:
             left_out = _written_in(value).attributes if self._is_proved else frozenset()
             self.parts[f"global:{label}.fields"] = _hash(_describe_instance(value, left_out=left_out))
         elif name:
-            with contextlib.suppress(Exception):  # a flag that is not parsed yet
+            with contextlib.suppress(Exception):  # absl has not parsed the flag yet
                 if isinstance(found := getattr(value, name), LITERALS):
                     self.parts[f"global:{label}.{name}"] = _hash(describe(found))
 
     def _visit_rules(self, value: Any) -> None:
-        """Visits the user's own rules of a function, such as its derivative, in whatever is wrapped around it."""
+        """Visits the user's own rules of a function, such as its derivative, in all layers around it."""
         for _ in range(MOST_LAYERS):
             rules = {} if id(value) in self._seen else jax_functions.custom_rules(value)
             owner = ""
@@ -347,7 +350,7 @@ class _Walk:
         return cls.__module__ == self._module.get("__name__")
 
     def _follow(self, value: Any, depth: int = 0) -> None:
-        """Visits the code that a described value reaches in turn, which its description does not show."""
+        """Visits the code that a described value reaches but its description does not show."""
         self._visit_rules(value)
         function = plain_function(value)
         if function is not None:
@@ -371,14 +374,14 @@ class _Walk:
                     if not isinstance(item, LITERALS):
                         self._follow(item, depth + 1)
         elif not (isinstance(value, types.ModuleType) or is_users_class(type(value))):
-            # What JAX's own objects hold are the rules above; one of the user's may keep what it has compiled.
+            # JAX's objects hold only the rules above. An object of the user's class may keep programs it has compiled.
             is_jaxs = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
             fields = None if is_jaxs else getattr(value, "__dict__", None)
             if isinstance(fields, dict):
                 self._visit_held(type_name(type(value)), {str(name): item for name, item in fields.items()})
 
     def visit_argument(self, name: str, value: Any, depth: int = 0) -> None:
-        """Visits the user's code in an argument: nobody sees here which of its methods are called."""
+        """Visits the user's code in an argument: all methods, because the callee may use any of them."""
         if isinstance(value, LITERALS) or id(value) in self._followed or depth > _DEEPEST_FOLLOWED:
             return
         if isinstance(value, type) or plain_function(value) is not None:
@@ -394,7 +397,7 @@ class _Walk:
             self.visit_argument(name, item, depth + 1)
 
     def _visit_held(self, holder: str, held: Mapping[str, Any]) -> None:
-        """Visits the user's own functions that a library's function or object was given: `haiku.transform(f)`."""
+        """Visits the user's own functions inside a library's function or object, such as `haiku.transform(f)`."""
         for name, value in sorted(held.items()):
             items = value if isinstance(value, (list, tuple)) else [value]
             for position, item in enumerate(items):
@@ -412,14 +415,14 @@ class _Walk:
 
 
 def _is_open(value: Any) -> bool:
-    """Returns whether an object shows its fields to everybody, so that the code that reads it names them."""
+    """Returns whether an object is a record with public fields, so that code names the fields that it reads."""
     return isinstance(value, (types.SimpleNamespace, argparse.Namespace)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     )
 
 
 def _is_read_by_fields(value: Any, paths: Sequence[tuple[str, ...]]) -> bool:
-    """Returns whether code names nothing but fields of an open object."""
+    """Returns whether code uses only fields of an open object."""
     return _is_open(value) and hasattr(value, "__dict__") and all(path and path[0] in vars(value) for path in paths)
 
 
@@ -428,11 +431,11 @@ def _may_be_written(value: Any) -> bool:
 
 
 class _Written(NamedTuple):
-    """What the functions of a module write while they run.
+    """The names that the functions of a module write while they run.
 
     Attributes:
         names: globals.
-        attributes: attributes of objects, outside of the methods that make these.
+        attributes: attributes of objects, except writes in `__init__` and similar methods.
     """
 
     names: frozenset[str] = frozenset()
@@ -440,7 +443,7 @@ class _Written(NamedTuple):
 
 
 def _written_in(thing: Any) -> _Written:
-    """Returns what is written in the module of a function, or of the class of an object."""
+    """Returns the names written in the module of a function, or of an object's class."""
     names = getattr(thing, "__globals__", None) or vars(sys.modules.get(type(thing).__module__, object))
     file = names.get("__file__")
     return _written_in_file(file) if isinstance(file, str) and not is_installed(file) else _Written()
@@ -451,9 +454,9 @@ _MOST_PARSED = 100
 
 
 def _parsed(text: str) -> ast.Module:
-    """Returns the syntax tree of a source, whatever other threads parse.
+    """Returns the syntax tree of a source text, even if other threads parse at the same time.
 
-    Python 3.11 counts the depth of a tree for all threads together, and raises SystemError if two of them build one.
+    Python 3.11 counts the depth of trees for all threads together, and raises SystemError if two threads build a tree.
     """
     with _parsing:
         for _ in range(_MOST_PARSED):
@@ -490,7 +493,7 @@ def _written_in_file(file: str) -> _Written:
 
 
 def _items(value: Any) -> Iterable[Any] | None:
-    """Returns the values that a container, or a dataclass of the user's, holds; None for anything else."""
+    """Returns the values in a container or in one of the user's dataclasses; None for anything else."""
     if isinstance(value, tuple) or type(value) is list:
         return value
     if type(value) is dict:
@@ -518,7 +521,7 @@ def _is_users(fn: Any) -> bool:
 
 
 def _is_written_out(member: Any) -> bool:
-    """Returns whether a member of a class was written by its author: a function, class, constant or list of such."""
+    """Returns whether a class's author wrote a member: a function, class or constant, or a container of functions."""
     if isinstance(member, (type, property, functools.cached_property, *LITERALS)):
         return True
     if isinstance(member, (list, tuple, dict)):
@@ -527,27 +530,27 @@ def _is_written_out(member: Any) -> bool:
 
 
 def _getter_of(member: Any) -> Any:
-    """Returns the function of a property, which may be a cached one; any other member of a class as it is."""
+    """Returns the function of a property or cached property; any other member of a class as it is."""
     is_cached = isinstance(member, functools.cached_property)
     return member.func if is_cached else getattr(member, "fget", None) or member
 
 
 def _registrations(value: Any) -> list[tuple[type, Any]]:
-    """Returns what was registered with a function of `functools.singledispatch`, beside the function itself."""
+    """Returns the types and functions registered with a `functools.singledispatch` function, without its default."""
     if not isinstance(value, types.FunctionType) or value.__code__.co_filename != functools.__file__:
         return []
     return [(cls, registered) for cls, registered in getattr(value, "registry", {}).items() if cls is not object]
 
 
 def _operators(cls: type) -> list[str]:
-    """Returns the special methods that the user has written for a class; nobody calls them by name."""
+    """Returns the special methods that the user has written for a class. Python calls them without naming them."""
     written = {name for base in cls.__mro__ if is_users_class(base) for name in vars(base)}
     special = {name for name in written if name.startswith("__") and name.endswith("__")}
     return sorted(special - vars(object).keys() - _CLASS_MACHINERY)
 
 
 _json = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
-"""As `canonical_json`, for descriptions, which have no other types than JSON, but may have very many parts."""
+"""Like `canonical_json`, but faster: descriptions contain only JSON types, and may have very many parts."""
 
 
 def _hash(description: Any) -> str:
@@ -564,7 +567,7 @@ class _Chain(NamedTuple):
         kind: `global`, `closure` for a free variable, `first` for the function's first parameter, or `import` for a
             module in an import statement.
         root: the variable, or the module.
-        path: the attributes that follow; empty if the variable is used by itself.
+        path: the attributes that follow; empty if the code uses the variable alone.
     """
 
     kind: str
@@ -578,7 +581,7 @@ def _nested_code(code: types.CodeType) -> list[types.CodeType]:
 
 
 def code_within(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yields the code of a function or a file, and of all functions defined in it."""
+    """Yields the code of a function or a file, and of all functions in it."""
     yield code
     for inner in _nested_code(code):
         yield from code_within(inner)
@@ -616,7 +619,7 @@ def _chains(code: types.CodeType, first: str | None, *, nested: bool) -> Iterato
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Returns all names of globals and attributes in a function's code, also as texts, including nested functions."""
+    """Returns names and texts in a function's code and nested functions that may name globals or attributes."""
     texts = {text for inner in code_within(code) for text in inner.co_consts if isinstance(text, str)}
     return texts.union(*(inner.co_names for inner in code_within(code)))
 
@@ -630,7 +633,7 @@ def attribute(value: Any, name: str) -> Any:
 
 
 def _defining_class(function: types.FunctionType) -> type | None:
-    """Returns the class in whose body a method was written; None if that is inside a function."""
+    """Returns the class whose body contains a method; None if the class is inside a function."""
     path = function.__qualname__.split(".")[:-1]
     if not path or "<locals>" in path:
         return None
@@ -646,7 +649,7 @@ def is_users_class(cls: type) -> bool:
 
 
 def is_library(module: str) -> bool:
-    """Returns whether a module is Python's own or installed, so that its version stands for its code."""
+    """Returns whether a module is part of Python or installed, so that its version stands for its code."""
     root = module.partition(".")[0]
     if root in _VERSIONED:
         return True
@@ -660,7 +663,7 @@ def is_library(module: str) -> bool:
 
 
 def is_library_function(function: types.FunctionType) -> bool:
-    """Returns whether a function is from a module that `is_library` names."""
+    """Returns whether a function comes from an installed file, so that a version stands for its code."""
     return is_installed(function.__code__.co_filename)
 
 
@@ -668,11 +671,11 @@ def is_library_function(function: types.FunctionType) -> bool:
 
 
 def describe(value: Any, inside: Around | None = None) -> Any:
-    """Describes a value: equal values alike in every process, different values differently.
+    """Describes a value: equal values have equal descriptions in every process, different values different ones.
 
     Args:
         value: the value.
-        inside: the values that hold it.
+        inside: the values that contain it.
     """
     inside = inside or Around((), {})
     try:
@@ -725,7 +728,7 @@ def _describe_parts(value: Any, inside: Around) -> Any:
 
 
 def _are_literals(value: Any) -> bool:
-    """Returns whether a large container holds plain values alone; its exact type says how it is written down."""
+    """Returns whether a container has an exact built-in type and only plain values."""
     items = [*value, *value.values()] if isinstance(value, dict) else value
     return type(value) in (list, tuple, dict) and set(map(type, items)) <= _PLAIN
 
@@ -737,7 +740,7 @@ def stable_repr(value: Any) -> str:
 
 
 def _state(value: Any) -> Any:
-    """Returns the arguments and the state that a pickle of an object holds, or None."""
+    """Returns the arguments and the state in a pickle of an object, or None."""
     try:
         return pickled_parts(value)[1:]
     except Exception:
@@ -761,9 +764,9 @@ def _holds_set(value: Any, seen: dict[int, Any] | None = None) -> bool:
 
 
 def describe_array(value: Any, largest_bytes: int = _LARGEST_HASHED_BYTES) -> list[Any]:
-    """Describes an array by shape and dtype, and up to a size by its elements."""
+    """Describes an array by shape and dtype, and by its elements unless it is larger than `largest_bytes`."""
     description = [str(value.dtype), [int(size) for size in value.shape]]
-    # The elements of a tracer cannot be read, and those of an array of objects are addresses.
+    # A tracer's elements are unreadable, and an object array's elements are addresses.
     with contextlib.suppress(Exception):
         if value.nbytes <= largest_bytes and value.dtype.kind != "O":
             description.append(hashlib.sha256(value.__array__().tobytes()).hexdigest())
@@ -773,7 +776,7 @@ def describe_array(value: Any, largest_bytes: int = _LARGEST_HASHED_BYTES) -> li
 def _describe_function(function: types.FunctionType, inside: Around) -> list[Any]:
     name = f"{function.__module__}.{function.__qualname__}"
     if is_library_function(function):
-        # A library's version stands for its code; cache entries record versions beside the fingerprint.
+        # A library's version stands for its code; cache entries record versions separately.
         return [name]
     closure = [[name, describe(value, inside)] for name, value in closure_of(function)]
     defaults = [describe(function.__defaults__, inside), describe(function.__kwdefaults__, inside)]
@@ -799,7 +802,7 @@ def plain_function(value: Any) -> types.FunctionType | None:
 
 
 def wrapped_by(value: Any) -> Any:
-    """Returns the function one layer inside a jit wrapper, decorator, method or partial; None if there is none."""
+    """Returns the function one layer inside a jit wrapper, decorator, method or partial; else None."""
     if isinstance(value, (types.MethodType, staticmethod, classmethod)):
         return value.__func__
     if isinstance(value, functools.partial):
@@ -824,7 +827,7 @@ def _describe_wrapping(value: Any) -> Any:
         return ["function", code_text(value)] if is_wrapper else None
     if isinstance(value, (staticmethod, classmethod)):
         return _describe_wrapping(value.__func__)
-    # The options of a jit wrapper are in the decorator's text, and JAX's version stands for the wrapper's type.
+    # The decorator's text shows the options of a jit wrapper, and JAX's version stands for the wrapper's type.
     return None if plain_function(value) else ["callable", _describe_instance(value)]
 
 
@@ -835,12 +838,12 @@ def _describe_instance(
     described, seen = describe(value), {} if seen is None else seen
     if described != [type_name(type(value)), ""]:
         return described
-    if id(value) in seen:  # every object once, as it may be reachable in very many ways
+    if id(value) in seen:  # each object once, because many paths may lead to it
         return [*described, list(seen).index(id(value))]
     seen[id(value)] = value
     try:
         state = value.__getstate__()
-        # A dict, or a pair of them for a class with slots.
+        # A dict, or a pair of dicts for a class with slots.
         parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
         fields = {name: field for part in parts for name, field in without_caches(value, part).items()}
         kept = sorted(fields.keys() - left_out)
@@ -855,9 +858,9 @@ def _describe_defaults(function: types.FunctionType) -> Any:
 
 
 def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of a function's free variables, as far as they are assigned."""
+    """Yields the names and values of a function's free variables, except variables without a value."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        with contextlib.suppress(ValueError):  # an empty cell: the variable is not assigned yet
+        with contextlib.suppress(ValueError):  # an empty cell: the variable has no value yet
             yield name, cell.cell_contents
 
 
@@ -865,14 +868,14 @@ def closure_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def code_text(function: types.FunctionType, *, with_decorators: bool = True) -> str:
-    """Returns the code of a function as text, made once.
+    """Returns the code of a function as text; makes it once.
 
-    That is the normalised source, the same in all versions of Python, if it compiles to the code that is loaded.
-    Otherwise (the file was edited since, or the lines hold several lambdas) it is the compiled code.
+    The text is the normalised source, which is the same in all versions of Python, if it compiles to the loaded code.
+    Otherwise (the file has changed, or the lines contain several lambdas) it is a description of the compiled code.
 
     Args:
         function: the function.
-        with_decorators: whether its decorators are part of the text.
+        with_decorators: whether to include its decorators.
     """
     known = _texts.setdefault(function, {})
     key = function.__code__, with_decorators
@@ -896,7 +899,7 @@ def _code_text(function: types.FunctionType, *, with_decorators: bool) -> str:
 
 def _is_source_of(definition: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> bool:
     code = function.__code__
-    # In a shell whose parameters are its free variables, the definition compiles to the code it has in its module.
+    # A shell with the free variables as parameters makes the definition compile to the same code as in its module.
     shell = _parsed(f"def shell({', '.join(code.co_freevars)}): pass")
     body: list[ast.stmt] = [definition]
     if definition.name not in code.co_freevars:

@@ -1,8 +1,8 @@
-"""Tells which modules and objects another process gets, unchanged, by importing them.
+"""Decides which modules and objects another process gets, unchanged, by importing them.
 
-A worker imports from disk. The functions of a module that was edited after this process imported it must not travel by
-name: the worker would tune the new code for a caller that runs the old code. Values count elsewhere: they travel
-wherever they differ.
+A worker imports from disk. If a module's file changed after this process imported it, its functions must not travel by
+name: the worker would tune the new code for a caller that runs the old code. The values of modules do not matter here:
+`transport.program_values` sends the values that differ.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from quarantune.host.packages import content, is_imported_early, is_installed
 from quarantune.values.codec import canonical_json
 
 _FINDERS = (BuiltinImporter, FrozenImporter, PathFinder, FileFinder, zipimporter, type(None))
-"""Python's own; a place that does not exist has none."""
+"""Python's own finders; a path that does not exist has no finder, and so `NoneType`."""
 _SUFFIXES = tuple(all_suffixes())
 
 
 def remembering() -> Callable[[str], bool]:
-    """Returns `can_import` with a memory, for the questions of one moment: modules are loaded, changed and edited."""
+    """Returns `can_import` with a memory. Use it for a moment only, because modules and files change."""
     return functools.cache(functools.partial(can_import, look_at=functools.cache(_look_at)))
 
 
@@ -46,7 +46,7 @@ def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None]
 
     Args:
         name: the module.
-        look_at: `_look_at`, or one that remembers its answers.
+        look_at: `_look_at`, with or without a memory.
     """
     module = sys.modules.get(name)
     if module is None or name in PROGRAMS:
@@ -65,13 +65,13 @@ def can_import(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None]
         return False
     file = getattr(module, "__file__", None)
     if not (spec.has_location and spec.origin and file):
-        return spec.loader is not None or file is None  # a directory of its name is not the module
+        return spec.loader is not None or file is None  # a mere directory of this name is not the module
     return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not leads_to_edited(name, look_at)
 
 
 def _find_spec(name: str, path: Any) -> Any:
-    """Returns the spec that a fresh process finds for a module; finders that only this program has are ignored."""
-    # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.
+    """Returns the spec that a fresh process finds for a module; ignores finders that only this program has."""
+    # Not importlib.util.find_spec: if the module is imported already, it returns the module's `__spec__`.
     for finder in sys.meta_path:
         find = _find_file if finder is PathFinder else getattr(finder, "find_spec", None)
         spec = answer_of(find, name, path) if find else None
@@ -81,11 +81,11 @@ def _find_spec(name: str, path: Any) -> Any:
 
 
 def _find_file(name: str, path: Any) -> Any:
-    """Returns the spec that `PathFinder` of a fresh process finds, without hooks that only this program has."""
+    """Returns the spec that `PathFinder` finds in a fresh process; ignores hooks that only this program has."""
     places = sys.path if path is None else path
     places = [place for place in places if _is_everywhere(answer_of(get_importer, place), name)]
     spec = PathFinder.find_spec(name, places)
-    # A hook of the program's may have given Python's own finder another directory, or other suffixes.
+    # The program's hooks may have given Python's own finder another directory, or other suffixes.
     stems = tuple(os.path.join(os.path.abspath(place), name.rpartition(".")[2]) for place in places)
     origin = spec and spec.origin
     return spec if not origin or (origin.startswith(stems) and origin.endswith(_SUFFIXES)) else None
@@ -94,7 +94,8 @@ def _find_file(name: str, path: Any) -> Any:
 def _is_everywhere(finder: Any, name: str) -> bool:
     """Returns whether a fresh process has a finder when it imports a module.
 
-    It has Python's own, those of startup files (of an editable install), and those of a parent package, as of six.
+    It has Python's own finders, the finders of startup files (such as an editable install's), and the finders of the
+    module's parent package (such as six's).
     """
     kind = finder if isinstance(finder, type) else type(finder)
     package, is_inside, _ = name.partition(".")
@@ -104,7 +105,7 @@ def _is_everywhere(finder: Any, name: str) -> bool:
 
 @functools.cache
 def _finders_at_startup() -> set[str]:
-    """Returns the names of the finders and hooks with which a fresh process starts; none if there is no process."""
+    """Returns the names of the finders and hooks that a fresh process starts with; empty if the process fails."""
     code = """import sys
 for finder in (*sys.meta_path, *sys.path_hooks):
     kind = finder if hasattr(finder, "__qualname__") else type(finder)
@@ -115,7 +116,7 @@ for finder in (*sys.meta_path, *sys.path_hooks):
 
 
 def may_travel_by_name(obj: Any) -> bool:
-    """Returns whether `travels_by_name` may be true for an object once its module is fully imported."""
+    """Returns whether `travels_by_name` may be true for an object after the import of its module ends."""
     return "<" not in obj.__qualname__ and can_import(obj.__module__)
 
 
@@ -126,14 +127,14 @@ def travels_by_name(obj: Any) -> bool:
 
 
 def found_by_name(obj: Any, can_import: Callable[[str], bool]) -> tuple[str, str, int] | None:
-    """Returns where another process finds this very object, if it does.
+    """Returns where another process finds this very object by its name.
 
     Args:
         obj: the object.
-        can_import: `can_import`, or one that remembers its answers.
+        can_import: `can_import`, with or without a memory.
 
     Returns:
-        A module, a qualified name in it, and the number of wrappers around the object there; None where there is none.
+        A module, a qualified name in it, and the number of wrappers around the object there; None if not found.
     """
     module, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(qualname, str) and can_import(module)):
@@ -150,29 +151,29 @@ def found_by_name(obj: Any, can_import: Callable[[str], bool]) -> tuple[str, str
 
 
 def home_in(module: types.ModuleType, obj: Any) -> tuple[str, str] | None:
-    """Returns the names of a module and of an object in it; None where the object is not one of its values."""
+    """Returns the names of a module and of an object in it; None if the object is not among its values."""
     names = content(module)
     return next(((str(names["__name__"]), name) for name, value in list(names.items()) if value is obj), None)
 
 
-# --- modules whose source was edited ---
+# --- modules whose source has changed ---
 
 _STARTED = time.time()
 if _fields := machine.process_status("self"):
-    # Told in whole ticks: the end of the tick, as a program may be started in the one in which its file is written.
+    # The kernel counts in whole ticks. Take the end of the tick: a script may be written and started within one.
     _age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - (int(_fields[19]) + 1) / os.sysconf("SC_CLK_TCK")
     _STARTED = time.time() - _age_s
-"""The start of this process. A file last changed before it was not edited after its import (forks included)."""
+"""The start time of this process. Files last changed before it are as they were at import (forks included)."""
 
 
 def leads_to_edited(name: str, look_at: Callable[[str], tuple[bool, set[str]] | None] | None = None) -> bool:
-    """Returns whether a worker that imports a module also imports an edited one, or the module was edited itself.
+    """Returns whether a worker that imports a module gets edited code: from this module, or from modules it needs.
 
-    Modules of installed packages are assumed to be unedited.
+    Assumes that nobody edits modules of installed packages.
 
     Args:
-        name: the module that the worker imports, along with the modules that its functions and classes come from.
-        look_at: as for `can_import`.
+        name: the module. The worker also imports the modules of its functions and classes.
+        look_at: see `can_import`.
     """
     reached, pending = set[str](), [name]
     while pending:
@@ -186,7 +187,7 @@ def leads_to_edited(name: str, look_at: Callable[[str], tuple[bool, set[str]] | 
 
 
 def own_edited_modules() -> list[str]:
-    """Returns all of the user's own modules that were edited after this process imported them."""
+    """Returns all of the user's own modules whose files changed after this process imported them."""
     return sorted(
         name
         for name, module in list(sys.modules.items())
@@ -195,9 +196,9 @@ def own_edited_modules() -> list[str]:
 
 
 def _look_at(name: str) -> tuple[bool, set[str]] | None:
-    """Returns whether one of the user's own modules was edited, and the names of the modules that it leads to.
+    """Returns whether a module has been edited, and its parent package and the modules of its globals.
 
-    These are its parent package, and the modules that its globals come from. None for any other module.
+    None for a module that is not the user's own.
     """
     module = sys.modules.get(name)
     if module is None or not _is_own(name, module):
@@ -211,7 +212,7 @@ def _home_of(value: Any) -> Any:
 
 
 def _is_module(value: Any) -> bool:
-    """Returns whether a value is a module, without asking it: a lazy one would be imported now, or fail to be."""
+    """Returns whether a value is a module, without reading attributes, which would import a lazy module."""
     return issubclass(type(value), types.ModuleType)
 
 
@@ -230,7 +231,7 @@ def _is_edited(module: types.ModuleType) -> bool:
         return True
     if status.st_ctime < _STARTED:
         return False
-    # Written since this process started: the code shows whether that was before or after the import.
+    # The file has changed since this process started: the code shows whether before or after the import.
     compiled = getattr(content(module).get("__loader__"), "source_to_code", InspectLoader.source_to_code)
     source = _source_of(file, status.st_mtime_ns, status.st_size, compiled)
     if source is None:
@@ -240,13 +241,13 @@ def _is_edited(module: types.ModuleType) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _source_of(file: str, mtime_ns: int, size: int, compiled: Callable[[bytes, str], Any]) -> frozenset[Any] | None:
-    """Returns the essences of all code in a file, compiled as its import compiles it; None if that fails."""
+    """Returns the essences of all code in a file, compiled as at import; None if this fails."""
     whole = answer_of(lambda file: compiled(Path(file).read_bytes(), file), file)
     return None if whole is None else frozenset(map(_essence, code_within(whole)))
 
 
 def _essence(code: types.CodeType) -> Any:
-    """Returns the content of a code object without its place in the file, for comparisons."""
+    """Returns the content of a code object without its place in the file, to compare code objects."""
     return code.co_qualname, code.co_flags, canonical_json(describe_code(code))
 
 
@@ -264,7 +265,7 @@ def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:
 
 
 def _parts_of(value: Any, module: str) -> Iterable[Any]:
-    """Returns the parts of a class or a wrapper of a module, among which its code is."""
+    """Returns the parts of a function, class or wrapper of a module that may contain its code."""
     if isinstance(value, type):
         return vars(value).values() if value.__module__ == module else ()
     if isinstance(value, types.FunctionType):

@@ -1,4 +1,4 @@
-"""Arrays of a call: made from raw data, or from a shape and a dtype alone, and descriptions in the place of arrays."""
+"""Arrays of a call: makes them from raw data, or from a shape and a dtype, and describes them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, Sharding
 from quarantune.jax_internals import jax_arrays
 from quarantune.values.options import SUPPLIES
 
-# Random elements are drawn for one tile, which is repeated: copying is faster than drawing. A prime, so that no block
-# of a kernel has the size of the tile, and a kernel that mixes up its blocks still gives a wrong result.
+# Number of random elements that an array repeats: copying is faster than drawing. It is a prime, so that no block of a
+# kernel has this size, and a kernel that mixes up its blocks still gives a wrong result.
 TILE_ELEMENTS = 1_000_003
 
 _MAX_INDEX = 8
 
-# On the CPU, XLA always uses NumPy data aligned to 64 bytes in place, and does not donate such a buffer. It copies data
-# that starts 16 bytes after such an address (which is aligned enough for every dtype) into a buffer of its own.
+# On the CPU, XLA uses NumPy data aligned to 64 bytes in place, and does not donate this memory. It copies data that
+# starts 16 bytes later (enough alignment for every dtype) into a new buffer.
 _XLA_ALIGNMENT_BYTES = 64
 _OFF_ALIGNMENT_BYTES = 16
 
@@ -40,20 +40,20 @@ def make(
 ) -> jax.Array:
     """Generates an array of a shape and dtype, without compiling anything.
 
-    Equal arguments give equal data, in every process. `auto` and `normal` floats are of the standard normal
-    distribution, `uniform` ones lie in [-1, 1), `integer` ones are whole numbers from -2 to 2.
-    Integers, which may be indices or lengths, are at least 0 and below both 8 and the array's smallest
-    dimension (a scalar is 0), whatever the random kind; booleans are balanced; complex numbers have both
-    parts; PRNG keys are random keys. If a dtype has no zero, its smallest number is used instead, or 1 for `integer`.
+    Equal arguments give equal data, in every process. Floats follow the standard normal distribution for `auto` and
+    `normal`, lie in [-1, 1) for `uniform`, and are whole numbers from -2 to 2 for `integer`. Integers may be indices or
+    lengths, so for every random kind they are at least 0 and below both 8 and the array's smallest dimension (a scalar
+    is 0). Booleans are balanced, complex numbers have both parts, and PRNG keys are random keys. A dtype without zero
+    gets absolute values, at least its smallest number, or at least 1 for `integer`.
 
     Args:
         shape: the shape.
-        dtype: a numpy or ml_dtypes dtype or its name, or the dtype of PRNG keys.
+        dtype: a NumPy or ml_dtypes dtype or its name, or the dtype of PRNG keys.
         weak_type: whether the array is weakly typed.
         kind: one of `SUPPLIES`.
         seed: the seed of the sweep.
         index: the number of the argument, so that arguments of one shape differ.
-        sharding: where it goes; None for the default device.
+        sharding: its sharding; None for the default device.
 
     Raises:
         ValueError: `kind` is not one of `SUPPLIES`.
@@ -103,7 +103,7 @@ def _tile(
 
 
 def _held(numbers: Any, kind: str, dtype: np.dtype[Any]) -> Any:
-    """Returns numbers moved into the range of a dtype without zero or sign, as those for scales are."""
+    """Returns numbers in the range of a dtype, which may lack zero and signs (a dtype for scales)."""
     smallest = float(jnp.finfo(dtype).min) if jnp.issubdtype(dtype, np.floating) else -1  # type: ignore[no-untyped-call]
     return np.maximum(np.abs(numbers), 1 if kind == "integer" else smallest) if smallest > 0 else numbers
 
@@ -125,22 +125,22 @@ def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndar
 class ArraySpec:
     """Stands for one array in the arguments of a call.
 
-    It has a shape and a dtype like an array, because a pytree class of the user's may read them when it is unflattened.
+    It has a shape and a dtype like an array, because the user's pytree class may read them in its unflatten function.
 
     Attributes:
         index: its number among the arrays of the call.
         shape: its shape.
-        dtype: its dtype, which may be that of PRNG keys.
+        dtype: its dtype, perhaps a dtype of PRNG keys.
         weak_type: whether it is weakly typed.
-        is_committed: whether it is on one device and bound to that, which makes another program of a call.
-        is_numpy: whether the function gets an array of NumPy's.
-        offset: where its bytes start in the spool, if it has any there.
-        is_generated: whether the worker generates the array, because there is no concrete value.
-        sharding: how it is laid out over several devices, over a mesh without them; None if it is on one device.
-        memory_kind: the memory of its device that it is in, by JAX's name; None for the device's own.
-        strides: the strides of an array of NumPy's in bytes, as the speed of a plain callable may depend on them; None
-            for one in row-major order.
-        is_read_only: whether nobody may write into an array of NumPy's.
+        is_committed: whether it is on one device and committed to it, which changes the program of a call.
+        is_numpy: whether the function gets a NumPy array.
+        offset: the position of its first byte in the spool, if it has bytes there.
+        is_generated: whether the worker generates the array, because it gets no value.
+        sharding: its sharding over several devices, with a mesh that does not name them; None on a single device.
+        memory_kind: the memory of its device, by JAX's name; None for the device's default memory.
+        strides: the strides of a NumPy array in bytes, because the speed of a plain callable may depend on them; None
+            for row-major order.
+        is_read_only: whether a NumPy array is read-only.
     """
 
     index: int
@@ -168,7 +168,7 @@ class ArraySpec:
 
     @property
     def data_shape(self) -> tuple[int, ...]:
-        """The shape of the data in the spool: key arrays have further axes, and what is repeated is there once."""
+        """The shape of the data in the spool: key arrays have more axes, and repeated elements are there once."""
         if self.strides is not None:
             return tuple(size if stride else 1 for size, stride in zip(self.shape, self.strides, strict=True))
         return self.shape if self.key_impl is None else self.shape + jax_arrays.key_data_shape(self.key_impl)
@@ -180,20 +180,20 @@ class ArraySpec:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has in the spool; 0 if the worker generates it."""
+        """The number of its bytes in the spool; 0 if the worker generates it."""
         return 0 if self.is_generated else math.prod(self.data_shape) * self.data_dtype.itemsize
 
     @property
     def extent_bytes(self) -> int:
-        """The size of the memory that an array of NumPy's covers with its strides."""
+        """The size of the memory that a NumPy array covers with its strides."""
         steps = [(size - 1) * abs(stride) for size, stride in zip(self.shape, self.strides or (), strict=False)]
         return sum(steps) + self.data_dtype.itemsize if self.strides is not None else self.nbytes
 
     def arranged(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Returns an array of NumPy's in new memory, with the strides and the flag of the caller's.
+        """Returns a NumPy array in new memory, with the strides of the caller's array, read-only if that one is.
 
         Args:
-            data: the elements, as they are in the spool.
+            data: the elements from the spool.
         """
         if self.strides is None:
             array = data.copy()
@@ -216,12 +216,12 @@ def mesh_like(mesh: AbstractMesh | Mesh) -> Mesh:
     """Returns a mesh of this process's first devices, the same for equal meshes.
 
     Raises:
-        ValueError: there are fewer devices than it needs.
+        ValueError: There are fewer devices than the mesh needs.
     """
-    devices = jax.local_devices()[: mesh.size]  # the caller's process may be one of several
+    devices = jax.local_devices()[: mesh.size]  # other processes may own some of JAX's devices
     if len(devices) < mesh.size:
         raise ValueError(
-            f"the arguments are laid out over {mesh.size} devices, and this trial has {len(devices)}: "
+            f"the arguments need {mesh.size} devices, and this trial has {len(devices)}: "
             f"set devices_per_trial={mesh.size} and make as many visible"
         )
     # A manual axis becomes manual only in the worker's `shard_map`.
@@ -238,9 +238,9 @@ def restore_array(
     """Returns the JAX array with the given elements.
 
     Args:
-        data: the elements; the key data of a PRNG key array.
+        data: the elements, or the key data of a PRNG key array.
         weak_type: whether the array is weakly typed.
-        impl: the PRNG implementation of a key array; None for any other.
+        impl: the PRNG implementation of a key array; None for other arrays.
         sharding: its sharding; None for the default device.
     """
     wide = data.dtype.itemsize == 8 or data.dtype == np.complex128
@@ -256,17 +256,17 @@ def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> 
     if sharding is None:
         return cast("jax.Array", jax.device_put(_off_alignment(data)))
 
-    if "host" in (sharding.memory_kind or ""):  # an array from a callback lacks the memory in its type
+    if "host" in (sharding.memory_kind or ""):  # the type of an array from a callback lacks the memory kind
         return cast("jax.Array", jax.device_put(_off_alignment(data), sharding))
 
     def shard(index: Any) -> np.ndarray[Any, Any]:
         return _off_alignment(np.asarray(data[index], order="C"))
 
-    return jax.make_array_from_callback(data.shape, sharding, shard)  # the whole may be too large for one device
+    return jax.make_array_from_callback(data.shape, sharding, shard)  # the whole array may not fit on one device
 
 
 def _off_alignment(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns the data at an address that makes XLA copy it, so that a JAX array made of it owns its buffer."""
+    """Returns the data at an address that makes XLA copy it, so that its JAX array owns its buffer."""
     if data.ctypes.data % _XLA_ALIGNMENT_BYTES:
         return data
     room = np.empty(data.nbytes + _XLA_ALIGNMENT_BYTES, np.uint8)
@@ -277,7 +277,7 @@ def _off_alignment(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def next_start(address: int) -> int:
-    """Returns the first address, from the given one on, at which XLA does not use data in place."""
+    """Returns the first address, from the given address on, whose data XLA copies instead of using it in place."""
     return address + (_OFF_ALIGNMENT_BYTES - address) % _XLA_ALIGNMENT_BYTES
 
 
@@ -292,7 +292,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 
 
 def concrete_data(array: jax.Array) -> tuple[np.ndarray[Any, Any], str | None]:
-    """Returns an array's elements as numpy, and its PRNG implementation if it holds keys."""
+    """Returns an array's elements as a NumPy array, and its PRNG implementation if it holds keys."""
     if is_key_dtype(array.dtype):
         with jax.ensure_compile_time_eval():  # inside a trace this would be a tracer
             return np.asarray(jax.random.key_data(array)), jax_arrays.key_impl(array.dtype)

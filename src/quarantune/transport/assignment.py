@@ -22,10 +22,10 @@ from quarantune.values.codec import JsonObject, as_json, decode_json, frozen, te
 from quarantune.values.configs import Config
 
 KEY = "kernel configs"
-"""The keyword for the assignment of a runner; with its space, it cannot be the name of a parameter."""
+"""The keyword for the assignment of a runner. It contains a space, so it cannot be the name of a parameter."""
 
 FIRST, DEFAULT, OWN = "first", "default", "own"
-"""Rules for kernels without a config in the assignment: the first of its list, its defaults, its own tuned config."""
+"""Rules for kernels without a config in the assignment: the first of its configs, its defaults, its tuned config."""
 
 
 _MOST_REPORTED_BYTES = 1 << 24
@@ -33,10 +33,10 @@ _numbers = itertools.count(1)
 
 
 class Slot(NamedTuple):
-    """A kernel with one kind of call: calls with other shapes are another slot.
+    """A kernel with one kind of call: calls with other shapes belong to another slot.
 
     Attributes:
-        name: the kernel's name in the cache, with a number for the second and further kernels of that name.
+        name: the kernel's name in the cache, with a number from the second kernel of that name on.
         key: the key of the call, as canonical JSON.
     """
 
@@ -45,11 +45,11 @@ class Slot(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The configs of a slot, recorded when its kernel was called under an assignment.
+    """The configs of a slot, recorded at a call of its kernel under an assignment.
 
     Attributes:
         configs: its configs.
-        space: the description of its whole config space, as in the cache.
+        space: the description of its whole config space, in the form of cache entries.
     """
 
     configs: list[Config]
@@ -60,7 +60,7 @@ class Assignment:
     """Configs for some slots, and a rule for the others; a context manager that puts them in force in this thread.
 
     Attributes:
-        note: called for each call of a kernel, which then uses its defaults; None where the rule decides.
+        note: the callback for each call of a kernel, which then uses its defaults; None if the rule decides.
     """
 
     def __init__(self, text: str) -> None:
@@ -78,13 +78,13 @@ class Assignment:
     def slot(self, name: str, key: str, code: str) -> Slot:
         """Returns the slot of a kernel's call.
 
-        Kernels that share a name (lambdas, or those from one factory) are numbered in the order of their first calls,
+        Kernels that share a name (lambdas, or kernels from one factory) get numbers in the order of their first calls,
         which is the same in every process.
 
         Args:
             name: the kernel's name in the cache.
             key: the key of the call, as canonical JSON.
-            code: identifies the kernel among those of its name in this process.
+            code: identifies the kernel among kernels of its name in this process.
         """
         with self._lock:
             codes = self._codes.setdefault(name, [])
@@ -98,7 +98,7 @@ class Assignment:
 
         Args:
             slot: the slot.
-            look: returns the slot's configs and the description of its space, as for `Seen`.
+            look: returns the slot's configs and the description of its space, both for `Seen`.
 
         Returns:
             Whether the assignment decides for the slot, and its config; None for the kernel's defaults.
@@ -107,7 +107,7 @@ class Assignment:
             self.seen[slot] = Seen(*look())
             self.on_seen()
         if slot in self.chosen:
-            # The config from the kernel's own list, as types may be lost in JSON.
+            # The config from the kernel's own list, because JSON may lose types.
             text = text_of(self.chosen[slot])
             configs = look()[0] if self.others == OWN else self.seen[slot].configs
             found = next((config for config in configs if text_of(config) == text), None)
@@ -119,7 +119,7 @@ class Assignment:
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Puts the assignment in force in this thread; JAX reuses programs traced meanwhile only under it."""
+        """Puts the assignment in force in this thread. JAX reuses programs traced in the block only under it."""
         token = assignment_in_force.set(self)
         try:
             with context()(self.text):
@@ -130,11 +130,11 @@ class Assignment:
 
 @contextlib.contextmanager
 def without_tuning(apart: object = None) -> Iterator[Mapping[Slot, Seen]]:
-    """Makes the kernels that this thread calls use their defaults in the block, and yields those that are called.
+    """Makes kernels that this thread calls in the block use their defaults, and yields the slots of these calls.
 
     Args:
-        apart: the name of the traces of the block, which JAX uses for no call; None if the owner of the block keeps
-            them apart.
+        apart: a name for the block's traces, so that JAX does not reuse them for other calls; None if the owner of the
+            block prevents this.
     """
     defaults = Assignment(encode({}, others=DEFAULT))
     token = assignment_in_force.set(defaults)
@@ -146,17 +146,17 @@ def without_tuning(apart: object = None) -> Iterator[Mapping[Slot, Seen]]:
 
 
 class Runner:
-    """Calls a function under an assignment: to the tuner, a callable with the assignment as its one tunable."""
+    """Calls a function under an assignment. For the tuner it is a callable whose only tunable is the assignment."""
 
     def __init__(self, fn: Callable[..., Any], reports: str | None = None, *, is_jitted: bool = False) -> None:
         """Makes a runner of a function.
 
         Args:
             fn: the function.
-            reports: a directory for reports, which are written during a run in case it fails; None for none.
-            is_jitted: whether the runner itself is jitted, and calls the function that is inside the jitted one.
+            reports: a directory for reports, if any. A run writes its report early, in case it fails.
+            is_jitted: whether the caller jits the runner, which then calls the plain function inside the jitted `fn`.
         """
-        self.__name__ = getattr(fn, "__name__", "function")  # that of its programs
+        self.__name__ = getattr(fn, "__name__", "function")  # names its programs
         self._fn = fn
         self._reports = reports
         self._is_jitted = is_jitted
@@ -164,9 +164,9 @@ class Runner:
 
     @property
     def tunable(self) -> Any:
-        """What a sweep tunes: for a jitted function a jitted runner, whose programs are compiled ahead of their runs.
+        """The callable that a sweep tunes: a jitted runner for a jitted function, to compile programs ahead of runs.
 
-        One that is jitted with shardings or devices cannot be jitted anew: this runner is it.
+        JAX cannot jit a function anew if its jit has shardings or devices: the sweep then tunes this runner.
         """
         return self if self._jitted is None else self._jitted
 
@@ -198,21 +198,21 @@ class Runner:
         return found
 
     def report(self, config: Mapping[str, Any]) -> bytes:
-        """Returns the slots that were looked up under an assignment, in order, as bytes for `read_report`."""
+        """Returns the slots looked up under an assignment, in order, as bytes for `read_report`."""
         seen = self.assignment(config[KEY]).seen.items()
         return json.dumps([[*slot, as_json(about.configs), about.space] for slot, about in seen]).encode()
 
     def traced(self, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Seen]:
-        """Returns the slots that a jitted function looks up under an assignment, after tracing it here."""
+        """Traces a jitted function under an assignment, and returns the slots that it looks up."""
         fn: Any = self._fn
         assignment = Assignment(text)
-        assignment.text += f" {next(_numbers)}"  # else, JAX would not trace again what it has traced before
+        assignment.text += f" {next(_numbers)}"  # otherwise JAX would reuse an earlier trace
         with assignment.in_force():
             fn.eval_shape(*args, **kwargs)
         return assignment.seen
 
     def left_report(self, text: str) -> dict[Slot, Seen]:
-        """Returns the slots that were looked up in a run under an assignment, up to its end or failure."""
+        """Returns the slots that a run under an assignment looked up before its end or failure."""
         try:
             with open(self._report_path(text), "rb") as file:
                 return read_report(file.read(_MOST_REPORTED_BYTES))
@@ -231,10 +231,10 @@ class Runner:
 
 
 def read_report(report: bytes) -> dict[Slot, Seen]:
-    """Returns the slots of a runner's report, which a config may have forged.
+    """Returns the slots of a runner's report. A config may have forged it.
 
     Raises:
-        ValueError: the bytes are no report.
+        ValueError: The bytes are not a report.
     """
     try:
         return {
@@ -242,7 +242,7 @@ def read_report(report: bytes) -> dict[Slot, Seen]:
             for name, key, configs, space in decode_json(report)
         }
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"no report of a runner: {error}") from error
+        raise ValueError(f"not a report of a runner: {error}") from error
 
 
 def encode(chosen: Mapping[Slot, Config], *, others: str) -> str:
@@ -267,18 +267,18 @@ def chosen_from(data: Any) -> dict[Slot, Config]:
     """Returns the configs by slot, from the result of `nested`.
 
     Raises:
-        ValueError: the data has another form.
+        ValueError: The data has another form.
     """
     try:
         return {Slot(name, key): frozen(config) for name, calls in data.items() for key, config in calls.items()}
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{data!r} is no mapping of kernels to configs") from error
+        raise ValueError(f"{data!r} is not a mapping of kernels to configs") from error
 
 
 @functools.cache
 def context() -> Any:
     """Returns the JAX context that makes the assignment part of JAX's key for a program.
 
-    It is created with the first contextual function, because creating it makes JAX compile all programs again.
+    The first contextual function creates it, because creating it makes JAX compile all programs again.
     """
     return jax.make_user_context(None)

@@ -1,8 +1,8 @@
-"""Classes that are pickled by value: rebuilt in a worker together with their registrations.
+"""Classes that travel by value: a worker rebuilds them together with their registrations.
 
-cloudpickle makes a class in two steps: first an empty one, so that objects that refer to it can be loaded, then its
-attributes. A metaclass or an `__init_subclass__` runs in the first step and sees a class without fields. The entries
-that it makes in JAX's pytree registry and in weak tables of its own are wrong, so the caller's are used instead.
+cloudpickle makes a class in two steps: first an empty class, so that objects that refer to it can load, then its
+attributes. A metaclass or an `__init_subclass__` runs in the first step and sees a class without fields. It then makes
+wrong entries in JAX's pytree registry and in its own weak tables, so the worker uses the caller's entries instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quarantune.host.interruptions import failure_of
 from quarantune.jax_internals.other_processes import made_unregistered, pytree_registration, register_pytree
 
 _PLAIN = ("builtins", "abc", "typing", "enum", "dataclasses", "collections.abc")
-"""Modules whose metaclasses and bases keep no tables of classes."""
+"""Modules whose metaclasses and base classes do not keep tables of classes."""
 
 
 def reduce_class(cls: type, reduced: tuple[Any, ...], can_import: Callable[[str], bool]) -> tuple[Any, ...]:
@@ -29,7 +29,7 @@ def reduce_class(cls: type, reduced: tuple[Any, ...], can_import: Callable[[str]
 
     Args:
         cls: the class.
-        reduced: the reduction of cloudpickle.
+        reduced: cloudpickle's reduction of the class.
         can_import: returns whether a worker can import a module.
     """
     make, arguments, state, _, _, set_state = reduced
@@ -45,7 +45,7 @@ def _table_entries(cls: type, can_import: Callable[[str], bool]) -> Iterator[tup
         if module is None or name in _PLAIN or not can_import(name):
             continue
         for label, table in list(vars(module).items()):
-            with contextlib.suppress(TypeError):  # an unhashable class is in no table
+            with contextlib.suppress(TypeError):  # tables cannot contain an unhashable class
                 if isinstance(table, weakref.WeakKeyDictionary) and cls in table:
                     yield name, label, table[cls]
                 elif isinstance(table, weakref.WeakSet) and cls in table:
@@ -53,7 +53,7 @@ def _table_entries(cls: type, can_import: Callable[[str], bool]) -> Iterator[tup
 
 
 def _make_class(make: Callable[..., type], metaclass: Any, *arguments: Any) -> type:
-    """Makes an empty class, by calling its metaclass if that does not fail on an empty class."""
+    """Makes an empty class with its metaclass, or without the user's code if the metaclass fails on an empty class."""
     try:
         return made_unregistered(lambda: make(metaclass, *arguments))
     except Exception:
@@ -105,18 +105,18 @@ def is_sentinel(obj: object) -> bool:
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__reduce__ is object.__reduce__
         and kind.__basicsize__ <= _BARE_BYTES
-        and not any(vars(base).get("__slots__") for base in kind.__mro__)  # one of them may take no more room
+        and not any(vars(base).get("__slots__") for base in kind.__mro__)  # a single slot may not add to the size
         and not getattr(obj, "__dict__", None)
         and not isinstance(obj, types.ModuleType)
     )
 
 
 def refuses_to_be_copied(obj: object) -> bool:
-    """Returns whether an object's class forbids to pickle it, because there shall be one of it in a process."""
+    """Returns whether an object's class forbids pickling, for example because a process should have one instance."""
     if getattr(type(obj), "__getstate__", None) is object.__getstate__:
         return False
     return failure_of(lambda: obj.__reduce_ex__(4)) is not None
 
 
 _BARE_BYTES = type("_Bare", (), {}).__basicsize__
-"""Objects of classes with slots, or written in C with fields of their own, are larger."""
+"""Size of an object without slots and without C fields."""

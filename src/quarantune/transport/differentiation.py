@@ -1,4 +1,4 @@
-"""Gradients of a call: to time with it, to compare with those of another function, and why a config has none."""
+"""Gradients of a call: to time them, to compare them between functions, and to explain why a config lacks them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _WEIGHT_SEED = 20_011
 def with_gradient(jitted: Any) -> Any:
     """Returns a jitted function that returns the output of `jitted` and its gradients.
 
-    These are the gradients of half the sum of the squares of the output: the output is its own cotangent, which takes
-    no time to compute and is no constant that would let the compiler simplify the backward pass.
+    These are the gradients of half the sum of the squares of the output. Its cotangent is the output itself: it takes
+    no time to compute, and unlike a constant it does not let the compiler simplify the backward pass.
 
     Args:
-        jitted: the jitted function. The arguments that it donates are not donated.
+        jitted: the jitted function. The returned function donates no arguments.
     """
     options = dataclasses.replace(jax_functions.jit_options(jitted), donate_argnums=(), donate_argnames=())
     inner = jax_functions.without_compiler_options(jitted)
@@ -71,12 +71,12 @@ def explain_failure(
 ) -> None:
     """Raises if a config has no gradient although the function's own defaults have one.
 
-    The function is only traced, outside the trace in progress. Without this, JAX's error would not mention the config.
+    This only traces the function, outside the trace in progress. Without it, JAX's error would not mention the config.
 
     Args:
         jitted: the function.
         config: the config.
-        args: the positional arguments of the call. Nothing is done unless JAX is differentiating it.
+        args: the positional arguments of the call. This does nothing unless JAX is differentiating an argument.
         kwargs: its keyword arguments.
         name: the function's name, for the message.
     """
@@ -89,10 +89,10 @@ def explain_failure(
     with jax_traces.outside_of_traces():
         failure = failure_of(lambda: trained.eval_shape(*structs, **named, **keywords))
         if failure is None or failure_of(lambda: trained.eval_shape(*structs, **named)) is not None:
-            return  # in the second case, the function has no gradient with its defaults either
+            return  # the config has a gradient, or the defaults have none either
     failure.add_note(
         f"{name} was tuned by its forward pass alone, and the backward pass fails with the winner {dict(config)}, "
-        f"though not with the defaults: tune it with time_grad=True, which times both"
+        f"but not with the defaults: tune it with time_grad=True, which times both"
     )
     raise failure
 
@@ -106,14 +106,14 @@ def gradients(
     """Returns the gradients of `scalar_of(fn(*args, **kwargs))`.
 
     Args:
-        fn: a jitted or plain function that JAX can differentiate. The arguments it donates are used up.
-        args: its positional arguments, the static ones included.
-        kwargs: its keyword arguments, the static ones included.
-        options: tells which of them are static.
+        fn: a jitted or plain function that JAX can differentiate. It uses up the arguments that it donates.
+        args: its positional arguments, including static arguments.
+        kwargs: its keyword arguments, including static arguments.
+        options: jit options that mark the static arguments.
 
     Returns:
-        A gradient for each floating or complex array among the arguments that are not static, by its place,
-        such as `args[0]['w']`. All else is held fixed.
+        A gradient for each floating or complex array in the other arguments, by its place, such as `args[0]['w']`.
+        Everything else stays fixed.
     """
     call, free, paths = _of_floats(fn, args, kwargs, options)
     found = jax.grad(lambda free: scalar_of(call(free)))(free) if free else {}
@@ -126,12 +126,12 @@ def gradients(
 def scalar_of(tree: Any) -> jax.Array:
     """Returns one number that depends on every element of the floating and complex arrays of a pytree.
 
-    It is the sum of the elements times fixed weights, real parts only. The weights have both signs and none
-    is near zero. All ones would not do: a softmax always adds up to 1, whatever its gradient is. Those of
-    complex arrays are complex, so that imaginary parts count too.
+    It is the sum of the elements times fixed weights, real parts only. The weights have both signs, and stay away from
+    zero. Weights of 1 would not do: a softmax always adds up to 1, whatever its gradient is. Complex arrays have
+    complex weights, so that imaginary parts count.
 
     Args:
-        tree: the output of a function; its other leaves are left out.
+        tree: the output of a function. Other leaves do not count.
     """
     total = jnp.zeros((), jnp.float32)
     for position, leaf in enumerate(jax.tree_util.tree_leaves(tree)):

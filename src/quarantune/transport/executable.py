@@ -1,6 +1,6 @@
-"""Compiled programs as bytes, written by the process that compiles and loaded by another one onto the same devices.
+"""Compiled programs as bytes: one process compiles and writes them, another loads them onto the same devices.
 
-As a pickle, for a process that trusts the writer; or as data that is read without running any Python code.
+The bytes are a pickle for a process that trusts the writer, or data that a reader decodes without running Python code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def to_pickle(compiled: Any) -> bytes:
         compiled: the result of `lower(...).compile()`.
 
     Raises:
-        Exception: the program cannot be serialised.
+        Exception: JAX cannot serialise the program.
     """
     return pickling.dumps((*serialize_executable.serialize(compiled), _device_ids(compiled)))
 
@@ -46,20 +46,20 @@ def from_pickle(blob: bytes) -> Any:
         blob: bytes from `to_pickle`, from a trusted process: loading them may run code.
 
     Raises:
-        ValueError: this process lacks one of the devices.
+        ValueError: This process lacks a device of the program.
     """
     serialized, in_tree, out_tree, numbers = pickling.loads(blob)
     prepare_to_load(serialized)
     here = {device.id: device for device in jax.local_devices()}
     if missing := [number for number in numbers if number not in here]:
-        raise ValueError(f"it was compiled for the devices {numbers}, of which {missing} are missing here")
-    # By default JAX loads onto all devices, which ends the process if the program was compiled for fewer.
+        raise ValueError(f"it was compiled for the devices {numbers}, and {missing} are missing here")
+    # By default JAX loads onto all devices, which ends the process if the program is for fewer.
     devices = [here[number] for number in numbers]
     return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
 
 
 def is_in_order(sharding: jax.sharding.NamedSharding) -> bool:
-    """Returns whether a mesh has the first devices in their order, as that of a worker has."""
+    """Returns whether a mesh has the first devices in their order, like the meshes of workers."""
     mesh = sharding.mesh
     return [device.id for device in mesh.devices.flat] == list(range(mesh.size))
 
@@ -68,7 +68,7 @@ def _device_ids(compiled: Any) -> list[int]:
     """Returns the numbers of the devices that a program runs on, in the program's order."""
     runtime = compiled.runtime_executable()
     if not hasattr(runtime, "local_devices"):
-        return [0]  # compiled without its device, for one device
+        return [0]  # a program for one device, compiled without it
     return [device.id for device in runtime.local_devices()]
 
 
@@ -82,7 +82,7 @@ def to_data(compiled: Any) -> bytes:
         compiled: the result of `lower(...).compile()`.
 
     Raises:
-        ValueError: the program cannot be represented as data.
+        ValueError: The program has parts that data cannot represent.
     """
     parts = executable_parts(compiled)
     header: JsonObject = {name: list(map(write, getattr(parts, name))) for name, (write, _) in _LISTS.items()}
@@ -96,14 +96,14 @@ def to_data(compiled: Any) -> bytes:
 def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ExecutableParts:
     """Returns the parts of the program that `to_data` wrote, for the devices of this process with the same numbers.
 
-    No byte is interpreted as Python code. XLA loads the machine code, which runs only when the program is called.
+    This runs no Python code from the bytes. XLA loads the machine code, which runs only if someone calls the program.
 
     Args:
         blob: the bytes.
         onto: the device for a program that runs on one device; None for the device with the same number.
 
     Raises:
-        ValueError: the bytes are not from `to_data`, or this process lacks one of the devices.
+        ValueError: The bytes are not from `to_data`, or this process lacks a device of the program.
     """
     try:
         (length,) = struct.unpack_from("<Q", blob)
@@ -114,7 +114,7 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ExecutableParts
         if onto is not None and len(header["devices"]) == 1:
             number = header["devices"][0]
             if number not in {device.id for device in onto.client.local_devices()}:
-                # XLA would run it on none: a worker numbers its devices from 0, which of several ranks only one does.
+                # XLA would not run it: a worker numbers its devices from 0, but only one of several ranks has device 0.
                 raise ValueError("this process has no device with its number")
             here = {number: onto}
         parts = ExecutableParts(
@@ -128,7 +128,7 @@ def from_data(blob: bytes, *, onto: jax.Device | None = None) -> ExecutableParts
         if not parts.devices or (parts.out_tree is not None and parts.out_tree.num_leaves != len(parts.out_avals)):
             raise ValueError("it has no devices, or a wrong number of outputs")
         return parts
-    except Exception as error:  # of any class, as JAX has its own for parts that do not fit together
+    except Exception as error:  # any class: JAX has several for parts that do not fit together
         if is_interruption(error):
             raise
         raise ValueError(f"the compiled program cannot be read: {error!r}") from error
@@ -207,14 +207,14 @@ _LISTS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any, dict[int, Any]],
     **dict.fromkeys(("in_shardings", "out_shardings"), (_sharding, _read_sharding)),
     **dict.fromkeys(("in_layouts", "out_layouts"), (_layout, _read_layout)),
 }
-"""Parts of a program that are lists, with the functions that write an item and read it, given the devices here."""
+"""Parts of a program that are lists, with the functions that write and read an item; reading takes the devices here."""
 
 
 # --- trees --------------------------------------------------------------------------------------------------
 
 
 def _tree(tree: Any) -> list[Any]:
-    """Describes a tree of Python's own containers, inside a list, so that None can mean no description."""
+    """Describes a tree of built-in containers, inside a list, so that None can mean no description."""
     node = tree.node_data()
     if node is None:
         return ["leaf"]
@@ -226,7 +226,7 @@ def _tree(tree: Any) -> list[Any]:
         return [["dict", dict(zip(about, children, strict=True))]]
     if kind is type(None):
         return [["none", []]]
-    raise ValueError(f"a {kind.__name__} is no plain container")
+    raise ValueError(f"a {kind.__name__} is not a plain container")
 
 
 def _read_tree(item: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Functions that communicate over the axes of a `jax.shard_map`: finds them, and calls them on such a mesh in workers.
+"""Finds functions that communicate over the axes of a `jax.shard_map`, and calls them on a similar mesh in workers.
 
-Inside `shard_map` a function is called with one shard of each array, and most functions are tuned for that shard on one
-device. A function that names an axis of the mesh, for example to sum over it, cannot run on one device: its workers
-need a mesh with the same axes, and call it in a `shard_map` of their own.
+Inside `shard_map` a function gets one shard of each array, and most functions are tuned for that shard on one device.
+A function that names an axis of the mesh, for example to sum over it, cannot run on one device: its workers need a mesh
+with the same axes, and call the function in another `shard_map`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Axes:
     """The manual axes around the call of a function that communicates over some of them.
 
     Attributes:
-        sizes: the number of shards along each.
+        sizes: the number of shards along each axis.
         mesh: the mesh for its workers; None if they cannot have a mesh with these axes.
-        problem: the reason why they cannot.
+        problem: the reason for a missing mesh.
     """
 
     sizes: dict[str, int]
@@ -41,13 +41,13 @@ class Axes:
     problem: str = ""
 
     def check(self, name: str) -> None:
-        """Raises if workers cannot have such a mesh.
+        """Raises if workers cannot have a mesh with these axes.
 
         Args:
             name: the function's name in the message.
 
         Raises:
-            TypeError: the function cannot be tuned where it is called.
+            TypeError: Workers cannot have a mesh with these axes.
         """
         if self.mesh is None:
             raise TypeError(
@@ -57,11 +57,11 @@ class Axes:
 
 
 def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Axes | None:
-    """Returns the axes of a call whose function communicates over one of them; None for any other call.
+    """Returns the axes around a call whose function communicates over some of them; None for other calls.
 
-    If there are such axes, the function is traced with its defaults, and so are the kernels that it calls, which are
-    not tuned for that. A function whose trace fails counts as one that does not communicate, as other configs must not
-    be tried in the caller's process.
+    If there are named axes around the call, this traces the function and the kernels that it calls, with their defaults
+    and without tuning. If the trace fails, the function counts as not communicating, because this process must not try
+    other configs.
 
     Args:
         fn: the jitted function.
@@ -92,7 +92,7 @@ def _names(jaxpr: Any, bound: Mapping[str, int]) -> Iterator[str]:
     for equation in jax_traces.equations(jaxpr):
         name = equation.primitive.name
         if name == "pvary" or "cast" in name:
-            continue  # changes only the type of a value, as for a constant that is added to an array
+            continue  # changes only the type of a value, for example of a constant before adding it to an array
         for parameter in ("axis_name", "axes"):
             value = equation.params.get(parameter, ())
             names = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
@@ -100,9 +100,9 @@ def _names(jaxpr: Any, bound: Mapping[str, int]) -> Iterator[str]:
 
 
 def under_shard_map(call: Call) -> Call:
-    """Returns a worker's call with its functions in a `shard_map` if the caller's are in one.
+    """Returns a worker's call, with its functions in a `shard_map` if the caller's function is in a `shard_map`.
 
-    The outputs have one more axis in front, along which they are split over the devices.
+    The outputs get a new first axis, which `shard_map` splits over the devices.
 
     Args:
         call: the call, from `payload.unpack_call`.
@@ -116,7 +116,7 @@ def under_shard_map(call: Call) -> Call:
     judges = dict(call.judges)
     if "ref_fn" in judges:
         judges["ref_fn"] = _sharded(judges["ref_fn"], call, mesh)
-    # The function inside the jit, as JAX takes compiler options at the outermost jit alone.
+    # The function inside the jit, because JAX accepts compiler options only at the outermost jit.
     return dataclasses.replace(call, fn=options.rebuild(_sharded(jitted.__wrapped__, call, mesh)), judges=judges)
 
 

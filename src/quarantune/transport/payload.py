@@ -1,7 +1,7 @@
 """A call in transit: packed in the caller's process, and unpacked in a worker.
 
-A packed call is a blob, with a description in the place of each array, and the elements of the arrays as raw bytes in a
-file, the spool.
+A packed call is a blob that contains a description instead of each array. A file, the spool, contains the elements of
+the arrays as raw bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from quarantune.transport.unpicklable import explain
 from quarantune.values.texts import shown
 
 _MOST_EXTENT_BYTES, _MOST_SPREAD = 1 << 28, 16
-"""A view of NumPy's that covers more memory is refused, unless its elements fill the given share of it."""
+"""Largest memory that a NumPy view may cover, and the multiple of its size that a larger view may cover."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,10 @@ class ProgramValue:
     Attributes:
         place: the name of the module, and the steps to the value.
         state: a hash of its state.
-        same_as: the number of the first of the values that are this very object; -1 for an object without identity.
-        shown: its repr, where it cannot travel.
-        blob: the pickled value; None where it cannot travel.
-        reason: why a part of it cannot.
+        same_as: the number of the first value that is this very object; -1 for an object without identity.
+        shown: its repr if it cannot travel.
+        blob: the pickled value; None if it cannot travel.
+        reason: why a part of it cannot travel.
     """
 
     place: tuple[str, ...]
@@ -65,21 +65,21 @@ class ProgramValue:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call as it arrives in a worker; pickled as one, so that an object shared by two of its parts stays one object.
+    """A call as it arrives in a worker. One pickle contains it all, so that its parts can share objects.
 
     Attributes:
         fn: the function.
         args: positional arguments, with an `ArraySpec` for each array.
-        kwargs: keyword arguments, likewise.
-        specs: these arrays, by number.
-        copies: makes the arguments of a function that is not jitted, which a run may change, with these specs;
-            there are no others then. None for a jitted function.
+        kwargs: keyword arguments, with an `ArraySpec` for each array.
+        specs: the array specs, by number.
+        copies: makes the arguments of a function that is not jitted, with array specs; a run may change its arguments,
+            so `args` and `kwargs` are empty. None for a jitted function.
         judges: functions that judge the function's output, by name.
         config_values: the config values that JSON cannot restore, by their JSON texts.
-        context_mesh: the mesh that the worker sets; None for none.
+        context_mesh: the mesh that the worker sets, if any.
         program_values: the values of modules that a worker takes over; empty in the caller's process.
-        own_shardings: in the caller's process, how each array is laid out over the caller's devices, None for an array
-            that is on one device or whose devices are not known; empty in a worker, which has other devices.
+        own_shardings: in the caller's process, the sharding of each array over the caller's devices; None for an array
+            on one device or on unknown devices. Empty in a worker, which has other devices.
     """
 
     fn: Callable[..., Any]
@@ -95,7 +95,7 @@ class Call:
 
     @property
     def devices_needed(self) -> int:
-        """How many devices the arrays, or the mesh of the context, are laid out over; at least 1."""
+        """The largest number of devices that an array or the context's mesh covers; at least 1."""
         meshes = [self.context_mesh, *(spec.sharding.mesh for spec in self.specs if spec.sharding is not None)]
         return max((mesh.size for mesh in meshes if mesh is not None), default=1)
 
@@ -105,7 +105,7 @@ class Call:
         return max((spec.offset + spec.nbytes for spec in self.specs if spec.nbytes), default=0)
 
     def labelled_parts(self) -> Iterator[tuple[str, Any]]:
-        """Yields the parts that may be impossible to pickle, each after a phrase that names it."""
+        """Yields the parts that pickle may fail on, each after a phrase that names it."""
         yield f"the function {getattr(self.fn, '__qualname__', shown(self.fn))!r}", self.fn
         yield from ((f"argument {index}", value) for index, value in enumerate(self.args))
         yield from ((f"argument {key!r}", value) for key, value in self.kwargs.items())
@@ -115,14 +115,14 @@ class Call:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedCall:
-    """A call ready to be sent.
+    """A call ready to send.
 
     Attributes:
-        blob: everything except the bytes of the arrays, for `payload.unpack_call`; empty where it is not sent.
+        blob: everything except the bytes of the arrays, for `payload.unpack_call`; empty for a call that stays here.
         call: the same call for trials in this process.
-        devices_needed: how many devices the arrays, or the mesh of the context, are laid out over.
-        sources: the caller's arrays, in the order of `call.specs`; None for each that the worker generates.
-        spool: the content of the spool, where the call was packed on another machine; None where `sources` hold it.
+        devices_needed: `Call.devices_needed` of the call that travels.
+        sources: the caller's arrays, in the order of `call.specs`; None for each array that the worker generates.
+        spool: the content of the spool of a call from another machine; None if `sources` contain the arrays.
     """
 
     blob: bytes
@@ -150,19 +150,19 @@ def pack_call(
     Args:
         fn: the function, jitted or not.
         args: positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
-        kwargs: keyword arguments, likewise.
+        kwargs: keyword arguments, with the same kinds of arrays.
         judges: functions that judge the function's output, by name.
         config_values: the config values that JSON cannot restore, by their JSON texts.
-        manual_mesh: the mesh of the `shard_map` around the worker's call of the function; None for none.
-        devices: how many devices a trial may have; a larger mesh that is only in the context is not sent.
-        with_values: whether arrays travel with their values. If not, workers generate JAX's arrays by shape and dtype,
-            and those of NumPy too where the function is jitted; another function might not take JAX's in their place.
+        manual_mesh: the mesh of the `shard_map` around the worker's call of the function, if any.
+        devices: how many devices a trial may have; a larger mesh travels only if an argument uses it.
+        with_values: whether arrays travel with their values. If not, workers generate JAX arrays by shape and dtype.
+            They also generate NumPy arrays of a jitted function; other functions might not accept JAX arrays instead.
         program_values: the values that the caller's program has set in modules.
-        is_sent: whether another process gets the call. If not, its parts need not be such as can be pickled.
+        is_sent: whether another process gets the call. If not, pickle may fail on its parts.
 
     Raises:
-        TypeError: a part of the call cannot be pickled.
-        ValueError: an argument was deleted, or donated to an earlier call.
+        TypeError: Pickle fails on a part of the call.
+        ValueError: An argument was deleted, or donated to an earlier call, or is a view that covers too much memory.
     """
     is_jitted = jax_functions.is_jitted(fn)
     given = Call(fn=fn, args=args, kwargs=kwargs, specs=(), judges={**(judges or {})}, program_values=program_values)
@@ -188,7 +188,7 @@ def pack_call(
         kwargs=kwargs,
         specs=specs,
         copies=copies,
-        # A manual mesh is set by the worker's own shard_map.
+        # The worker's own shard_map sets a manual mesh.
         context_mesh=_mesh_to_send(specs, devices if manual_mesh is None else 0),
     )
     return PackedCall(
@@ -207,10 +207,10 @@ def pack_call(
 def _copies_of(call: Call, *, is_sent: bool) -> Copies:
     """Returns the maker of a call's arguments.
 
-    An object that the functions hold, too, is the same one in all copies, as they may compare it by identity.
+    All copies share the objects that the functions hold, because a function may compare an argument by identity.
 
     Raises:
-        TypeError: an argument cannot be copied.
+        TypeError: Copying an argument fails.
     """
     held = held_by([call.fn, call.judges], importable.remembering() if is_sent else is_library)
 
@@ -222,14 +222,14 @@ def _copies_of(call: Call, *, is_sent: bool) -> Copies:
     except Exception as error:
         if is_interruption(error):
             raise
-        failure = "copied, and each run of a function that is not jitted gets its own copy, as it may change it"
-        remedy = "Create it inside the function, or pass the data that it is made from, such as a list or a path."
+        failure = "copied, and each run of a function that is not jitted needs a copy, because a run may change it"
+        remedy = "Create it inside the function, or pass its source data, such as a list or a path."
         raise TypeError(explain(call, error, copies, failure, remedy)) from error
 
 
 def _blob(call: Call, given: Call) -> bytes:
-    """Returns two pickles, because the outer one is read before any of the user's modules is imported."""
-    contexts = dumps(jax_options.contexts())  # their values may be of the user's own classes
+    """Returns a pickle in a pickle, because a worker reads the outer pickle before it imports the user's modules."""
+    contexts = dumps(jax_options.contexts())  # their values may have the user's own classes
     options, state = jax_options.options_to_travel(), process_state.state()
     process = import_path(), options, contexts, call.devices_needed, program_name(), state
     return pickle.dumps((*process, dumps(call, source=given)))
@@ -243,7 +243,7 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
         fd: a file descriptor open for writing.
 
     Raises:
-        OSError: the file could not be written, for example because there is no space left.
+        OSError: Writing fails, for example because the disk is full.
     """
     if packed.spool is not None:
         os.lseek(fd, 0, os.SEEK_SET)
@@ -271,7 +271,8 @@ def unpack_call(blob: bytes | memoryview) -> Call:
     options = {**options, "jax_num_cpu_devices": _cpu_devices(options["jax_num_cpu_devices"], devices)}
     jax_options.adopt_options(options)
     call: Call = loads(root)
-    # Again, as that has imported the user's modules: some register options, or set them, which the caller has undone.
+    # Again, because `loads` has imported the user's modules: some register options, or set options that the caller has
+    # changed since.
     jax_options.adopt_options(options)
     jax_options.set_contexts(loads(contexts))
     process_state.adopt(state)
@@ -279,20 +280,20 @@ def unpack_call(blob: bytes | memoryview) -> Call:
 
 
 def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Arguments:
-    """Returns a call's arguments with real arrays in them, fresh ones each time.
+    """Returns a call's arguments with real arrays in them, new arrays each time.
 
     Args:
         call: the call, from `payload.unpack_call`.
         fd: the spool, open for reading; unused if no array has bytes in it.
         seed: the seed of generated arrays.
-        kind: how they are generated, one of `SUPPLIES`.
+        kind: how to generate them, one of `SUPPLIES`.
 
     Returns:
         Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
-        numpy arrays are writable copies.
+        NumPy arrays are copies, writable unless their spec is read-only.
 
     Raises:
-        ValueError: the spool is too short for the call, or there are fewer devices than it needs.
+        ValueError: The spool is too short for the call, or there are fewer devices than it needs.
     """
     spool = _map_spool(call, fd)
 
@@ -307,7 +308,7 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
             return spec.arranged(data)
         return restore_array(data, spec.weak_type, spec.key_impl, sharding)
 
-    # The mapping is closed with the last view of it.
+    # Freeing the last view of the mapping closes it.
     return _with_arrays(call, array)
 
 
@@ -316,14 +317,14 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
 
     Args:
         call: the call, from `payload.unpack_call`.
-        sharding: the sharding of every array; None for the call's own.
+        sharding: the sharding of every array; None for the call's shardings.
 
     Raises:
-        ValueError: there are fewer devices than the call needs.
+        ValueError: There are fewer devices than the call needs.
     """
 
     def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-        # The key dtype of this process: that of a PRNG of the user's may have been unpickled as another one.
+        # The key dtype of this process: unpickling may have made another dtype for the user's own PRNG.
         dtype = spec.dtype if spec.key_impl is None else jax_arrays.key_dtype(spec.key_impl)
         if spec.is_numpy:
             dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -338,11 +339,11 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
 
 
 def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> AbstractMesh | None:
-    """Returns the mesh of the context that the worker must set; None for none.
+    """Returns the mesh of the context that the worker must set, if any.
 
     Args:
         specs: the arrays of the call.
-        devices: how many devices a trial may have. A larger mesh is sent only if an argument is laid out over it.
+        devices: how many devices a trial may have. A larger mesh travels only if an argument uses it.
     """
     mesh = context_mesh()
     is_shared = any(spec.sharding is not None and spec.sharding.mesh == mesh for spec in specs)
@@ -350,11 +351,11 @@ def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> AbstractMesh 
 
 
 def _as_shards(specs: Sequence[ArraySpec], shards: Sequence[Any], mesh: AbstractMesh) -> tuple[ArraySpec, ...]:
-    """Returns the arrays that are spread over a mesh so that each device has one of the given shards.
+    """Returns descriptions of arrays over a mesh whose shard on each device is like the given shard.
 
-    A generated array differs from device to device along the axes along which the caller's array may differ. These are
-    known only if the caller's `shard_map` checks them; otherwise the array differs along all axes. An array with a
-    value is the same on all devices.
+    A generated array differs from device to device along the same mesh axes as the caller's array. JAX knows these axes
+    only if the caller's `shard_map` checks them; otherwise the array differs along all axes. An array with a value is
+    the same on all devices.
 
     Args:
         specs: describe the shards.
@@ -382,7 +383,7 @@ def _is_container(part: Any) -> bool:
 
 def _is_spooled(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
-        # Arrays of objects or strings, in foreign byte order or of subclasses are pickled like any other value.
+        # Pickle handles other arrays: of objects or strings, in foreign byte order, or of subclasses.
         plain = type(leaf) in (np.ndarray, np.memmap, jax_arrays.typed_ndarray) and leaf.dtype.isnative
         return plain and (leaf.dtype.kind in "biufc" or hasattr(ml_dtypes, leaf.dtype.name))
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
@@ -393,9 +394,9 @@ def _specs(arrays: Sequence[Any], *, with_values: bool, is_jitted: bool) -> tupl
 
     Args:
         arrays: the arrays.
-        with_values: whether arrays travel with their values, where they have one.
-        is_jitted: whether the function is jitted. Another one gets NumPy's arrays with their values in any case, and as
-            they lie in memory.
+        with_values: whether arrays that have a value travel with it.
+        is_jitted: whether the function is jitted. Other functions always get NumPy arrays with their values and their
+            layout in memory.
     """
     specs, end = [], 0
     for index, array in enumerate(arrays):
@@ -428,18 +429,18 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool, is_as_gi
     )
     if spec.extent_bytes > max(_MOST_EXTENT_BYTES, _MOST_SPREAD * spec.nbytes):
         raise ValueError(
-            f"an argument of shape {spec.shape} is a view that is spread over {spec.extent_bytes:,} bytes, and workers "
-            f"would need as much memory: pass a copy (numpy.ascontiguousarray)"
+            f"an argument of shape {spec.shape} is a view that covers {spec.extent_bytes:,} bytes, and workers would "
+            f"need as much memory: pass a copy (numpy.ascontiguousarray)"
         )
     return spec
 
 
 def _is_committed(array: Any) -> bool:
-    """Returns whether an array, or the one that a struct describes, is bound to the one device that it is on."""
+    """Returns whether an array, or the array that a struct describes, is on one device and committed to it."""
     if isinstance(array, jax.core.Tracer):
         return False
     is_on_one = isinstance(getattr(array, "sharding", None), jax.sharding.SingleDeviceSharding)
-    return is_on_one and bool(getattr(array, "committed", True))  # a struct names a device only if it is bound to it
+    return is_on_one and bool(getattr(array, "committed", True))  # a struct names a device only if it is committed
 
 
 def _memory_kind(array: Any) -> str | None:
@@ -469,10 +470,10 @@ def _has_value(array: Any) -> bool:
 
 
 def _cpu_devices(option: int, needed: int) -> int:
-    """Returns the number of CPU devices for JAX to make, at least so many as a call's arrays are spread over.
+    """Returns the number of CPU devices for JAX to make: at least as many as the call needs.
 
     Args:
-        option: JAX's option in the caller's process; -1 where it is not set.
+        option: JAX's option in the caller's process; -1 if unset.
         needed: how many devices the call needs.
     """
     forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
@@ -486,7 +487,7 @@ def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
     if size < needed:
         # Reading past the end of a mapped file would kill the process.
         raise ValueError(
-            f"the spool holds {size} bytes and the call needs {needed}: write_arrays was not run or failed"
+            f"the spool holds {size} bytes and the call needs {needed}: write_arrays did not run or failed"
         )
     return mmap.mmap(fd, needed, access=mmap.ACCESS_READ)
 
@@ -499,14 +500,14 @@ def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
 
 
 def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
-    """Returns the place of an array in this process; None for one that is free to be anywhere."""
+    """Returns the sharding of an array in this process; None for an array that may be anywhere."""
     place: Sharding | None = None
     if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
         place = own
     elif spec.sharding is not None:
         place = NamedSharding(mesh_like(spec.sharding.mesh), spec.sharding.spec)
     elif spec.is_committed or spec.memory_kind:
-        place = jax.device_put(np.zeros(())).sharding  # where JAX puts what nobody has placed
+        place = jax.device_put(np.zeros(())).sharding  # JAX's default device
     return place.with_memory_kind(spec.memory_kind) if place is not None and spec.memory_kind else place
 
 

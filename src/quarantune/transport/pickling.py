@@ -1,4 +1,4 @@
-"""Pickles functions and values for workers: everything cloudpickle can, and the objects that JAX makes."""
+"""Pickles functions and values for workers: everything that cloudpickle supports, and JAX's own objects."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def dumps(obj: object, apart: list[memoryview] | None = None, *, source: object 
     """Pickles a function with everything that it refers to.
 
     Args:
-        obj: functions (jitted ones and those of `__main__`, closures and notebooks included), arrays,
+        obj: functions (also jitted functions, closures, and functions of `__main__` or a notebook), arrays,
             classes, values.
-        apart: receives the elements of numpy arrays, which are not copied then; None to have them in the result.
+        apart: receives the elements of NumPy arrays without a copy; None puts them into the result.
         source: the object whose parts an error names; None for `obj` itself.
 
     Returns:
         Bytes for `loads`, in a process with the same packages.
 
     Raises:
-        TypeError: a part of `obj` cannot be pickled; the message names the part, the way to it, and a remedy.
+        TypeError: Pickle fails on a part of `obj`. The message names the part, the way to it, and a remedy.
     """
     try:
         return _dump(obj, apart)
@@ -60,8 +60,8 @@ def dumps(obj: object, apart: list[memoryview] | None = None, *, source: object 
         message = unpicklable.explain(source or obj, error, _dump)
         if edited := importable.own_edited_modules():
             message += (
-                f" ({', '.join(edited)} changed on disk after this process imported it, so its functions do not travel "
-                f"by name, as a worker would import other code: reload it, or start the program again.)"
+                f" ({', '.join(edited)} changed on disk after this process imported it. A worker would import the new "
+                f"code, so its functions do not travel by name: reload it, or start the program again.)"
             )
         raise TypeError(message) from error
 
@@ -69,11 +69,11 @@ def dumps(obj: object, apart: list[memoryview] | None = None, *, source: object 
 def loads(blob: bytes | memoryview, apart: Sequence[memoryview] = ()) -> Any:
     """Returns the object that `dumps` pickled.
 
-    A backend is initialised only if a function closes over arrays, which are made here.
+    This initialises a backend only if a function closes over JAX arrays, because this creates the arrays.
 
     Args:
         blob: bytes from `dumps`, from a trusted process: loading them may run code.
-        apart: what `dumps` left apart; the arrays share its memory.
+        apart: the elements that `dumps` added to its `apart`; the arrays share this memory.
     """
     return pickle.loads(blob, buffers=apart)
 
@@ -85,7 +85,7 @@ def _dump(obj: object, apart: list[memoryview] | None = None) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, extended to the objects that JAX makes."""
+    """cloudpickle, extended to JAX's own objects."""
 
     def __init__(self, file: io.BytesIO, apart: list[memoryview] | None = None) -> None:
         take = None if apart is None else lambda buffer: apart.append(buffer.raw())
@@ -94,11 +94,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._can_import = importable.remembering()
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduces an object in our own way, or leaves it to cloudpickle."""
+        """Reduces an object with one of our reducers, or leaves it to cloudpickle."""
         if isinstance(obj, type):
             return self._at_its_name(obj, obj.__qualname__, self._reduce_class(obj))
         if self._takes_apart and type(obj) is np.ndarray and obj.nbytes and not obj.dtype.hasobject:
-            # numpy itself leaves no array of a dtype such as bfloat16 apart.
+            # NumPy does not pickle arrays of dtypes such as bfloat16 out of band.
             elements = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
             return _array_of, (pickle.PickleBuffer(elements.data), obj.dtype, obj.shape)
         kind: Any = type(obj)
@@ -113,12 +113,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._at_its_name(obj, reduced, reduced) if isinstance(reduced, str) else reduced
 
     def _at_its_name(self, obj: Any, name: str, reduced: Any) -> Any:
-        """Completes a reduction: in a worker, an object of a module that cannot be imported there gets its name again.
+        """Completes a reduction: an object of a module that a worker cannot import gets its name again there.
 
         Args:
             obj: the object.
             name: its name in its module.
-            reduced: its reduction; the name itself if it is pickled by it.
+            reduced: its reduction; the name itself if pickle saves only the name.
         """
         home = str(getattr(obj, "__module__", None))
         is_there = answer_of(operator.attrgetter(name), sys.modules.get(home)) is obj
@@ -131,12 +131,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _put, (self._about(sys.modules[home]), name, *reduced[:2]), *reduced[2:]
 
     def _reduce_named(self, obj: Any, home: str) -> Any:
-        """Reduces an object by value that is pickled by its name."""
+        """Reduces an object by value although pickle would save only its name."""
         kind: Any = type(obj)
         if kind is _ALIAS:
             value = self.globals_ref.setdefault(id(obj), {"_value": answer_of(lambda: obj.__value__)})
             parameters = ", ".join(_STARS[type(each)] + each.__name__ for each in obj.__type_params__)
-            # The value in a dictionary, as it may refer to the alias.
+            # The value is in a dictionary because it may refer to the alias.
             return _make_alias, (home, obj.__name__, parameters, value)
         if kind in _STARS:
             named = ("bound", "covariant", "contravariant", "infer_variance", "default")
@@ -145,15 +145,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if failure_of(object.__new__, kind) is None:
             return object.__new__, (kind,), object.__getstate__(obj)
         raise unpicklable.CannotTravelError(
-            f"It is pickled by its name in {home}, which a worker cannot import: move it into an importable module."
+            f"Pickle saves only its name in {home}, which a worker cannot import: move it into an importable module."
         )
 
     def _about(self, module: types.ModuleType) -> _Names:
-        """Returns the first names of a module that a worker cannot import, and of the globals of its functions."""
+        """Returns the initial globals of a module that a worker cannot import, shared with the module's functions."""
         names: _Names = self.globals_ref.setdefault(id(vars(module)), {})
         if "__spec__" not in names:
             names |= {name: vars(module)[name] for name in _ABOUT if name in vars(module)}
-            spec = vars(module).get("__spec__")  # by which children of `multiprocessing` find it
+            spec = vars(module).get("__spec__")  # children of `multiprocessing` find the module by it
             names["__spec__"] = spec and importlib.machinery.ModuleSpec(spec.name, None)
         return names
 
@@ -161,14 +161,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Returns whether a function, class or type variable is in a module that a worker cannot import."""
         name = obj.__module__
         module = sys.modules.get(name) if isinstance(name, str) else None
-        # Of `__main__`, cloudpickle knows that itself.
+        # cloudpickle handles `__main__` without help.
         return module is not None and name != "__main__" and not self._can_import(module.__name__)
 
     def _reduce_class(self, cls: type) -> Any:
         reduced = _reduce_by_value(self, cls) if self._lives_here_only(cls) else super().reducer_override(cls)
         if not isinstance(reduced, tuple) or len(reduced) != 6 or isinstance(cls, enum.EnumMeta):
             return reduced
-        reduced[2][0]["__qualname__"] = cls.__qualname__  # which cloudpickle does not keep
+        reduced[2][0]["__qualname__"] = cls.__qualname__  # cloudpickle does not keep it
         return classes.reduce_class(cls, reduced, self._can_import)
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
@@ -177,16 +177,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented:
             return reduced
         rebuild, (code, namespace, *rest), (attributes, slots), _, _, set_state = reduced
-        # The module of its globals: `__module__` may have been changed by a decorator (functools.wraps).
+        # The module of its globals, because a decorator (functools.wraps) may have changed `__module__`.
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module and function.__globals__ is vars(module):
-            # The worker imports the module and uses its globals. Copies could include what cannot travel, and would not
-            # be identical to the sentinels and primitives that JAX compares by identity.
+            # The worker imports the module and uses its globals. Copies could include values that cannot travel, and
+            # JAX compares sentinels and primitives by identity.
             is_there = self._can_import(module.__name__)
             namespace = module.__name__ if is_there else self._about(module)
             slots = slots | {"__globals__": {} if is_there else slots["__globals__"] | _looked_up(function)}
-        # A function that refers to its own wrapper is wrapped before it is complete, and the wrapper reads its
-        # signature and name, which cloudpickle would set last.
+        # Loading wraps a function that refers to its own wrapper before the function is complete. The wrapper reads
+        # the signature and the name, so these come first; cloudpickle would set them last.
         early = {name: slots[name] for name in _SIGNATURE_ATTRIBUTES}
         arguments = (rebuild, code, namespace, rest, early)
         return _make_function, arguments, (attributes, slots), None, None, set_state
@@ -203,15 +203,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         about = self._about(module)
         left_out = vars(module) if module.__name__ in PROGRAMS else {"__builtins__", "__loader__", *about}
         content = {name: value for name, value in vars(module).items() if name not in left_out}
-        # An empty module first, because modules may refer to each other.
+        # The module starts empty, because modules may refer to each other.
         return _module_like, (about,), content, None, None, _set_attributes
 
     def _reduce_lock(self, lock: Any) -> Any:
-        # Nobody holds it in the process that it travels to.
+        # In the receiving process nobody holds the lock.
         return _LOCKS[type(lock)], ()
 
     def _reduce_context_variable(self, variable: contextvars.ContextVar[Any]) -> Any:
-        # What it has here is the default of its copy, which no context sets.
+        # The value here becomes the default of the copy, because no context there sets it.
         default = {} if failure_of(variable.get) else {"default": variable.get()}
         return functools.partial(contextvars.ContextVar, variable.name, **default), ()
 
@@ -231,7 +231,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return options.rebuild, (fn.__wrapped__,)
 
     def _reduce_custom_rule(self, rule: Any) -> Any:
-        # An empty object first, because the rules of f refer to f.
+        # The object starts empty, because the rules of f refer to f.
         return object.__new__, (type(rule),), dict(vars(rule)), None, None, _set_attributes
 
     def _reduce_lru_cache(self, cached: Any) -> Any:
@@ -250,7 +250,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reference_from(sys.modules[type(obj).__module__], obj)
 
     def _reduce_plain(self, obj: Any) -> Any:
-        # A sentinel is compared by identity, so it travels by name; an object that refuses to be copied can only do so.
+        # Code compares a sentinel by identity, so it travels by name. An object that refuses copies has no other way.
         module = sys.modules.get(type(obj).__module__)
         if module and (classes.is_sentinel(obj) or self._refuses(obj)) and self._can_import(module.__name__):
             return _reference_from(module, obj)
@@ -260,7 +260,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return classes.refuses_to_be_copied(obj)
 
     def _reduce_primitive(self, primitive: Any) -> Any:
-        # It may live in any module.
+        # A primitive may live in any module.
         homes = (importable.home_in(module, primitive) for module in list(sys.modules.values()))
         if (home := next((home for home in homes if home and self._can_import(home[0])), None)) is None:
             raise unpicklable.CannotTravelError(
@@ -270,19 +270,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return load_by_name, (*home, 0)
 
     def _by_name(self, obj: Any) -> Any:
-        """Reduces an object to a reference where a worker finds this very object by its name."""
+        """Reduces an object to a reference if a worker finds this very object by its name."""
         found = importable.found_by_name(obj, self._can_import)
         return NotImplemented if found is None else (load_by_name, found)
 
 
 class Copies:
-    """Makes copies of a value as it is now: a change of one copy, or of the value, changes no later copy.
+    """Makes copies of a value as it is now: later changes of the value, or of one copy, do not affect other copies.
 
     A part that has several places in the value is one object in each copy. Functions, classes, modules and objects
-    without state are not copied.
+    without state stay out of the pickle.
 
     Attributes:
-        parts: the parts that are not copied.
+        parts: the parts that stay out of the pickle; `make` asks for an object for each.
     """
 
     def __init__(self, value: object, is_kept: Callable[[Any], bool]) -> None:
@@ -290,7 +290,7 @@ class Copies:
 
         Args:
             value: the value.
-            is_kept: returns whether a further part is not to be copied.
+            is_kept: returns whether a further part stays out of the pickle.
         """
         self.parts: list[Any] = []
         with io.BytesIO() as file:
@@ -298,24 +298,24 @@ class Copies:
             self._blob = file.getvalue()
 
     def replace(self, replaced: Callable[[Any], Any]) -> None:
-        """Puts other objects in the place of the parts that are not copied, in their order."""
+        """Replaces each item of `parts` by the result of `replaced`."""
         self.parts = list(map(replaced, self.parts))
 
     def make(self, part: Callable[[Any], Any]) -> Any:
         """Returns a new copy.
 
         Args:
-            part: returns the object to take in place of a part that is not copied.
+            part: returns the object that the copy gets for an item of `parts`.
         """
         return _CopyUnpickler(self._blob, functools.cache(lambda number: part(self.parts[number]))).load()
 
 
 class _CopyPickler(_Pickler):
-    """Pickles all parts of a value that are to be copied, and numbers the others."""
+    """Pickles a value, with numbers for the parts that stay out of the pickle."""
 
     def __init__(self, file: io.BytesIO, parts: list[Any], is_kept: Callable[[Any], bool]) -> None:
         super().__init__(file)
-        self._can_import = lambda _: True  # what is pickled by its name is found here, in any module
+        self._can_import = lambda _: True  # this process finds every module
         self._parts, self._is_kept = parts, is_kept
         self._numbers: dict[int, int] = {}
 
@@ -329,7 +329,7 @@ class _CopyPickler(_Pickler):
         ):
             return None
         number = self._numbers.setdefault(id(obj), len(self._parts))
-        if number == len(self._parts) or kind is jax.ShapeDtypeStruct:  # each struct stands for an array of its own
+        if number == len(self._parts) or kind is jax.ShapeDtypeStruct:  # each struct stands for a separate array
             self._parts.append(obj)
             return len(self._parts) - 1
         return number
@@ -355,9 +355,9 @@ _OF_KEPT: tuple[Any, ...] = (
     _Pickler._reduce_primitive,
     _Pickler._reduce_forbidden,
 )
-"""The reducers of objects that are the same in all copies."""
+"""The reducers of objects that stay out of the pickle of `Copies`."""
 _OF_WRAPPERS = (_Pickler._reduce_jitted, _Pickler._reduce_custom_rule, _Pickler._reduce_lru_cache)
-"""The reducers of objects that travel by name where they can."""
+"""The reducers of objects that travel by name if possible."""
 
 
 def _reference_from(module: types.ModuleType, obj: Any) -> Any:
@@ -366,7 +366,7 @@ def _reference_from(module: types.ModuleType, obj: Any) -> Any:
 
 
 def _looked_up(function: types.FunctionType) -> _Names:
-    """Returns the globals that a function may find by name: in annotations, its module's attributes, `globals()`."""
+    """Returns globals that a function may look up by name: for annotations, as module attributes, by `globals()`."""
     names = {word for text in function.__annotations__.values() for word in re.findall(r"\w+", str(text))}
     codes = list(code_within(function.__code__))
     found = [name for code in codes for name in code.co_names + code.co_consts if isinstance(name, str)]
@@ -378,7 +378,7 @@ def _looked_up(function: types.FunctionType) -> _Names:
 _ABOUT = ("__name__", "__file__", "__package__", "__path__", "__doc__")
 _STARS = {TypeVar: "", TypeVarTuple: "*", ParamSpec: "**"}
 _ALIAS = getattr(typing, "TypeAliasType", None)
-"""The class of what a `type` statement makes, since Python 3.12."""
+"""The class of the objects that `type` statements make, since Python 3.12."""
 
 
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
@@ -397,7 +397,7 @@ _REDUCERS: Mapping[Any, Callable[[_Pickler, Any], Any]] = {
 }
 
 
-# One look-up per class, not per object; bounded, so that classes made in a loop can be freed.
+# One look-up per class, not per object. The bound lets Python free classes made in a loop.
 @functools.lru_cache(maxsize=1024)
 def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
     """Returns the method that reduces objects of a class; None for cloudpickle's own way."""
@@ -432,18 +432,17 @@ _FORBIDDEN: Mapping[type | tuple[type, ...], str] = {
 """The classes whose objects cannot travel, and why."""
 
 
-# --- what cloudpickle does not promise: releases 3.0 to 3.1.3 have these names ---
+# --- private parts of cloudpickle: releases 3.0 to 3.1.3 have these names ---
 
 
 _NO_FILE = "<dynamic-code>"
-"""cloudpickle writes this in place of a code's file since 3.1.3; errors name the file, and fingerprints read it."""
+"""Placeholder for a code's file in cloudpickle since 3.1.3. Errors and fingerprints need the file, so we restore it."""
 
 
 def _reduce_by_value(pickler: _Pickler, obj: Any) -> Any:
-    """Reduces a function or class as if it were in no module.
+    """Reduces a function or class by value, whatever its module.
 
-    Private because the public `register_pickle_by_value` changes a list of the whole process, which the pickling of
-    other threads follows.
+    Uses private names because the public `register_pickle_by_value` changes a list that all threads share.
     """
     if isinstance(obj, type):
         return cloudpickle.cloudpickle._dynamic_class_reduce(obj)
@@ -451,9 +450,9 @@ def _reduce_by_value(pickler: _Pickler, obj: Any) -> Any:
 
 
 def _free_class_tracker() -> None:
-    """Frees cloudpickle's lock in a fork that was made while another thread pickled a class.
+    """Frees cloudpickle's lock in a fork, in case another thread was pickling a class at the time of the fork.
 
-    Private because nothing public reaches the lock.
+    Uses a private name because no public function reaches the lock.
     """
     cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
 
@@ -462,10 +461,10 @@ os.register_at_fork(after_in_child=_free_class_tracker)
 
 
 def parts_of(fn: Any) -> tuple[Callable[..., Any], jax_functions.JitOptions | None, str]:
-    """Returns the parts of a function that any pickler carries whole: itself, its options of `jax.jit`, and its file.
+    """Returns the parts that any pickler can carry: the plain function, its options of `jax.jit`, and its file.
 
     Raises:
-        TypeError: its options hold devices, shardings or layouts of this process.
+        TypeError: The options hold devices, shardings or layouts of this process.
     """
     jit = jax_functions.jit_options(fn) if jax_functions.is_jitted(fn) else None
     if jit is not None:
@@ -484,7 +483,7 @@ def from_parts(fn: Callable[..., Any], jit: jax_functions.JitOptions | None, fil
 
 
 def _in_file(code: types.CodeType, file: str) -> types.CodeType:
-    """Returns code with its file, and that of the code in it, set again where cloudpickle itself has left it out."""
+    """Returns code, and the code inside it, with the file that cloudpickle has left out."""
     if code.co_filename != _NO_FILE:
         return code
     constants = (_in_file(item, file) if isinstance(item, types.CodeType) else item for item in code.co_consts)
@@ -502,7 +501,7 @@ LEFT_OUT = object()
 
 
 def dump_state(value: object, place: str, can_import: Callable[[str], bool]) -> tuple[bytes | None, str]:
-    """Pickles a value, with its parts as far as they can travel.
+    """Pickles a value without the parts that cannot travel.
 
     Args:
         value: the value.
@@ -510,8 +509,8 @@ def dump_state(value: object, place: str, can_import: Callable[[str], bool]) -> 
         can_import: from `importable.remembering`.
 
     Returns:
-        Bytes for `pickling.loads`, in which `LEFT_OUT` stands for parts that cannot travel, None where nothing of the
-        value can; and the reason for the first part that cannot.
+        Bytes for `pickling.loads`, or None if the whole value cannot travel; and the reason for the first part that
+        cannot. In the bytes, `LEFT_OUT` stands for parts that cannot travel.
     """
     with _BoundedFile() as file:
         pickler = _StatePickler(file, value, place, can_import)
@@ -521,11 +520,11 @@ def dump_state(value: object, place: str, can_import: Callable[[str], bool]) -> 
 
 
 def held_by(value: object, can_import: Callable[[str], bool]) -> Mapping[int, Any]:
-    """Returns the objects in a pickle of a value by identity, without those that are reached through a module.
+    """Returns the objects in a pickle of a value by `id`, except objects that pickle reaches through a module.
 
     Args:
-        value: the value; parts that cannot travel are left out.
-        can_import: returns whether what is in a module travels by name.
+        value: the value; the result omits parts that cannot travel.
+        can_import: returns whether the objects of a module travel by name.
     """
     with _BoundedFile() as file:
         pickler = _StatePickler(file, value, "", can_import)
@@ -542,7 +541,7 @@ class _BoundedFile(io.BytesIO):
 
 
 def home_of(obj: Any) -> tuple[str, str] | None:
-    """Returns the module and the name of an object that cannot be copied, and travels by name; else None."""
+    """Returns the module and the name of an object that refuses copies and so travels by name; else None."""
     module = sys.modules.get(type(obj).__module__)
     if module is None or type(obj).__module__ == "builtins" or not classes.refuses_to_be_copied(obj):
         return None
@@ -569,7 +568,7 @@ class _StatePickler(_Pickler):
             if cannot_travel:
                 self.reasons.append(str(error))
                 return load_by_name, (__name__, "LEFT_OUT", 0)
-            # An object that refuses to be copied, as the parsed flags of absl do: it is not copied but made alike.
+            # An object that refuses copies, such as absl's parsed flags: the worker makes a new one with its fields.
             return object.__new__, (type(obj),), dict(vars(obj)), None, None, _set_attributes
 
     def _refuses(self, obj: Any) -> bool:
@@ -586,7 +585,7 @@ class _StatePickler(_Pickler):
 
 
 def _is_all_fields(obj: Any) -> bool:
-    """Returns whether an object consists of its fields, and is made by setting them."""
+    """Returns whether an object consists of its fields, so that setting them on an empty object recreates it."""
     return failure_of(object.__new__, type(obj)) is None and hasattr(obj, "__dict__")
 
 
@@ -594,7 +593,7 @@ def _is_all_fields(obj: Any) -> bool:
 
 
 def load_by_name(module: str, qualname: str, depth: int) -> Any:
-    """Returns the object a module calls `qualname`, or the one `depth` wrappers inside it."""
+    """Returns the object that a module calls `qualname`, or the object `depth` wrappers inside it."""
     found = operator.attrgetter(qualname)(importlib.import_module(module))
     for _ in range(depth):
         found = found.__wrapped__
@@ -602,28 +601,28 @@ def load_by_name(module: str, qualname: str, depth: int) -> Any:
 
 
 _rebuilt: dict[str, _Names] = {}
-"""The globals of the modules that `_names_like` has made in this worker."""
+"""The globals of the modules that `_names_like` has created in this worker, by module name."""
 
 
 def _names_like(about: _Names) -> _Names:
     """Returns the globals for functions of a module that only the caller's process has.
 
-    In a worker, they are those of a module of the same name, which the first call puts into `sys.modules`: pickle looks
-    there for names. In another process, they are `about` itself.
+    In a worker, the first call creates a module of the same name in `sys.modules`, because pickle looks up names there;
+    all calls return the globals of this module. Other processes get `about` itself.
 
     Args:
-        about: the first of them, from `_Pickler._about`.
+        about: the initial globals, from `_Pickler._about`.
     """
     name = about.get("__name__", "")
     if "__spec__" not in about or not in_sandbox():
         return about
     if name not in _rebuilt and getattr(answer_of(importlib.util.find_spec, name), "loader", None) is None:
-        # A program's takes the place of the one that starts workers.
+        # The caller's `__main__` replaces the `__main__` that starts workers.
         module = sys.modules[name] = sys.modules["__main__" if name in PROGRAMS else name] = types.ModuleType(name)
         _rebuilt[name] = vars(module)
         _rebuilt[name].update(about)
     names = _rebuilt.get(name, about)
-    # A saved winner may be of another program: its functions keep to themselves.
+    # A saved winner may come from another program: its functions use separate globals.
     return names if names.get("__file__") == about.get("__file__") else about
 
 
@@ -633,7 +632,7 @@ def _module_like(about: _Names) -> types.ModuleType:
 
 
 def _put(about: _Names, name: str, make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """Makes an object of a module, unless it is there, and gives it its name there."""
+    """Makes an object of a module under its name, unless the module has it already."""
     names = {} if "." in name else _names_like(about)
     if name not in names:
         names[name] = make(*arguments)
@@ -642,7 +641,7 @@ def _put(about: _Names, name: str, make: Callable[..., Any], arguments: tuple[An
 
 def _make_alias(module: str, name: str, parameters: str, names: _Names) -> Any:
     names["__name__"], name = module, name if name.isidentifier() else "_alias"
-    exec(f"type {name}{parameters and f'[{parameters}]'} = _value", names)  # evaluated when it is asked for
+    exec(f"type {name}{parameters and f'[{parameters}]'} = _value", names)  # Python evaluates the value on first use
     return names[name]
 
 
@@ -653,7 +652,7 @@ def _make_function(
     rest: tuple[Any, ...],
     attributes: Mapping[str, Any],
 ) -> types.FunctionType:
-    """Makes a function, whose globals are given as the name of a module, or as the first ones."""
+    """Makes a function. `namespace` is the name of the module that holds its globals, or its initial globals."""
     is_name = isinstance(namespace, str)
     function = make(code, vars(importlib.import_module(namespace)) if is_name else _names_like(namespace), *rest)
     for name, value in attributes.items():

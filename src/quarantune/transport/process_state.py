@@ -1,8 +1,8 @@
-"""The state of the caller's process that code may read while it is traced, apart from its modules.
+"""The state of the caller's process that code may read during tracing, apart from its modules.
 
-This is the one list of it. Environment variables, the working directory, the import path, JAX's options and the flags
-of the interpreter, such as `-O`, reach a worker as it starts or with the call (`sandbox/pool.py`,
-`sandbox/spawning.py`, `transport/payload.py`).
+This is the complete list. Environment variables, the working directory, the import path, JAX's options and interpreter
+flags such as `-O` reach a worker elsewhere: at its start or with the call (`sandbox/pool.py`, `sandbox/spawning.py`,
+`transport/payload.py`).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ def state() -> Mapping[str, Any]:
         "recursion_limit": sys.getrecursionlimit(),
         "floating_point": np.geterr(),
         "decimal": decimal.getcontext().copy(),
-        "warnings": dumps(list(warnings.filters)),  # their classes may be the user's own
+        "warnings": dumps(list(warnings.filters)),  # filters may name the user's classes
         "variables": _variables(),
     }
 
 
 def adopt_before(state: Mapping[str, Any]) -> None:
-    """Takes over what the user's modules may read as they are imported.
+    """Takes over the state that the user's modules may read during their import.
 
     Args:
-        state: what `state` returned in another process.
+        state: the result of `state` in another process.
     """
     sys.argv[:] = state["argv"]
     sys.setrecursionlimit(state["recursion_limit"])
 
 
 def adopt(state: Mapping[str, Any]) -> None:
-    """Takes over all of it, once the user's modules are imported.
+    """Takes over all of the state, after the import of the user's modules.
 
     Args:
-        state: what `state` returned in another process.
+        state: the result of `state` in another process.
     """
     adopt_before(state)
     np.seterr(**state["floating_point"])
@@ -60,7 +60,7 @@ def adopt(state: Mapping[str, Any]) -> None:
 
 
 def _variables() -> dict[tuple[str, str], bytes]:
-    """Returns the pickled values of the `ContextVar`s that are set here, by the user's module and the name in it."""
+    """Returns the pickled values of `ContextVar`s of the user's modules that have a value here, by module and name."""
     values = {id(variable): value for variable, value in contextvars.copy_context().items()}
     found: dict[tuple[str, str], bytes] = {}
     for module in list(sys.modules.values()) if values else ():
@@ -71,6 +71,6 @@ def _variables() -> dict[tuple[str, str], bytes]:
             if isinstance(variable, contextvars.ContextVar) and id(variable) in values:
                 try:
                     found[str(content(module).get("__name__")), name] = dumps(values[id(variable)])
-                except Exception:  # a value that cannot be pickled: the proof of the program tells if it matters
+                except Exception:  # pickle fails on the value; the proof of the program shows if it matters
                     continue
     return found

@@ -1,8 +1,8 @@
 """A traced program as text: two processes that trace the same program write the same lines.
 
-Unlike `programs.ProgramLines`, which may leave out a difference, the text holds all that JAX lowers: each equation with
-its operands by number, each constant by its bytes, and the programs inside it. It leaves out dead code, names, the
-functions that rules and callbacks hold, and the place of an array on a single device.
+Unlike `programs.ProgramLines`, which may omit a difference, the text contains everything that JAX lowers: each equation
+with its operands by number, each constant by its bytes, and the programs inside it. It omits dead code, names, the
+functions in rules and callbacks, and the place of an array on a single device.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from quarantune.functions import describe
 from quarantune.jax_internals import jax_traces
 
 _MOVES_NOTHING = "reshard"
-"""On a single device. Up to JAX 0.11, tracing for a device that is described, as a worker does, adds some."""
+"""A primitive that does nothing on one device. Up to JAX 0.11, a worker that traces for a described device adds it."""
 ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _DEEPEST = 12
 _SHORT, _MOST_LINES = 4, 512
-"""How many digits of a line's hash an entry keeps, and of how many lines."""
+"""Number of digits of a line's hash in a cache entry, and of lines that have a hash there."""
 
 
 class ProgramText:
@@ -37,7 +37,7 @@ class ProgramText:
 
     Attributes:
         lines: the lines, in the order of the equations; a program inside an equation comes before it.
-        left_out: the parameters of equations, and the fields in them, that do not count.
+        left_out: names of parameters of equations, and of fields inside them, that do not count.
     """
 
     left_out: ClassVar = frozenset(
@@ -59,7 +59,7 @@ class ProgramText:
 
     @property
     def short(self) -> str:
-        """The first digits of the hashes of the first lines, by which `difference` finds a line."""
+        """The first digits of the hashes of the first lines; `difference` compares them."""
         return "".join(map(_short, self.lines[:_MOST_LINES]))
 
     def difference(self, short: str) -> str:
@@ -76,7 +76,7 @@ class ProgramText:
         return f"its line {first + 1} is {self.lines[first][:120]!r}{self._place(first)[0]}"
 
     def _place(self, number: int) -> tuple[str, types.CodeType | None]:
-        """Returns where the code makes a line, as text and as the code; or nothing."""
+        """Returns the place that makes a line, as text and as code; empty and None if unknown."""
         origin = jax_traces.origin_of(self._equations[number]) if number in self._equations else None
         if origin is None:
             return "", None
@@ -84,10 +84,10 @@ class ProgramText:
         return f", made by {code.co_filename}:{at} in {code.co_qualname}", code
 
     def _program(self, jaxpr: Any) -> str:
-        """Writes a program, unless it is written already; returns its number."""
+        """Writes a program once, and returns its number."""
         if id(jaxpr) not in self._written:
             self._write(jaxpr)
-            self._written[id(jaxpr)] = f"program {len(self._written)}", jaxpr  # kept, so that its address stays its own
+            self._written[id(jaxpr)] = f"program {len(self._written)}", jaxpr  # no new object gets its address
         return self._written[id(jaxpr)][0]
 
     def _write(self, jaxpr: Any) -> None:
@@ -106,7 +106,7 @@ class ProgramText:
         self._add("return", [self._operand(each, names) for each in open_jaxpr.outvars])
 
     def _add(self, what: str, parts: Sequence[str], equation: Any = None) -> None:
-        """Adds a line, and keeps the equation that it is for."""
+        """Adds a line, and remembers its equation."""
         if equation is not None:
             self._equations[len(self.lines)] = equation
         self.lines.append(" ".join([what, *parts]))
@@ -196,15 +196,15 @@ def _short(line: str) -> str:
 
 
 def _bytes_of(value: Any, like: Any) -> str:
-    """Returns a constant as text: a number in full, an array by its bytes; a traced one by its type."""
+    """Returns a constant as text: a number in full, an array by its bytes; `traced` for a tracer."""
     if isinstance(value, jax.core.Tracer):
         return "traced"
     if isinstance(value, jax.Array) and jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         value, like = jax.random.key_data(value), jax.random.key_data(value)
     try:
         array = np.asarray(value)
-        # JAX keeps an array of NumPy's as it was when a program used it first.
+        # JAX keeps a NumPy array as it was at its first use in a program.
         array = array.astype(like.dtype) if isinstance(like.dtype, np.dtype) else array
         return repr(array.item()) if array.ndim == 0 else f"{array.shape} {hashlib.sha256(array.tobytes()).hexdigest()}"
-    except Exception:  # an array that was deleted, or that has no place in this process
+    except Exception:  # a deleted array, or an array on devices of other processes
         return type(value).__qualname__

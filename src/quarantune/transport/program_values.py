@@ -1,7 +1,7 @@
-"""The values that the caller's program has set in modules: collected in its process, and set in a worker.
+"""The values that the caller's program has set in modules: collects them in its process, and sets them in a worker.
 
-A worker imports modules afresh. Each value that the function reaches travels with a hash of its state; where that of a
-fresh import is another, the caller's takes its place.
+A worker imports modules afresh. Each value that the function reaches travels with a hash of its state. If the state in
+the worker differs, the caller's value replaces the worker's.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from quarantune.values.codec import short_hash
 _logger = logging.getLogger("quarantune")
 
 _LARGEST_HASHED_BYTES = 1 << 20
-"""Larger arrays count by shape and dtype, as this is done before every sweep."""
+"""Larger arrays count by shape and dtype, because every sweep takes these hashes."""
 _MOST_HASHED_BYTES = 1 << 24
 _MOST_PARTS = 20_000
-"""Further parts of a value count by their types."""
+"""Number of parts of a value above which further parts count by type."""
 
 _WEAK = (weakref.ref, weakref.WeakKeyDictionary, weakref.WeakSet, weakref.WeakValueDictionary)
 _CELL, _INNER = "closure ", "wrapped function"
@@ -62,7 +62,7 @@ _DEFAULTS = ("__defaults__", "__kwdefaults__")
 
 
 class ProgramValueError(TypeError):
-    """A value that the program has set cannot travel to a worker, which finds another one."""
+    """A value that the program has set cannot travel to a worker, and the worker has a different value."""
 
 
 # --- in the caller's process ---
@@ -72,7 +72,7 @@ def collect(functions: Iterable[Callable[..., Any]]) -> tuple[ProgramValue, ...]
     """Returns the values that functions reach in modules, as they are now.
 
     Args:
-        functions: the functions that workers are to run.
+        functions: the functions that workers will run.
     """
     places: dict[tuple[str, ...], Any] = {}
     for function in functions:
@@ -95,19 +95,19 @@ def collect(functions: Iterable[Callable[..., Any]]) -> tuple[ProgramValue, ...]
 
 
 def _may_differ(place: Sequence[str], value: Any) -> bool:
-    """Returns whether a worker should have the value: not so its own files, and what is the same in every process."""
+    """Returns whether a worker may need the value: not modules and open files, nor values equal in every process."""
     if isinstance(value, (types.ModuleType, io.IOBase)) or value is NOTHING:
         return False
     function = plain_function(value)
     if function is not None:
         return not is_library_function(function) or function.__name__ != place[-1]
-    # The state of Python is that of the process (os.environ), and JAX's options travel by themselves.
+    # The state of Python's modules belongs to the process (os.environ), and JAX's options travel separately.
     return not (is_imported_early(place[0]) or (is_library(place[0]) and isinstance(value, type)))
 
 
 def _value(place: tuple[str, ...], value: Any, same_as: int, can_import: Callable[[str], bool]) -> ProgramValue:
     if _is_own(place, value):
-        blob, reason = None, "it is made by running code that is not its module's"
+        blob, reason = None, "code outside its module makes it"
     else:
         blob, reason = dump_state(value, ".".join(place), can_import)
     shown = texts.shown(value) if blob is None else ""
@@ -115,10 +115,11 @@ def _value(place: tuple[str, ...], value: Any, same_as: int, can_import: Callabl
 
 
 def _state_at(place: Sequence[str], value: Any) -> str:
-    """Returns a hash that differs where the value at a place is another in another process; never raises.
+    """Returns a hash that differs if the value at a place differs in another process; never raises.
 
-    Of a function, its code counts, and that of the functions in its closure: `_cells` yields the values there. Of one
-    that the module's own file defines there, their lines count, as an import hook such as pytest's may change the code.
+    For a function, its code and the code of functions in its closure count: `_cells` yields the values there. If the
+    module's own file defines the function there, line numbers count instead of code, because an import hook such as
+    pytest's may change the code.
     """
     return short_hash(repr(_Description(by_lines=_is_own(place, value)).of(value, apart=True)))
 
@@ -135,7 +136,7 @@ def _is_shareable(value: Any) -> bool:
 
 
 def _find(place: Sequence[str]) -> list[Any]:
-    """Returns the objects along a place, up to the value; the last one is `NOTHING` where there is none."""
+    """Returns the objects along a place, up to the value; the last object is `NOTHING` if the value is missing."""
     found = [sys.modules.get(place[0], NOTHING)]
     for name in place[1:]:
         found.append(NOTHING if found[-1] is NOTHING else _step(found[-1], name))
@@ -146,10 +147,10 @@ def _find(place: Sequence[str]) -> list[Any]:
 
 
 def adopt(values: Sequence[ProgramValue]) -> None:
-    """Sets the values that the caller's program has set, where this process has others.
+    """Sets the caller's values if this process has different values.
 
     Raises:
-        ProgramValueError: a value differs and cannot travel.
+        ProgramValueError: A value differs and cannot travel.
     """
     adopted: dict[int, Any] = {}
     taken: set[int] = set()
@@ -187,7 +188,7 @@ def _message(value: ProgramValue, mine: Any) -> str:
 
 
 def _merged(mine: Any, theirs: Any) -> Any:
-    """Returns the caller's value; as this process's own object, if the two are of a kind that can be changed."""
+    """Returns this process's object with the caller's content, or the caller's object if this one cannot change."""
     if theirs is LEFT_OUT or type(mine) is not type(theirs):
         return mine if theirs is LEFT_OUT and mine is not NOTHING else theirs
     if isinstance(mine, (dict, set)):
@@ -207,7 +208,7 @@ def _merged(mine: Any, theirs: Any) -> Any:
 
 
 def _is_made_of_fields(cls: type) -> bool:
-    """Returns whether objects of a class can be changed, and hold nothing beside their fields, as arrays of JAX do."""
+    """Returns whether objects of a class are mutable and consist of their fields, unlike JAX arrays."""
     by_identity: tuple[Any, ...] = (None, object.__hash__)
     has_slots = any(vars(base).get("__slots__") for base in cls.__mro__)
     return failure_of(object.__new__, cls) is None and cls.__hash__ in by_identity and not has_slots
@@ -223,16 +224,16 @@ def _has_fields(value: Any) -> bool:
 
 # --- the state of a value ---
 #
-# A fingerprint must be the same for as long as results are to be found, and leaves out what may change by itself. This
-# hash is compared at once and once, so it covers everything: fields, closures, the code of functions as compiled.
+# A fingerprint must stay the same while results should be found, so it omits things that may change without the user.
+# This hash serves one comparison, soon, so it covers everything: fields, closures, the compiled code of functions.
 
 
 def _cells(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the values that a function, and the functions that it wraps, keep in closures and defaults.
 
     Args:
-        value: the function; nothing is yielded for other values.
-        path: the steps to it, which the steps to the values continue: see `_step`.
+        value: the function; other values have no cells.
+        path: the steps to it; the steps to the values continue them, see `_step`.
     """
     if len(path) > MOST_LAYERS:
         return
@@ -254,12 +255,12 @@ def _cells(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def _is_of_functools(function: types.FunctionType) -> bool:
-    """Returns whether a function's closure holds what `functools.singledispatch` knows."""
+    """Returns whether a function is from `functools`: its closure may hold a registry of `singledispatch`."""
     return function.__code__.co_filename == functools.__file__
 
 
 def _step(owner: Any, name: str) -> Any:
-    """Returns the value one step away from another: an attribute, a closure's variable, or a wrapped function.
+    """Returns the value one step away from another: an attribute, a closure variable, or a wrapped function.
 
     Returns:
         The value, or `NOTHING`.
@@ -275,7 +276,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
     """Sets the value one step away from another, which cannot be a wrapped function.
 
     Raises:
-        AttributeError: the owner does not let it be set.
+        AttributeError: The owner does not allow setting it.
     """
     if not name.startswith(_CELL):
         setattr(owner, name, value)
@@ -284,12 +285,12 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 
 class _Description:
-    """Describes one value; parts that are met again count by the number of their first time."""
+    """Describes one value. A part that occurs again counts by the number of its first occurrence."""
 
     def __init__(self, *, by_lines: bool = False) -> None:
         self._by_lines = by_lines
         self._bytes_left = _MOST_HASHED_BYTES
-        self._seen: dict[int, tuple[int, Any]] = {}  # with the objects, so that their addresses are not used again
+        self._seen: dict[int, tuple[int, Any]] = {}  # holds the objects, so that no new object gets their addresses
 
     def of(self, value: Any, *, apart: bool = False) -> Any:
         """Describes a value; with `apart`, without the values that `_cells` yields."""
@@ -302,7 +303,7 @@ class _Description:
         if isinstance(value, (enum.Enum, type, types.ModuleType, types.CodeType, logging.Logger, *LITERALS)):
             return describe(value)
         kind = type_name(type(value))
-        if type(value) is tuple:  # constants, which may be one object here and two elsewhere
+        if type(value) is tuple:  # equal constants may be one object here and two in another process
             return [kind, *map(self.of, value)]
         if id(value) in self._seen or len(self._seen) > _MOST_PARTS or isinstance(value, _WEAK):
             return [kind, self._seen.get(id(value), (-1,))[0]]
@@ -333,7 +334,7 @@ class _Description:
         else:
             yield f"{function.__module__}.{function.__qualname__}"
             if "<locals>" not in function.__qualname__ and not _is_of_functools(function):
-                return  # every process has the same one
+                return  # every process has the same function
         for name in () if apart else _DEFAULTS:
             yield self.of(getattr(function, name))
         for _, item in closure_of(function):
@@ -348,7 +349,7 @@ def _text(value: Any) -> str:
 
 
 def _fields(value: Any) -> list[Any]:
-    """Returns the parts that a pickle of an object holds, else its fields, else its repr."""
+    """Returns the parts in a pickle of an object, else its fields, else its repr."""
     with contextlib.suppress(Exception):
         return [without_caches(value, part) for part in pickled_parts(value)]
     if isinstance(fields := getattr(value, "__dict__", None), dict):

@@ -1,12 +1,12 @@
-"""Tells whether two programs are the same: lowered ones by a hash of their text, traced ones line by line.
+"""Decides whether two programs are the same: by a hash of lowered programs, and line by line for traced programs.
 
-A hash is equal in all processes that lower a program for one kind of device, and two programs share it only if they do
-the same.
+A hash is equal in all processes that lower a program for one kind of device. Two programs share it only if they do the
+same.
 
-Lines show where two processes trace different programs. They may leave out what differs, and must never differ for one
-program. So they are a multiset, since the order of equations may be that of a set of strings, and hold what has a
-stable value: shapes, dtypes, numbers, texts and containers of such. Names, functions, objects, places on devices and
-large integers, as seeds are, are left out.
+Lines show where two processes trace different programs. They may omit a difference, but must never differ for one
+program. They form a multiset, because the order of equations may come from a set of strings. They contain only stable
+values: shapes, dtypes, numbers, texts and their containers. They omit names, functions, objects, places on devices and
+large integers, which may be seeds.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from quarantune.transport.program_text import ADDRESS, ProgramText, is_program
 from quarantune.values.codec import text_of
 
 PREFIX = "program:"
-"""Begins every identity, and no key of JAX's compilation cache."""
-# JAX writes where an array is if it is bound to its device; on the only device, that changes nothing.
+"""Prefix of every identity; no key of JAX's compilation cache has it."""
+# JAX writes the place of an array that is committed to its device; on the only device, this changes nothing.
 _PLACE = r"sdy\.sharding = #sdy\.sharding<@empty_mesh, \[[^\]]*\]>"
 _ATTRIBUTES, _METADATA = "mhlo.frontend_attributes", "xla_metadata_payload"
-# Notes for profilers, such as the text of a config, and names of results, which say nothing about the program.
+# Notes for profilers, such as the text of a config, and names of results; they do not change the program.
 _NOTES = re.compile(rf'(?:{_METADATA}|jax\.result_info) = "(?:[^"\\]|\\.)*"(?:, )?')
 _PLACES = re.compile(rf" \{{{_PLACE}\}}|{_PLACE}, |, {_PLACE}|\n *sdy\.mesh @empty_mesh = .*")
 _KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu")
@@ -46,24 +46,23 @@ _DEFINED = re.compile(rf"func\.func \w+ {_SYMBOL.pattern}")
 
 
 def calls_back(text: str) -> bool:
-    """Returns whether a program calls back into Python: it then belongs to the process that lowered it."""
+    """Returns whether a program calls back into Python, so that only the process that lowered it can use it."""
     return "callback" in text
 
 
 def calls_cudnn(text: str) -> bool:
-    """Returns whether a program calls cuDNN by itself, as `jax.nn.dot_product_attention` does if asked to.
+    """Returns whether a program calls cuDNN directly, as `jax.nn.dot_product_attention` does on request.
 
-    XLA plans such a call only where it compiles with the device; a program without the plan loads, and fails when it
-    runs.
+    XLA plans the call only if it compiles with the device. A program without the plan loads, and fails when it runs.
     """
     return "__cudnn$" in text
 
 
 def remove_notes(lowered: Any) -> None:
-    """Removes notes for profilers from a lowered program that is to be compiled without its device.
+    """Removes notes for profilers from a lowered program, before compiling it without its device.
 
-    XLA keeps the notes in a table that such an executable lacks, so that it could not be loaded ("Invalid metadata
-    payload id", jaxlib 0.11).
+    XLA keeps the notes in a table. An executable compiled without its device lacks the table, so it would not load
+    ("Invalid metadata payload id", jaxlib 0.11).
     """
     from jax.extend.mlir import ir  # only workers need it
 
@@ -80,7 +79,7 @@ def remove_notes(lowered: Any) -> None:
 
 
 def is_same(program: str, other: str) -> bool:
-    """Returns whether two identities are of one program, as far as they can be compared."""
+    """Returns whether two identities belong to one program, as far as they are comparable."""
     (traced, _, lowered), (other_traced, _, other_lowered) = program.partition("."), other.partition(".")
     return lowered == other_lowered if lowered and other_lowered else traced == other_traced
 
@@ -88,28 +87,29 @@ def is_same(program: str, other: str) -> bool:
 def identity(
     lowered: Any, text: str, traced: ProgramText, compiler_options: Mapping[str, Any], *, is_shared: bool = True
 ) -> str:
-    """Returns a hash that two programs share only if they do the same, whatever the functions are called.
+    """Returns a hash that two programs share only if they do the same, whatever the names of their functions.
 
-    It has two halves: the first is a hash of the traced program, the second of the program's text, its interface and
-    the compiler options. The lines of a kernel's source are part of its text, so that the traced program stands for it.
+    It has two halves: a hash of the traced program, and a hash of the program's text, its interface and the compiler
+    options. The text of a kernel contains line numbers of its source, so the traced program stands for kernels.
 
     Args:
         lowered: the program.
         text: its text.
         traced: the text of the traced program.
-        compiler_options: the options that it is to be compiled with, in addition to those of its function.
-        is_shared: whether the program is all that its trial depends on.
+        compiler_options: the options to compile it with, in addition to its function's options.
+        is_shared: whether its trial depends only on the program.
 
     Returns:
-        The hash. Its second half is empty if the text does not show the whole program: the program calls back into
-        Python, as its text holds only the index of the function in a table, or JAX does not tell its interface.
+        The hash. Its second half is empty if `is_shared` is false, or if the text does not show the whole program: the
+        program calls back into Python, so that its text shows only an index in a table of functions, or JAX does not
+        show its interface.
     """
     interface = jax_functions.hidden_interface(lowered)
     if calls_back(text) or interface is None or not is_shared:
         return f"{PREFIX}{traced.hash}."
     try:
         tree = describe_structure(lowered.out_tree)
-    except TypeError:  # of a class that shows only its address
+    except TypeError:  # a class whose repr shows only an address
         tree = ADDRESS.sub("", str(lowered.out_tree))
     kernels = traced.hash if _has_kernels(text) else ""
     whole = f"{interface} {tree} {text_of(compiler_options)} {kernels} {_normal(text)}"
@@ -117,7 +117,7 @@ def identity(
 
 
 def _normal(text: str) -> str:
-    """Returns the text of a program without notes, places, and the names of its functions."""
+    """Returns the text of a program without notes, places and names of functions."""
     if "@empty_mesh" in text:
         text = _PLACES.sub("", text)
     if _has_kernels(text):
@@ -146,10 +146,10 @@ _MOST_CHARS = 300
 
 
 class ProgramLines(ProgramText):
-    """The lines of a program, without whatever two processes may have otherwise.
+    """The lines of a program, without details that may differ between processes.
 
     Attributes:
-        counts: how many equations or constants each line describes.
+        counts: the number of equations or constants that each line describes.
     """
 
     left_out = ProgramText.left_out | {"backend"}
@@ -160,7 +160,7 @@ class ProgramLines(ProgramText):
         self.counts = collections.Counter(self.lines)
 
     def place(self, line: str) -> str:
-        """Returns where the first equation of a line was made, and the values that the code there uses; or nothing."""
+        """Returns the code that makes the first equation of a line, and the values that it uses; empty if unknown."""
         place, code = self._place(self.lines.index(line)) if line in self.counts else ("", None)
         if code is None:
             return ""
@@ -183,7 +183,7 @@ class ProgramLines(ProgramText):
 
     def _constant(self, variable: Any, value: Any, names: dict[Any, str]) -> Sequence[str]:
         names[variable] = _array(value)
-        return [names[variable]] if getattr(value, "shape", ()) else []  # without dimensions, a literal elsewhere
+        return [names[variable]] if getattr(value, "shape", ()) else []  # a scalar may be a literal in another process
 
     def _operand(self, operand: Any, names: dict[Any, str]) -> str:
         return _array(operand.val) if hasattr(operand, "val") else names.get(operand) or _type(operand.aval)
@@ -205,9 +205,9 @@ def _type(aval: Any) -> str:
 
 
 def _array(value: Any) -> str:
-    """Returns the shape of a constant, and its value where that is small and not the rounded result of a device.
+    """Returns the shape of a constant, and its value if it is small and not the rounded result of a device.
 
-    The width of its dtype is left out: JAX keeps an array of NumPy's as it was when a program used it first.
+    The text omits the width of its dtype, because JAX keeps a NumPy array as it was at its first use in a program.
     """
     shape = np.shape(value)
     text = f"[{','.join(map(str, shape))}]" if shape else ""
@@ -216,14 +216,14 @@ def _array(value: Any) -> str:
         if (size := math.prod(shape)) <= 1 or (kind in "biu" and size <= _MOST_ELEMENTS):
             return text + ",".join(map(_number, np.asarray(value).reshape(-1).tolist()))
         return kind + text
-    except Exception:  # a key, or an array that was deleted
+    except Exception:  # a key, or a deleted array
         return text
 
 
 def _number(value: Any) -> str:
     if isinstance(value, (int, np.integer, np.bool_)):
         return str(value) if abs(int(value)) <= _LARGEST_INTEGER else "large"
-    return f"{value:.3g}"  # a constant that a device has computed may differ in its last bits from another device's
+    return f"{value:.3g}"  # the last bits of a constant may differ between the devices that computed it
 
 
 def _shortened(line: str) -> str:

@@ -1,4 +1,4 @@
-"""Explains why an object cannot be pickled: which part of it, the way to that part, and a remedy."""
+"""Explains why pickle fails on an object: which part of it is to blame, the way to that part, and a remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDY = (
 
 
 class CannotTravelError(TypeError):
-    """Raised for an object of a kind that must not be pickled; the message is the advice for this kind."""
+    """Raised for an object of a kind that must not travel; the message is the advice for this kind."""
 
 
 def explain(
@@ -29,14 +29,14 @@ def explain(
     failure: str = "sent to a worker process",
     remedy: str = _REMEDY,
 ) -> str:
-    """Returns the message for an object that could not be pickled.
+    """Returns the message for an object that pickle failed on.
 
     Args:
         obj: the object.
         error: the exception from pickling it.
         dump: pickles a part of the object, or raises.
         failure: the purpose of pickling it, after "cannot be".
-        remedy: the advice, unless there is one for the kind of the part.
+        remedy: the advice for parts whose kind has no specific advice.
     """
     trail, culprit, cause = _find_culprit(obj, error, dump)
     where = trail[-1] if trail else "it"
@@ -48,7 +48,7 @@ def explain(
 def _find_culprit(
     obj: object, error: Exception, dump: Callable[[object], object]
 ) -> tuple[list[str], object, Exception]:
-    """Returns the innermost part of `obj` that cannot be pickled: the way to it, the part and its error."""
+    """Returns the innermost part of `obj` that pickle fails on: the way to it, the part and its error."""
     trail: list[str] = []
     seen = {id(obj)}
     while True:
@@ -75,7 +75,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield f"the function of the partial of {shown(obj.func)}", obj.func
         yield from ((f"partial argument {index}", value) for index, value in enumerate(obj.args))
         yield from ((f"partial argument {key!r}", value) for key, value in obj.keywords.items())
-    elif hasattr(type(obj), "labelled_parts"):  # a value of our own that names its parts
+    elif hasattr(type(obj), "labelled_parts"):  # one of our classes that names its parts
         yield from obj.labelled_parts()
     elif isinstance(obj, dict):
         yield from ((f"the entry {shown(key)}", value) for key, value in obj.items())
@@ -84,7 +84,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif type(obj) is jax_functions.pjit_type:
         yield f"the function inside jax.jit({name!r})", obj.__wrapped__
     elif hasattr(obj, "__dict__") and not isinstance(obj, types.ModuleType):
-        # Of a class only the members that its author wrote, as the others are never pickled.
+        # Pickle never saves the members of a class that its author did not write.
         hidden = isinstance(obj, type)
         for key, value in dict(vars(obj)).items():
             if not (hidden and key.startswith("__")):
