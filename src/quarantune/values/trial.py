@@ -381,7 +381,7 @@ def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
 
 def _interval(ends: tuple[float, float]) -> tuple[float, float]:
     if not 0.0 <= ends[0] <= ends[1] < math.inf:
-        raise ValueError("it is not an interval from a smaller to a larger number")
+        raise ValueError("it is not an interval")
     return ends
 
 
