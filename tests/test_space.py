@@ -128,7 +128,7 @@ def test_a_numpy_range_is_a_list_of_values() -> None:
         ({}, ValueError, "no keys"),
         ([{}], ValueError, "no keys"),
         ({"a": []}, ValueError, r"configs\['a'\] is empty"),
-        ({"a": {1, 2}}, TypeError, "list of what to try"),
+        ({"a": {1, 2}}, TypeError, "list of values to try"),
         ({"a": 3}, TypeError, r"\{'a': \[3\]\}"),
         ({"a": "xy"}, TypeError, r"\{'a': \['xy'\]\}"),
         (None, TypeError, "give a list of dicts"),
