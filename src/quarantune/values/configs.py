@@ -299,8 +299,8 @@ def check_parameters(
         if key not in tunable:
             raise TypeError(
                 f"{fn_name}: config key {key!r} is not a parameter of {fn_name}{parameters}."
-                f"{did_you_mean(key, tunable)} Add it to the function, as in `{key}={shown(example)}`, or take it out of "
-                "the configs."
+                f"{did_you_mean(key, tunable)} Add it to the function, as in `{key}={shown(example)}`, or take it out "
+                "of the configs."
             )
     if static_names is None:
         return
