@@ -110,7 +110,7 @@ class ContextualJob(TuningJob):
             self._outputs: list[int] = []
             stack.callback(wire.close_all, self._outputs)
             if (answer := self._take_claim(progress, stack)) is not None:
-                progress.end("tuned by another job meanwhile")
+                progress.end("tuned by another job")
                 return self._result_of(answer)
             result = self._tune_kernels()
             was = "" if not result.baseline_ms else f", {result.baseline_ms / result.time_ms:.3g}x the first configs"
