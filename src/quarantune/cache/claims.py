@@ -170,7 +170,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         self._let_go()
 
     def leave_failure(self, about: Mapping[str, Any]) -> None:
-        """Leaves a record for waiting jobs that there is no answer. Call it before `release`.
+        """Leaves a record of failure for waiting jobs. Call it before `release`.
 
         Args:
             about: JSON-able data for those jobs.
@@ -181,7 +181,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
                 self._place.replace(self._failure_name, record)
 
     def failure(self) -> _Failure | None:
-        """Returns the record that the last holder without an answer left; None if there is none."""
+        """Returns the record that the last holder without an answer left, if any."""
         return self._read(_Failure, self._failure_name, _LARGEST_FAILURE_BYTES)
 
     def holder(self) -> Holder | None:
@@ -303,14 +303,14 @@ def wait(
 
     Args:
         claim: the claim on the problem.
-        done: looks for the answer, and returns None while there is none.
+        done: looks for the answer; returns None until it exists.
         on_wait: called at every look with the holder of the claim and the seconds waited so far.
         failed: takes the record that a holder left instead of an answer, and returns a substitute for the answer, or
             None to tune anew.
         poll_s: seconds between two looks.
 
     Returns:
-        The answer, or `claim` once it is acquired and there still is no answer.
+        The answer, or the acquired `claim` if nobody has answered.
 
     Raises:
         CacheWriteError: the claim cannot be made. The message says why.

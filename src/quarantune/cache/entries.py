@@ -94,8 +94,8 @@ class MergeReport:
 
     Attributes:
         added: the problems that only the other cache had.
-        updated: the problems with the same config in both caches, for which the other had more samples: its entry won.
-        unchanged: the problems with the same config in both caches, for which the entry stayed.
+        updated: the problems with the same config in both caches, but more samples in the other: its entry won.
+        unchanged: the problems with the same config in both caches whose entry stayed.
         conflicts: the problems with different configs: the newer entry stayed, and the pair lists both.
     """
 
@@ -118,8 +118,8 @@ class CacheDiff:
     Attributes:
         only_here: the problems that only the first cache has.
         only_there: the problems that only the second cache has.
-        different: the problems for which their configs differ.
-        same: the problems for which they have the same config.
+        different: the problems with different configs.
+        same: the problems with the same config.
     """
 
     only_here: tuple[CacheKey, ...] = ()
@@ -194,7 +194,7 @@ def _preferred(
     """
     key = CacheKey(name, problem, device)
     if key in decided and present == decided[key][1]:
-        return present  # the file is written once more, because another process wrote it
+        return present  # a second write of the file, because another process changed it
     if _config_of(present) == _config_of(offered):
         kept = offered if _samples_of(offered) > _samples_of(present) else present
     else:

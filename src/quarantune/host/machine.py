@@ -71,7 +71,7 @@ def descriptors_left() -> int:
 
 
 def processes_left(*, root: Path = _ROOT) -> tuple[int, str] | None:
-    """Returns how many more processes and threads can start here, and the limit; None if there is no limit.
+    """Returns how many more processes and threads can start here, and the limit; None if unlimited.
 
     The user's own limit does not bind root.
     """
@@ -188,7 +188,7 @@ def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
 
 
 def _threads_of_user(root: Path) -> int:
-    """Returns how many threads this process's user has, in all processes."""
+    """Returns how many threads this process's user has, over its processes."""
     count = 0
     for pid in process_ids(root):
         with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _available(root: Path) -> int:
 
 
 def _counter(file: Path, name: str) -> int | None:
-    """Returns the number after `name` in a file of "name number" lines; None if there is none."""
+    """Returns the number after `name` in a file of "name number" lines; None if missing."""
     for line in proc_text(file).splitlines():
         fields = line.split()
         if len(fields) > 1 and fields[0] == name and fields[1].isdigit():
@@ -464,7 +464,7 @@ def proc_lines(file: str | Path) -> list[bytes]:
 
 
 def boot_id() -> str:
-    """Returns the kernel's identifier of this boot; empty if there is none."""
+    """Returns the kernel's identifier of this boot; empty if unknown."""
     return proc_text("/proc/sys/kernel/random/boot_id").strip()
 
 

@@ -36,7 +36,7 @@ _ADVICE = {
     errno.EROFS: "mount its disk so that it can be written",
     errno.ENAMETOOLONG: "choose a directory with a shorter path",
     errno.EMFILE: "close some of this process's files, raise their limit (`ulimit -n`)",
-    errno.ENFILE: "close files, of which the machine has too many open",
+    errno.ENFILE: "close files, because the machine has too many open",
     errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
 }
 """Remedies for errors of writing. Callers append another remedy."""
@@ -137,7 +137,7 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
         return _content(self.open(name, os.O_RDONLY), name, largest_bytes)
 
     def read_afresh(self, name: str, *, largest_bytes: int) -> bytes:
-        """Reads a file as `read` does, but under a new name, for which no network filesystem has cached anything.
+        """Reads a file as `read` does, but under a new name, about which no network filesystem has cached anything.
 
         Under the old name, the machine may still see a file that another host has replaced. If the new name cannot be
         made, this method reads the old one.
@@ -325,7 +325,7 @@ def draft_name(name: str) -> str:
 def advice(error: OSError) -> str:
     """Returns a remedy for an error of writing a file. Callers append another remedy."""
     if isinstance(error, (NotAFileError, NotADirectoryError, FileExistsError)):
-        return "move away what is in its place"
+        return "move away the thing in its place"
     is_refused = isinstance(error, PermissionError)
     return _ADVICE.get(error.errno or 0, "make the directory writable" if is_refused else "see whether its disk works")
 

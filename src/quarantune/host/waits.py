@@ -80,7 +80,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
     """
 
     def __init__(self, *, spins: bool) -> None:
-        """Sets up the watch, to be used as a context manager.
+        """Sets up the watch. Use it as a context manager.
 
         Args:
             spins: whether threads may spin while others wait for a CPU.
@@ -160,7 +160,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 def run_limit(limit_ms: float, report: Callable[[RunTime], None]) -> Iterator[None]:
     """Watches the run inside a `with` statement from another thread, and ends this process if the run takes too long.
 
-    Nothing else can stop a run of XLA. Neither waits for a CPU nor time while this process is stopped count.
+    Nothing else can stop a run of XLA. Waits for a CPU do not count, nor do stops of this process.
 
     Args:
         limit_ms: the longest time of the run in milliseconds, without waits.

@@ -80,7 +80,7 @@ class ClaimAndJournal:
         self._keys = journal.keys(settings.cache_dir, call.id.name, call.id.device, canonical_json(arrays))
         parts = call.call.function.fingerprint.parts
         self._terms = short_hash(canonical_json({name: parts[name] for name in parts if name.startswith("option:")}))
-        self._ended: collections.Counter[int] = collections.Counter()  # by the config's index, as in `ended_processes`
+        self._ended: collections.Counter[int] = collections.Counter()  # by the config's index; see `ended_processes`
         self._is_noted = False
         self._unsaved: CacheWriteError | None = None
         self._claim: Claim | None = None
@@ -100,7 +100,7 @@ class ClaimAndJournal:
         If the directory cannot hold a claim, the job reads and writes no records from then on.
 
         Args:
-            stack: releases the claim when it is closed.
+            stack: releases the claim when it closes.
             done: returns the answer, if there is one; takes whether to read the cache afresh, see `EntryFile.load`.
             failed: takes the failure record of another job, and returns it as an answer if it applies to this job.
             say: shows that the job waits.
@@ -115,7 +115,7 @@ class ClaimAndJournal:
         if self.directory is None:
             return None
         next_message_s = 0.0
-        # Nothing refreshes the claim while the function is loaded either.
+        # Nothing refreshes the claim during the load of the function, so its deadline counts.
         worst_case_s = _WORST_CASE_S + self._limits.compile_timeout_s + (0.0 if is_apart else self._limits.timeout_s)
         claim = Claim(self.directory, *self._id, worst_case_s=worst_case_s)
 
@@ -248,7 +248,7 @@ class ClaimAndJournal:
 
         Args:
             trial: the trial.
-            reference: as in `Recall`.
+            reference: the program of the reference; see `Recall`.
             is_untuned: whether it is the trial of the function's own defaults, which are not one of the configs.
             was_troubled: whether its config is known to have crashed or hung.
         """

@@ -42,7 +42,7 @@ class CompileVerdicts:
             call: the call, with the key of the target device.
             limits: the limits of the sweep.
             directory: the cache directory.
-            *others: further directories in which to look up verdicts.
+            *others: further directories with verdicts to look up.
         """
         self._device = call.id.device
         # These outlive the journal of a sweep, which starts over now and then.
@@ -51,7 +51,7 @@ class CompileVerdicts:
         self._compilers = describe.compilers(call.platform)
 
     def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
-        """Returns the trials of configs that need not be compiled again, by the text of the config.
+        """Returns the trials of configs that nobody needs to compile again, by the text of the config.
 
         Args:
             start_over: whether to ignore failures that depend on the machine.
@@ -64,7 +64,7 @@ class CompileVerdicts:
         }
 
     def note(self, trial: Trial, *, source: str) -> None:
-        """Remembers a trial that failed to compile or has a compiler's figures; forgets the failure of one that works.
+        """Remembers a trial that failed to compile or has a compiler's figures; if it works, forgets its failure.
 
         Args:
             trial: the trial.
@@ -184,7 +184,7 @@ class _FailedCompile(Record):
         return data | {"trial": trial.to_json(), "figures": figures.to_json()}
 
     def counts(self, limits: SweepLimits, *, start_over: bool) -> bool:
-        """Returns whether a config that failed like this need not be compiled again.
+        """Returns whether the failure makes another compilation of the config needless.
 
         An error of the compiler always counts. A lack of time or memory depends on the machine: it counts only under
         limits that are not more generous, and not if the sweep starts over.

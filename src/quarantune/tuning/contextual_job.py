@@ -65,7 +65,7 @@ class _Step:
         winner: the index of the best assignment.
         best: the best assignment's trial.
         tie: the configs that are as fast.
-        slots: the kernels that were called under the best assignment.
+        slots: the kernels that the function called under the best assignment.
         compiled: the best assignment's program for JAX's compilation cache, see `Swept`.
         searched: how thorough the sweep was.
     """
@@ -170,7 +170,7 @@ class ContextualJob(TuningJob):
         """
         for others, then in (
             (FIRST, "starting from the kernels' defaults"),
-            (DEFAULT, "looking for configs with which it runs"),
+            (DEFAULT, "looking for configs that make it run"),
         ):
             try:
                 return (
@@ -184,7 +184,7 @@ class ContextualJob(TuningJob):
             return DEFAULT, *self._find_a_start(Runner(self._call.function.fn, reports))
 
     def _find_a_start(self, runner: Runner) -> tuple[dict[Slot, Config], _Step]:
-        """Finds configs with which the function runs.
+        """Finds configs that make the function run.
 
         Starting from the defaults, one kernel at a time gets each of its configs. If the function still fails, but
         calls more kernels before it fails, the search continues from that config. Otherwise some combinations run.
@@ -321,7 +321,7 @@ class ContextualJob(TuningJob):
         )
 
     def _slots(self, request: SweepRequest, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
-        """Returns the kernels that were called under the winning assignment."""
+        """Returns the kernels that the function called under the winning assignment."""
         problem = request.problem
         if jax_internals.is_jitted(problem.fn):  # safe: a worker has already traced it
             with proof.unheard():
@@ -519,7 +519,7 @@ class ContextualFunction(TunedFunction):
 
 
 def _is_offered(name: str, space: Any) -> bool:
-    """Returns whether a kernel still has its configs. True if it is not defined yet, or makes its configs."""
+    """Returns whether a kernel still has its configs. True if nobody has defined it yet, or it makes its configs."""
     listed = [known for kernel in kernels(name) if (known := kernel.function.listed_space)]
     return not listed or space in listed
 

@@ -46,7 +46,7 @@ def call_result(
         trials: the trials of all configs; empty for a remembered result.
         finalists: the trials of the configs in the final.
         tie: the configs that are as fast as the best.
-        from_cache: whether the result was remembered; `nearest` if it is the result of a similar call.
+        from_cache: whether it is a remembered result; `nearest` if it is the result of a similar call.
         executable: the executable of the best config, if there is one.
         noise: see `TuningResult`.
     """

@@ -30,7 +30,7 @@ class CompilationSeeds:
         self._by_program: dict[str, bytes] = {}
 
     def add(self, compiled: dict[str, bytes]) -> None:
-        """Seeds JAX's compilation cache with a worker's executable now or, if there is no cache, at the next call.
+        """Seeds JAX's compilation cache with a worker's executable, now or, for lack of a cache, at the next call.
 
         Args:
             compiled: the cache's contents by JAX's key, or XLA's serialised executable by the program's identity.
@@ -65,7 +65,7 @@ class CompilationSeeds:
 def _module_of(
     fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any], executables: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """Returns the executable of a call, by the name of the module that JAX compiles for it; empty if there is none.
+    """Returns the executable of a call, by the name of the module that JAX compiles for it; empty if unknown.
 
     JAX's key may differ here: the worker may have compiled it without the device, with one of several devices, or with
     other names for the parts of a class that was sent by value. The program's text shows whether it is the same.

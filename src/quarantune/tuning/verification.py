@@ -41,7 +41,7 @@ class Verdict(enum.StrEnum):
     UNUSED = "unused"
     """No call finds it any more, because the code or the list of configs has changed. It was not measured."""
     UNKNOWN = "unknown"
-    """It was not measured, for the reason given."""
+    """It could not be measured, for the reason given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Verified:
         reason: the verdict in words.
         call: the entry's call, as text.
         config: the entry's config, as the cache holds it.
-        time_ms: the time of the config now, in milliseconds; None if it was not measured or failed.
+        time_ms: the time of the config now, in milliseconds; None without a measurement, or after a failure.
         default_time_ms: the time of the function's own defaults now; None if unknown.
         saved_time_ms: the time in the entry; None if unknown, or if the objective was not time.
         changed: the versions that have changed since, as text; empty if none has.

@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Self
 from quarantune.host.process import without_collections
 
 JsonObject: TypeAlias = dict[str, Any]
-"""A JSON object, as decoded or ready to be encoded."""
+"""A JSON object, decoded or ready to encode."""
 _Message = TypeVar("_Message")
 _Check = Callable[[Any], Any]
 _KIND = "message"
@@ -51,7 +51,7 @@ class Record:
     `metadata=IN_MEMORY`.
 
     Attributes:
-        IS_LENIENT: whether a malformed value of a field with a default is replaced by the default; else it is damage.
+        IS_LENIENT: whether the default of a field replaces a malformed value; otherwise that is damage.
     """
 
     IS_LENIENT: ClassVar[bool] = False
@@ -65,7 +65,7 @@ class Record:
         """Returns the record that JSON data describes.
 
         Raises:
-            DamageError: the data does not describe such a record.
+            DamageError: the data does not describe a record of this class.
         """
         return typing.cast("Self", _check_dataclass(cls, data))
 
@@ -468,9 +468,9 @@ _DEEPEST, _LARGEST = 97, 1 << 22
 
 
 class Around(NamedTuple):
-    """The surroundings of a value inside others while it is being described.
+    """The surroundings of a value inside others, for describing it.
 
-    A value in several places is described once. Otherwise, a few lists that hold each other twice would take for ever.
+    It keeps descriptions, because a few lists that hold each other twice would otherwise take for ever.
 
     Attributes:
         outer: the identities of the values that hold it, outermost first.
@@ -500,7 +500,7 @@ class Around(NamedTuple):
 
 
 def in_order(pairs: list[Any], text_of: Callable[[Any], str]) -> list[Any]:
-    """Returns described pairs sorted by their texts; only by those of their keys if these differ, to save time."""
+    """Returns described pairs sorted by text. If all keys differ, it makes no texts of items, which may be long."""
     by_key = {text_of(pair[0]): pair for pair in pairs}
     return [by_key[text] for text in sorted(by_key)] if len(by_key) == len(pairs) else sorted(pairs, key=text_of)
 

@@ -180,7 +180,7 @@ def check_classes(values: Iterable[ConfigValue], fn_name: str, classes: dict[str
     Args:
         values: the values.
         fn_name: the function being tuned, for error messages.
-        classes: the classes of values checked earlier, by text. The classes of these values are added.
+        classes: the classes of values checked earlier, by text. This function adds the classes of the new values.
 
     Raises:
         ValueError: two values of different classes have the same text.
@@ -267,12 +267,12 @@ def check_parameters(
     """Checks that every tunable is a static keyword parameter with a default.
 
     Args:
-        configs: the configs, or a few in which every value occurs.
+        configs: the configs, or a few that contain every value.
         parameters: the signature of the function being tuned.
         static_names: the keyword parameters that `jax.jit` treats as static. None for a function that is not jitted,
             which only has to take every tunable as a keyword argument.
         fn_name: the function's name, for error messages.
-        need_defaults: whether a jitted function is also called without a config, as a decorated one is.
+        need_defaults: whether calls of a jitted function may also lack a config, as calls of a decorated one do.
 
     Raises:
         TypeError: a key does not name a keyword parameter, or the parameter has no default.
@@ -289,7 +289,7 @@ def check_parameters(
         if key in items and key not in tunable:
             raise TypeError(
                 f"{fn_name}: config key {key!r} cannot be passed by keyword; make it an ordinary "
-                f"parameter, as in `def {fn_name}(..., *, {key}={shown(example)})`."
+                f"parameter, for example `def {fn_name}(..., *, {key}={shown(example)})`."
             )
         if key == COMPILER_OPTIONS and key not in tunable:
             raise TypeError(
@@ -316,7 +316,7 @@ def check_parameters(
         defaults = ", ".join(f"{key}={shown(examples[key])}" for key in required)
         raise TypeError(
             f"{fn_name}: config keys {required} have no default, so {fn_name} cannot be called without them; "
-            f"give them one, as in `def {fn_name}(..., {defaults})`."
+            f"give them one, for example `def {fn_name}(..., {defaults})`."
         )
 
 

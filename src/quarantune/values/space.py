@@ -241,7 +241,7 @@ class Space(Sequence[Config]):
         return None if None in row else self._source.find(np.array([row], np.int64))[0]
 
     def find_text(self, text: str) -> int | None:
-        """Returns the position of the config with this `text_of`; None if there is none."""
+        """Returns the position of the config with this `text_of`; None if the space lacks it."""
         self.whole()
         try:
             return self.find(decode_json(text))
@@ -338,7 +338,7 @@ for _name in ("items", "values", "copy", "pop", "popitem", "__eq__", "__ne__", "
 _MOST_IN_GRID = 2**62
 """Largest size of a grid: positions are 64-bit integers."""
 _FIRST = 301
-"""Configs to read from a generator before the first is tried: they fix the keys of all, and `auto` counts them."""
+"""Configs to read from a generator before the first trial: they fix the keys of all, and `auto` counts them."""
 
 Codes = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """A row for each config and a column for each name: the position of the config's value among the name's values."""
@@ -400,7 +400,7 @@ class Grid:
         """Distance in positions between neighbouring values of each name."""
 
     def reach(self, count: int) -> int:
-        """Returns the number of configs, all of which are known."""
+        """Returns the number of configs; a grid knows all of them."""
         return self.size
 
     def codes(self, positions: Sequence[int]) -> Codes:
@@ -413,9 +413,9 @@ class Grid:
 
 
 class Listed:
-    """The different configs of a list, or of a generator that is read when somebody needs configs.
+    """The different configs of a list, or of a generator, which it reads when somebody needs configs.
 
-    They are stored as codes: a million configs take about 150 MB.
+    It stores them as codes: a million configs take about 150 MB.
 
     Attributes:
         is_plain: whether to refuse further configs that JSON alone cannot restore.

@@ -95,7 +95,7 @@ class Route(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTarget:
-    """The description of a device by which a process compiles for it without holding it.
+    """The description of a device for processes that compile for it without holding it.
 
     Attributes:
         platform: `cpu`, `cuda`, `rocm` or `tpu`.
@@ -137,7 +137,7 @@ class CycleEstimate(Record):
 
     Attributes:
         cycles: clock cycles of one core for all operations, one after another.
-        kernel_cycles: the part of `cycles` that Pallas kernels take; None if the program has no such kernel.
+        kernel_cycles: the part of `cycles` that Pallas kernels take; None if the program has no Pallas kernel.
         moved_bytes: bytes that the kernels' pipelines read and write in main memory.
     """
 
@@ -164,8 +164,8 @@ class CompilerFigures(Record):
         spilled_bytes: the most bytes that a thread of a kernel stores for lack of registers.
         shared_bytes: the most shared memory that a block of a kernel uses.
         occupancy: the smallest share of a multiprocessor's warps that can run at a time, by a kernel's needs.
-        flops: floating-point operations of one call, by the compiler's estimate. None if it cannot count them all:
-            those of a kernel whose author does not state them, or of all iterations of a loop.
+        flops: floating-point operations of one call, by the compiler's estimate. None if it cannot count them all, for
+            example in a kernel whose author does not state them, or in a loop.
         moved_bytes: bytes that one call reads and writes in device memory; None under the same conditions.
         estimate: the expected cost of the program; None if nobody asked for it, or the compiler gave none.
         no_estimate: the reason why a requested estimate is missing.
@@ -253,25 +253,25 @@ class Trial(Record):
         phase: the phase it ended in; None if it never started.
         time_ms: median time of one call in milliseconds.
         samples_ms: the samples behind the median, in milliseconds.
-        own_ms: the time in milliseconds by which finalists are ranked: the fastest sample without its waits for a CPU,
-            or the median of a device's own clock.
+        own_ms: the time in milliseconds that ranks finalists: the fastest sample without its waits for a CPU, or the
+            median of a device's own clock.
         compile_s: seconds spent tracing, lowering and compiling.
-        peak_memory_bytes: the largest host memory that its process was observed to hold.
+        peak_memory_bytes: the largest observed host memory of its process.
         message: the reason for the outcome, one sentence; empty if all went well.
         log_tail: the last lines the trial wrote to stdout or stderr.
         route: the processes that ran it; None if it never started.
-        device: the device that measured it, such as `cuda:0`; empty if it was not measured.
-        clock: the clock that timed it: `device`, `queued` or `wall`; empty if it was not timed.
+        device: the device that measured it, such as `cuda:0`; empty without a measurement.
+        clock: the clock that timed it: `device`, `queued` or `wall`; empty without a measurement.
         ended_s: when it ended, in seconds of Unix time.
         figures: the compiler's figures about its program; None also if it did not compile.
         energy_mj: the energy of the GPU for one call, in millijoules, by NVML's counter of its total energy.
-        watts: the mean power of the GPU during the measurement of the energy. The GPU may run slower then than when
-            the trial is timed.
+        watts: the mean power of the GPU during the measurement of the energy. The GPU may run slower then than during
+            the measurement of the time.
         observed: the figures of other observers, by name.
         score: the value of the author's objective, less being better; None if the objective is time.
-        program: the identity of its program; empty if it was not lowered, or has no identity.
+        program: the identity of its program; empty if lowering failed, or the program has no identity.
         cheap_ms: the time in milliseconds of its cheaply compiled program, which only ranks it. If this is the only
-            time, the config itself was not measured.
+            time, nobody measured the fully compiled program.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
     """
 
@@ -399,12 +399,12 @@ Counts: TypeAlias = Annotated[dict[str, int], _counts]
 
 @dataclasses.dataclass(frozen=True)
 class Searched(Record):
-    """How thoroughly a space was searched.
+    """How thoroughly a search covered a space.
 
     Attributes:
         stopped: why the search ended: `exhausted`, `no_gain`, `max_trials`, `time_budget` or `patience`; `estimated`
             if there was no search; empty if unknown, for results of earlier versions.
-        seen: how many configs were tried, or dropped by `prune_fn`.
+        seen: how many configs the search tried, or `prune_fn` dropped.
         space_size: how many configs there are.
         budget: the budget that ended the search, in trials or seconds; None if it ended in another way.
     """
@@ -430,7 +430,7 @@ class Findings(Record):
     """The result of a sweep as the cache saves it.
 
     Fields of an entry that are missing or malformed keep their defaults: None or empty means unknown, NaN an unknown
-    time. Times are for one call, in milliseconds; the config and the defaults were measured side by side.
+    time. Times are for one call, in milliseconds, and come from measurements side by side.
 
     Attributes:
         time_ms: the time of the best config.
@@ -440,7 +440,7 @@ class Findings(Record):
         commit: the commit of the user's repository.
         trials: how many configs ended in each outcome.
         search: how thorough the search was.
-        baseline_ms: the time with every kernel's first config; None unless kernels were tuned in their context.
+        baseline_ms: the time with every kernel's first config; None except for kernels tuned in their context.
         score: the value of the author's objective for the winner, less being better; None if the objective is time.
         default_score: the value of the objective for the defaults.
         energy_mj: the energy of one call with the winner, in millijoules.
@@ -466,7 +466,7 @@ class Findings(Record):
 
         Args:
             best: the trial of the winner.
-            default: the trial of the defaults, ignored unless it is `ok`; None if there is none.
+            default: the trial of the defaults, ignored unless it is `ok`; None if they did not run.
             **fields: the further fields.
         """
         if default is not None and default.is_usable:
