@@ -29,7 +29,7 @@ from quarantune.values.texts import shown
 _ENUMERATED = 1000
 """Grid size above which the lists of values, not their combinations, distinguish one grid from others."""
 _MOST_COUNTED = 100_000
-"""Most configs to look at when finding out whether the predicate keeps more than a few."""
+"""Most kept configs to look at when finding out whether the predicate keeps more than a few."""
 _MOST_REMEMBERED = 200_000
 """Most answers of the predicate to remember for a huge grid."""
 
