@@ -306,7 +306,7 @@ def test_a_file_that_was_never_a_claim_is_set_aside_and_reported(
     (claim._path / "kept").write_text("kept")
     assert not claim.try_acquire()
     pass_time(monkeypatch, 3)
-    with pytest.warns(CacheWarning, match="no claim of ours"):
+    with pytest.warns(CacheWarning, match="not a claim of this program"):
         assert claim.try_acquire()
     claim.release()
     (kept,) = claim._path.parent.glob("*.corrupt-*")
@@ -321,7 +321,7 @@ def test_an_odd_claim_that_was_set_aside_is_a_problem_until_it_is_pruned(
     claim._path.write_bytes(b"x" * 100_000)
     assert not claim.try_acquire()
     pass_time(monkeypatch, 3)
-    with pytest.warns(CacheWarning, match="no claim of ours"), claim:
+    with pytest.warns(CacheWarning, match="not a claim of this program"), claim:
         assert claim.try_acquire()
     (kept,) = claim._path.parent.glob("*.corrupt-*")
     store = Store(tmp_path)

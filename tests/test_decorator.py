@@ -95,7 +95,7 @@ def jitted(x: Any, n: int = 1, m: int = 1, *, k: int, p: int = 0) -> Any:
         ({"n": 3}, TypeError, ["configs['n'] is 3", "[3]"]),
         ("n", TypeError, ["'n'", "list of dicts"]),
         (None, TypeError, ["None", "list of dicts"]),
-        ([{"nn": 1}], TypeError, ["'nn' is no parameter", "Did you mean 'n'?"]),
+        ([{"nn": 1}], TypeError, ["'nn' is not a parameter", "Did you mean 'n'?"]),
         ([{"x": 1}], ValueError, ["['x'] are not static", "static_argnames=['x', 'n', 'm', 'k']"]),
         ([{"p": 1}], ValueError, ["['p'] are not static", "static_argnames="]),
         ([{"k": 1}], TypeError, ["['k'] have no default", "k=1"]),
@@ -193,7 +193,7 @@ def test_scalars_of_numpy_are_options_like_the_numbers_in_them() -> None:
     [
         (lambda x, **_: iter(()), ValueError, "yielded no config for these arguments"),
         (lambda x, **_: None, TypeError, "returned None; let it return a list of dicts"),
-        (lambda x, **_: [{"m": 1}], TypeError, "'m' is no parameter"),
+        (lambda x, **_: [{"m": 1}], TypeError, "'m' is not a parameter"),
         (lambda x, **_: [{"x": 1}], ValueError, "['x'] are not static"),
     ],
 )

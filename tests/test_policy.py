@@ -718,7 +718,7 @@ def test_an_impossible_time_in_the_journal_is_measured_again(
     (cache_dir / f"{name}.json").unlink()  # as if the sweep had been interrupted
     swept.clear()
     again = quarantune.autotune({"n": [20, 400_000]}, rep=3, name=name)(work.__wrapped__)
-    with one_warning("1 records of the journal", "are no trials"):
+    with one_warning("1 records of the journal", "cannot be read as trials"):
         again(X)
     assert swept == [[400_000]]
     assert again.lookup(X) == {"n": 20}

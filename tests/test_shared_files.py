@@ -201,7 +201,7 @@ def test_a_file_in_the_place_of_a_link_is_not_writable_for_others(tmp_path: Path
 
 def test_a_pipe_in_the_place_of_a_lock_is_refused_at_once(shared: Path) -> None:
     os.mkfifo(shared / ".f.json.lock")
-    with pytest.raises(CacheWriteError, match="no regular file"):
+    with pytest.raises(CacheWriteError, match="not a regular file"):
         put(shared)
 
 

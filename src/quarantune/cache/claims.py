@@ -1,9 +1,9 @@
-"""Claims: one job tunes a problem while the others wait for it; one of them takes over when it dies or falls silent.
+"""Claims: one job tunes a problem while others wait for it. One of them takes over when it dies or falls silent.
 
-Two mechanisms keep processes apart, here and among the writers of `store`. A lock on a side file, which the kernel
-releases when its holder dies. And, since on some shared filesystems locks have no effect or bind one host only, a file
-that names its owner: it counts until its owner is dead for certain, or until a waiter has seen no change of the file
-for so long that the owner must be. Times of files are never compared with a clock, because the clocks of hosts differ.
+Two mechanisms keep processes apart, here and among the writers of `store`. The first is a lock on a side file, which
+the kernel releases when its holder dies. On some shared filesystems, locks have no effect or bind one host only. So the
+second is a file that names its owner. It counts until its owner is certainly dead, or until a waiter has seen no change
+of the file for the owner's stated worst case. Nothing compares a file's time with a clock: the clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ T = TypeVar("T")
 _Kind = TypeVar("_Kind", bound=Record)
 
 _LONGEST_WORST_CASE_S = 24 * 3600.0
-"""The longest silence that a claim's holder may announce, in seconds."""
+"""Longest silence in seconds that a claim's holder may announce."""
 _LARGEST_CLAIM_BYTES = 1 << 16
 _LARGEST_FAILURE_BYTES = 1 << 26
 _Text: TypeAlias = Annotated[str, short_text]
 _GRACE_S = 2.0
-"""Added to every worst case: a filesystem may show a refreshed claim so much later."""
+"""Seconds to add to every worst case, because a filesystem may show a refreshed claim late."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class Holder(Record):
         token: different for every claim ever made.
         host_name: the holder's machine, for people.
         owner: the holder's process.
-        boot: the holder's kernel and mount, within which a lock binds all processes.
+        boot: the holder's kernel and mount. A lock binds all processes that share both.
         locked: whether it also holds the lock, which its kernel releases when it dies.
-        worst_case_s: the holder refreshes its claim at least this often, in seconds.
+        worst_case_s: the longest time in seconds between two refreshes by the holder.
     """
 
     token: _Text
@@ -61,17 +61,17 @@ class Holder(Record):
     worst_case_s: Annotated[float, within(0, _LONGEST_WORST_CASE_S + 1)]
 
     def __str__(self) -> str:
-        """Returns the holder as people read it."""
+        """Returns the holder's process and machine."""
         return f"process {self.owner.pid} on {self.host_name}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Failure(Record):
-    """What a holder leaves instead of an answer.
+    """The record that a holder leaves instead of an answer.
 
     Attributes:
-        token: that of its claim.
-        about: its words for the jobs that wait.
+        token: the token of the holder's claim.
+        about: the holder's data for the jobs that wait.
     """
 
     token: _Text
@@ -81,24 +81,24 @@ class _Failure(Record):
 class Claim(contextlib.AbstractContextManager["Claim"]):
     """The right to tune one problem.
 
-    The claim is a file that names its holder, made in one step that fails if there is one already. It is stale when
-    its holder is dead: when the kernel has released the lock on a side file, or the process is gone. It is also stale
-    when this object has seen it unchanged for longer than the worst case that its holder stated, which works between
-    hosts that cannot see each other's processes or locks, and whose clocks differ. Should a holder taken for dead
-    continue, two jobs measure the same trials, and nothing is lost.
+    The claim is a file that names its holder. Its creation is atomic, and fails if the file exists. It is stale if its
+    holder is dead: the kernel has released the lock on a side file, or the process is gone. It is also stale if this
+    object has seen it unchanged for longer than its holder's worst case. This second rule works between hosts that
+    cannot see each other's processes or locks, and whose clocks differ. If a holder taken for dead continues, two jobs
+    measure the same trials, and nothing is lost.
 
-    Use it as a context manager to release it, or let it die with the process.
+    Use the claim as a context manager to release it, or let it die with the process.
     """
 
     def __init__(self, directory: Path, name: str, device: str, key: str, *, worst_case_s: float = 60.0) -> None:
-        """Names a claim; the disk is not touched until `try_acquire`.
+        """Names a claim without touching the disk, which `try_acquire` does.
 
         Args:
             directory: the cache directory.
             name: the function.
             device: the kind of device.
             key: the key of the problem.
-            worst_case_s: the holder will call `refresh` at least this often, in seconds.
+            worst_case_s: the longest time in seconds between two calls of `refresh` by the holder.
         """
         stem = problem_hash(device, key)
         self._where = directory, trials_folder(name)
@@ -111,11 +111,11 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         self._worst_case_s = min(worst_case_s, _LONGEST_WORST_CASE_S)
         self._fd: int | None = None
         self._pid = 0
-        """The process that made the claim; a fork of it holds nothing."""
+        """The process that made the claim. A fork of it holds nothing."""
         self._open = contextlib.ExitStack()
-        """The directory and the side file of the lock, where they are open."""
+        """The directory and the side file of the lock, while they are open."""
         self._locked: bool | None = False
-        """Whether the lock is ours; None where locks have no effect."""
+        """Whether this object holds the lock; None if locks have no effect."""
         self._gave_way = False
         self._seen: tuple[Holder | None, int] | None = None
         self._seen_since = 0.0
@@ -126,15 +126,14 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
 
     @property
     def held(self) -> bool:
-        """Whether this object acquired the claim, and has not released or lost it as far as it knows."""
+        """Whether this object acquired the claim, and has not released it or noticed its loss."""
         return self._fd is not None
 
     def try_acquire(self) -> bool:
         """Takes the claim if nobody has it, or if its holder is dead or silent for too long; never waits.
 
         Raises:
-            CacheWriteError: the directory cannot be written to, so that other jobs cannot see the claim; the message
-                says why.
+            CacheWriteError: the directory is not writable, so other jobs cannot see the claim. The message says why.
         """
         if self.held:
             return True
@@ -148,10 +147,10 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
                     self._let_go()
 
     def refresh(self) -> bool:
-        """Shows the others that the holder lives; takes microseconds, so call it whenever something has happened.
+        """Shows the others that the holder is alive. It takes microseconds, so call it whenever something has happened.
 
         Returns:
-            False if the claim is not ours, or no longer because this process was silent for too long.
+            False if this object never had the claim, or lost it because this process was silent for too long.
         """
         if self._fd is None:
             return False
@@ -173,18 +172,18 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         self._let_go()
 
     def leave_failure(self, about: Mapping[str, Any]) -> None:
-        """Leaves a record for the jobs that wait for this claim, saying that there is no answer; before `release`.
+        """Leaves a record of failure for waiting jobs. Call it before `release`.
 
         Args:
             about: JSON-able data for those jobs.
         """
         if self._place is not None:
             record = json.dumps(_Failure(self._token, dict(about)).to_json()).encode()
-            with contextlib.suppress(OSError):  # without it, each of them finds out for itself
+            with contextlib.suppress(OSError):  # without the record, each waiting job tunes and fails itself
                 self._place.replace(self._failure_name, record)
 
     def failure(self) -> _Failure | None:
-        """Returns the record that the last holder without an answer left; None if there is none."""
+        """Returns the record that the last holder without an answer left, if any."""
         return self._read(_Failure, self._failure_name, _LARGEST_FAILURE_BYTES)
 
     def holder(self) -> Holder | None:
@@ -192,7 +191,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         return self._read(Holder, self._name)
 
     def _read(self, kind: type[_Kind], name: str, largest_bytes: int = _LARGEST_CLAIM_BYTES) -> _Kind | None:
-        """Returns the record in a file; None where there is no such file, or it holds something else."""
+        """Returns the record in a file; None if the file is missing or holds something else."""
         for afresh in (False, True):
             with contextlib.suppress(OSError, ValueError):
                 return kind.from_json(decode_json(self._content(name, largest_bytes, afresh=afresh)))
@@ -213,20 +212,20 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
         silent_s = time.monotonic() - self._seen_since
         if holder is None:
             return silent_s > _GRACE_S
-        # An empty boot id, of kernels that show none, says nothing.
+        # Some kernels show no boot id, so an empty one proves nothing.
         has_lost_lock = self._locked and holder.locked and holder.boot == _kernel(place) != ""
         return bool(has_lost_lock) or holder.owner.is_dead() or silent_s > holder.worst_case_s + _GRACE_S
 
     def _take(self, place: Directory) -> bool:
         if not place.is_there(self._name):
-            # Another process may have the lock and not yet the claim. At our next look it has both, or it hangs.
+            # Another process may have the lock but not yet the claim. At our next look it has both, or it hangs.
             self._gave_way = self._locked is False and not self._gave_way
             return not self._gave_way and self._create(place)
         holder = self.holder()
         return self._is_stale(place, holder) and self._remove(place, holder) and self._create(place)
 
     def _create(self, place: Directory) -> bool:
-        # Made in one step that fails if it is there, and written through the same descriptor.
+        # O_EXCL creates it atomically; the same descriptor writes it, so no other process's file can be hit.
         try:
             fd = place.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
@@ -264,11 +263,11 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
                 place.link(renamed, self._name)
         elif expected is None and not self._is_unfinished(renamed):
             aside = place.free_name(self._name)
-            with contextlib.suppress(FileNotFoundError):  # whoever has made a claim meanwhile has removed it
+            with contextlib.suppress(FileNotFoundError):  # a new claimant has removed it
                 place.rename(renamed, aside)
                 report_once(
-                    f"{str(self._path)!r} is no claim of ours; it was set aside as {str(place.path / aside)!r}: "
-                    f"look at it"
+                    f"{str(self._path)!r} is not a claim of this program; it was set aside as "
+                    f"{str(place.path / aside)!r}: look at it"
                 )
         place.remove(renamed)
         return not mistaken
@@ -287,7 +286,7 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
 
 
 def _kernel(place: Directory) -> str:
-    """Returns the boot id of this kernel, with the number of the mount: containers may mount one directory each."""
+    """Returns this kernel's boot id with the mount's number, because each container may mount another directory."""
     boot = boot_id()
     return boot and f"{boot}-{place.status('.').st_dev}"
 
@@ -302,35 +301,35 @@ def wait(
 ) -> T | Claim:
     """Waits until another job has the answer, or this one must find it.
 
-    A signal interrupts the wait as it does any sleep. The holders' stated worst cases bound its length.
+    A signal interrupts the wait like any sleep. The holders' stated worst cases bound its length.
 
     Args:
         claim: the claim on the problem.
-        done: looks for the answer; None while there is none.
-        on_wait: called at every look with the holder of the claim and the seconds waited until now.
-        failed: takes the record that a holder left instead of an answer, and returns a substitute for the answer;
+        done: looks for the answer; returns None until it exists.
+        on_wait: called at every look with the holder of the claim and the seconds waited so far.
+        failed: takes the record that a holder left instead of an answer, and returns a substitute for the answer, or
             None to tune anew.
         poll_s: seconds between two looks.
 
     Returns:
-        The answer, or `claim` once it is acquired and there still is no answer.
+        The answer, or the acquired `claim` if nobody has answered.
 
     Raises:
-        CacheWriteError: the claim cannot be made; the message says why.
+        CacheWriteError: the claim cannot be made. The message says why.
     """
     started, earlier = time.monotonic(), claim.failure()
 
     def look() -> T | None:
-        # A failure counts if it was left during this wait, by whichever holder.
+        # A failure counts if any holder left it during this wait.
         if (answer := done()) is None and (left := claim.failure()) is not None and left != earlier:
             return failed(left.about)
         return answer
 
     with contextlib.ExitStack() as stack:
-        stack.push(claim)  # released unless it is returned
+        stack.push(claim)  # released unless this function returns it
         while True:
             answer = look()
-            # The holder may have saved its answer and let go between our two looks.
+            # The holder may have saved its answer and released the claim between our two looks.
             if answer is None and claim.try_acquire() and (answer := look()) is None:
                 stack.pop_all()
                 return claim

@@ -28,7 +28,7 @@ from quarantune.values.trial import Findings
 _ASIDE = f"corrupt-{'[0-9]' * 8}T{'[0-9]' * 6}*"
 _SET_ASIDE = (f"*.json.{_ASIDE}", f"*.entries/*.json.{_ASIDE}", f"*.trials/*.{_ASIDE}")
 _DRAFT = re.compile(r".*\.([0-9a-f]{16}|[0-9a-f]+-\d+-\d+-\d+)\.tmp")
-"""The names of drafts: those of any file, those of writers of entries, and claims that are being removed."""
+"""Names of drafts: of any file, of writers of entries, and of claims during their removal."""
 
 
 class CacheKey(NamedTuple):
@@ -45,7 +45,7 @@ class CacheKey(NamedTuple):
     device: str
 
     def __str__(self) -> str:
-        """Returns the call as people write it, as `kernels.scale(x f32[8]) on NVIDIA H200, code 3472601ec4d8`."""
+        """Returns the call as people write it, such as `kernels.scale(x f32[8]) on NVIDIA H200, code 3472601ec4d8`."""
         with contextlib.suppress(ValueError):
             match decode_json(self.problem_size):
                 case {"call": call, **rest}:
@@ -67,8 +67,8 @@ class EntryPair:
 
     Attributes:
         key: the problem.
-        kept: the entry that a merge keeps; in a comparison, that of the one cache.
-        other: the entry that a merge leaves out; in a comparison, that of the other cache.
+        kept: the entry that a merge keeps; in a comparison, the entry of the first cache.
+        other: the entry that a merge leaves out; in a comparison, the entry of the second cache.
     """
 
     key: CacheKey
@@ -87,9 +87,9 @@ class MergeReport:
 
     Attributes:
         added: the problems that only the other cache had.
-        updated: the problems for which both had the same config, and the other more samples: its entry was taken.
-        unchanged: the problems for which both had the same config, and the entry stayed.
-        conflicts: the problems for which the configs differ: the newer entry was kept, and both are listed.
+        updated: the problems with the same config in both caches, but more samples in the other: its entry won.
+        unchanged: the problems with the same config in both caches whose entry stayed.
+        conflicts: the problems with different configs: the newer entry stayed, and the pair lists both.
     """
 
     added: tuple[CacheKey, ...] = ()
@@ -109,10 +109,10 @@ class CacheDiff:
     """The differences between two caches.
 
     Attributes:
-        only_here: the problems that only the one cache has.
-        only_there: the problems that only the other has.
-        different: the problems for which their configs differ.
-        same: the problems for which they have the same config.
+        only_here: the problems that only the first cache has.
+        only_there: the problems that only the second cache has.
+        different: the problems with different configs.
+        same: the problems with the same config.
     """
 
     only_here: tuple[CacheKey, ...] = ()
@@ -148,7 +148,7 @@ def merge(store: Store, other: Store) -> MergeReport:
     """Copies all entries of another cache, as `TuningCache.merge` documents it.
 
     Raises:
-        CacheWriteError: they could not be saved; the message says why.
+        CacheWriteError: the entries could not be saved. The message says why.
     """
     offered: dict[CacheKey, Entry] = {}
     decided: dict[CacheKey, tuple[Entry, Entry]] = {}
@@ -175,10 +175,10 @@ def merge(store: Store, other: Store) -> MergeReport:
 def _preferred(
     decided: dict[CacheKey, tuple[Entry, Entry]], name: str, device: str, problem: str, present: Entry, offered: Entry
 ) -> Entry:
-    """Returns which of two entries a merge keeps: of the same config the one with more samples, else the newer one.
+    """Returns the entry that a merge keeps: with more samples if both have the same config, else the newer one.
 
     Args:
-        decided: the entry that was present and the one that is kept, by their key; this decision is added.
+        decided: the present and the kept entry of each decision, by key; this decision is added.
         name: the function.
         device: the kind of device.
         problem: the key of the problem.
@@ -187,11 +187,11 @@ def _preferred(
     """
     key = CacheKey(name, problem, device)
     if key in decided and present == decided[key][1]:
-        return present  # the file is written once more, because another process wrote it meanwhile
+        return present  # a second write of the file, because another process changed it
     if _config_of(present) == _config_of(offered):
         kept = offered if _samples_of(offered) > _samples_of(present) else present
     else:
-        # A measured one before an estimate. ISO times in UTC sort as text; an entry without one counts as older.
+        # Measured entries beat estimates. ISO times in UTC sort as text; an entry without a time counts as older.
         kept = max(
             present, offered, key=lambda it: (not Findings.from_json(it).is_estimate, str(it.get("created", "")))
         )
@@ -206,7 +206,7 @@ def export(
     found, target = chosen(store, names=names, devices=devices), Store(directory)
     if faults := [fault for name, _ in found for fault in target.problems(name)]:
         raise CacheWriteError(
-            f"nothing was exported: {faults[0]}; what the file holds would be lost, so move it away, or name "
+            f"nothing was exported: {faults[0]}; the file's content would be lost, so move it away, or name "
             "another directory"
         )
     for name, contents in found:
@@ -224,7 +224,7 @@ def export(
 
 
 def compare(here: Iterable[CacheRecord], there: Iterable[CacheRecord]) -> CacheDiff:
-    """Returns the differences between the entries of two caches; configs count, times do not."""
+    """Returns the differences between the configs in the entries of two caches. It ignores times."""
     ours, theirs = dict(here), dict(there)
     pairs = [EntryPair(key, ours[key], theirs[key]) for key in sorted(ours.keys() & theirs.keys())]
     return CacheDiff(
@@ -242,7 +242,7 @@ def chosen(
 
     Args:
         store: the entries.
-        names: the functions, in which `*` stands for any text; None for all.
+        names: the functions, as names with `*` for any text; None for all.
         devices: the kinds of devices; None for all.
 
     Raises:
@@ -284,7 +284,7 @@ def _samples_of(entry: Entry) -> float:
 
 
 def problems(store: Store) -> list[str]:
-    """Returns a sentence for each problem found in a cache directory; changes nothing."""
+    """Returns a sentence for each problem in a cache directory; changes nothing."""
     found = [problem for name in store.names() for problem in store.problems(name)]
     for path in paths(store.directory, *_SET_ASIDE):
         found.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
@@ -294,7 +294,7 @@ def problems(store: Store) -> list[str]:
 # --- pruning ---
 
 _DRAFT_AGE_S = 24 * 3600.0
-"""No process works on a draft for longer than this, in seconds, whatever the clocks of its host and of this one."""
+"""Age of a draft in seconds beyond which no process works on it, even if the clocks of two hosts differ."""
 
 
 def prune(
@@ -309,16 +309,16 @@ def prune(
     Args:
         store: the entries.
         older_than_s: the least age of results and trials, in seconds; None to keep them all.
-        is_chosen: takes the name of a function's file and a kind of device, or None for files that may be about any;
-            returns whether to look at it.
+        is_chosen: takes the name of a function's file and a kind of device (None for files that may be about any
+            device), and returns whether to look at it.
         dry_run: whether to remove nothing.
 
     Returns:
-        The results that were removed, or would be; and the files: damaged ones that were set aside, drafts of dead
-        processes, and the trials of sweeps without a result.
+        The results and the files that it removed, or would remove without `dry_run`. The files are damaged ones that
+        were set aside, drafts of dead processes, and the trials of sweeps without a result.
 
     Raises:
-        CacheWriteError: something could not be removed; the message says why.
+        CacheWriteError: a result or a file could not be removed. The message says why.
     """
     now_s = time.time()
     files = list(_remains(store.directory, now_s, is_chosen))
@@ -352,10 +352,10 @@ def _prune_entries(
 
 
 def _remains(directory: Path, now_s: float, is_chosen: Callable[[str, None], bool]) -> Iterator[Path]:
-    """Yields damaged files that were set aside, and the drafts of processes that died as they wrote."""
+    """Yields damaged files that were set aside, and the drafts of processes that died while writing."""
     for path in paths(directory, *_SET_ASIDE, ".*.json.*.tmp", "*.entries/*.tmp", "*.trials/*.tmp"):
         name = path.parent.stem if path.parent != directory else path.name.removeprefix(".").rpartition(".json.")[0]
-        # A file that was only too large for the version that set it aside holds results.
+        # A file set aside only because it was too large still holds results: keep it.
         is_old_draft = _DRAFT.fullmatch(path.name) is not None and _written_s(path) < now_s - _DRAFT_AGE_S
         is_remains = is_old_draft if path.suffix == ".tmp" else _is_readable(path, LARGEST_ENTRIES_BYTES)
         if is_remains and is_chosen(name, None):
@@ -363,13 +363,13 @@ def _remains(directory: Path, now_s: float, is_chosen: Callable[[str, None], boo
 
 
 def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str, None], bool]) -> Iterator[Path]:
-    """Yields old files about problems that have no result."""
+    """Yields old files about problems without a result."""
     for folder in paths(store.directory, "*.trials"):
-        # A folder that another program has made may have a name that stands for ours in a pattern.
+        # As a pattern, the name of another program's folder may match folders of this one.
         if folder.stem != safe_name(folder.stem) or not is_chosen(folder.stem, None):
             continue
         if store.problems(folder.stem):
-            continue  # there may be results that cannot be read
+            continue  # unreadable files may hold results
         known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
         for path in paths(store.directory, *(f"{folder.name}/{journal.PROBLEM}.*{it}" for it in journal.RECORDS)):
             is_old = path.name.partition(".")[0] not in known and _written_s(path) < before_s
@@ -385,7 +385,7 @@ def _is_readable(path: Path, largest_bytes: int) -> bool:
 
 
 def _created_s(entry: Entry) -> float:
-    """Returns when an entry was made, in seconds since 1970; infinite where that is not known."""
+    """Returns when an entry was made, in seconds since 1970; infinite if unknown."""
     with contextlib.suppress(ValueError, TypeError, OverflowError):
         created = datetime.datetime.fromisoformat(str(entry.get("created")))
         return created.replace(tzinfo=created.tzinfo or datetime.UTC).timestamp()

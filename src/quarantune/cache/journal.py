@@ -24,19 +24,19 @@ from quarantune.values.trial import Trial
 
 _Parsed = TypeVar("_Parsed")
 LARGEST_JOURNAL_BYTES = 1 << 28
-"""The size that no writer lets a journal pass."""
+"""Bound on the size of a journal's file that all writers observe."""
 LARGEST_READ_JOURNAL_BYTES = 1 << 30
-"""The size of the largest journal that is read: earlier versions wrote without looking at its size."""
+"""Largest size of a journal's file that readers accept. Earlier versions wrote without a bound."""
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
 RECORDS = ("jsonl", "final", "uncompiled", "failed", "keys")
-"""The suffixes of the files about one problem beside its entry; locks and claims of living jobs are none of them."""
+"""Suffixes of the files about one problem, other than its entry and the locks and claims of living jobs."""
 PROBLEM = "[0-9a-f]" * 12
-"""The pattern of a `problem_hash`, with which all files about a problem begin."""
+"""Pattern of a `problem_hash`. The names of all files about a problem begin with it."""
 _TURNS = ("", *(f"_{number:04}" for number in range(1, 10_000)))
-"""What tells the files apart that one host has written one after the other."""
+"""Parts of names that distinguish the successive files of one host."""
 _CONSEQUENCE = ": trials that are missing are measured again"
-"""Of damage to a journal of the cache, which sweeps read."""
+"""Consequence of damage to a journal of the cache, for messages."""
 _TROUBLE_KEY = "trouble"
 _TROUBLE = frozenset({"crashed", "timeout"})
 
@@ -44,14 +44,14 @@ _TROUBLE = frozenset({"crashed", "timeout"})
 class Journal:
     """The finished trials of one problem, as JSON records, one checksummed line each.
 
-    Any number of processes may append at once. Each host writes a file of its own, because appending is atomic only
-    within a host. Once `append` returns, a record survives the death of its process. It is not forced onto the disk:
-    that would slow down every trial, and after a crash of the machine only a few trials are measured again. A file that
-    has become large is not appended to any more, but another one begun, so that readers accept all of them.
+    Any number of processes may append at once. Each host writes its own file, because appending is atomic only within a
+    host. Once `append` returns, a record survives the death of its process. `append` does not force it onto the disk:
+    that would slow down every trial, and after a crash of the machine the next sweep repeats only a few trials. Instead
+    of appending to a large file, `append` begins another one, so that readers accept all files.
     """
 
     def __init__(self, directory: Path, name: str, device: str, key: str, *, suffix: str = ".jsonl") -> None:
-        """Names a journal; the disk is not touched until the first `append`.
+        """Names a journal without touching the disk; the first `append` makes its file.
 
         Args:
             directory: the cache directory.
@@ -72,11 +72,11 @@ class Journal:
             record: JSON-able data; NaN and infinity become None.
 
         Raises:
-            CacheWriteError: it could not be written; the message says why.
-            TypeError: the record holds a value that JSON cannot.
+            CacheWriteError: the record could not be written. The message says why.
+            TypeError: the record holds a value that JSON cannot hold.
         """
         try:
-            # Nearly every record is plain already, and conversion would take time for every config.
+            # Nearly every record is plain already, and its conversion would take time for every config.
             text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")
         except (TypeError, ValueError):
             plainer = plain(record, finite_only=False)
@@ -90,16 +90,16 @@ class Journal:
             next(name for name in names if _append_line(place, name, line))
 
     def records(self) -> list[JsonObject]:
-        """Returns all whole records, each host's in order; damaged lines are left out and reported once."""
+        """Returns all whole records, each host's in order. It skips damaged lines and reports them once."""
         return list(self.each())
 
     def each(self) -> Iterator[JsonObject]:
-        """Yields what `records` returns, without holding all of it in memory."""
+        """Yields the same records as `records`, without holding all of them in memory."""
         for path in self._files():
             yield from _whole(path, _read_lines(path, below=self._root), _CONSEQUENCE)
 
     def trials(self) -> Iterator[Trial]:
-        """Yields the trials of its records; a record without one is left out."""
+        """Yields the trials of its records, skipping records without a trial."""
         for record in self.each():
             with contextlib.suppress(DamageError):
                 yield Trial.from_json(record.get("trial"))
@@ -108,7 +108,7 @@ class Journal:
         """Removes the journal, so that the next sweep starts over.
 
         Raises:
-            CacheWriteError: it could not be removed; the message says why.
+            CacheWriteError: a file could not be removed. The message says why.
         """
         remove(self._root, self._files())
 
@@ -122,15 +122,15 @@ def trials_folder(name: str) -> str:
 
 
 def conclusions(directory: Path, name: str, device: str, key: str) -> Journal:
-    """Returns the journal of how the sweeps of one problem ended: its finalists, as they were timed in turn.
+    """Returns the journal of the ends of one problem's sweeps: their finalists, with the times of the final.
 
-    It is read for reports only. A journal of trials holds their first measurements.
+    Reports and `ClaimAndJournal.recall` read it. The journal of trials holds the finalists' first measurements.
     """
     return Journal(directory, name, device, key, suffix=".final")
 
 
 def keys(directory: Path, name: str, device: str, arrays: str) -> Journal:
-    """Returns the journal of the keys under which calls with the same arrays were tuned, whatever the function's code.
+    """Returns the journal of the keys of tuned calls with the same arrays, whatever the function's code.
 
     Args:
         directory: the cache directory.
@@ -142,15 +142,15 @@ def keys(directory: Path, name: str, device: str, arrays: str) -> Journal:
 
 
 def discard_all(directory: Path, name: str, problem: str = PROBLEM) -> None:
-    """Removes the journals of a function, those of failed compilations included.
+    """Removes the journals of a function, including those of failed compilations.
 
     Args:
         directory: the cache directory.
         name: the function.
-        problem: the `problem_hash` of one; without it, all journals go, those of troublesome configs included.
+        problem: the `problem_hash` of one problem. By default, all journals go, including those of troublesome configs.
 
     Raises:
-        CacheWriteError: one could not be removed; the message says why.
+        CacheWriteError: a file could not be removed. The message says why.
     """
     patterns = [f"{trials_folder(name)}/{problem}.*{suffix}" for suffix in RECORDS]
     remove(directory, shared_files.paths(directory, *patterns))
@@ -164,10 +164,10 @@ def remember_trouble(directory: Path, name: str, device: str, config: Mapping[st
         name: the function.
         device: the kind of device.
         config: the config.
-        outcome: how it ended; any outcome but a crash or a timeout clears the record.
+        outcome: how it ended. Any outcome but a crash or a timeout clears the record.
 
     Raises:
-        CacheWriteError: it could not be written; the message says why.
+        CacheWriteError: the record could not be written. The message says why.
     """
     text = canonical_json(config)
     known = troublesome(directory, name, device).get(text)
@@ -177,7 +177,7 @@ def remember_trouble(directory: Path, name: str, device: str, config: Mapping[st
 
 
 def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
-    """Returns the configs that crashed or hung on a device the last time, for any shapes.
+    """Returns the configs whose last run on a device, for any shapes, crashed or hung.
 
     Returns:
         The outcome of each, by the config's canonical JSON.
@@ -190,10 +190,10 @@ def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
 
 
 def remove(directory: Path, paths: Iterable[Path]) -> None:
-    """Removes files below a cache directory, as many as it can; a directory in the place of one is set aside.
+    """Removes as many files below a cache directory as it can. A directory in the place of a file is set aside.
 
     Raises:
-        CacheWriteError: one could not be removed, such as another user's; the message says why.
+        CacheWriteError: a file, such as another user's, could not be removed. The message says why.
     """
     failure: CacheWriteError | None = None
     for path in paths:
@@ -214,9 +214,9 @@ def _append_line(place: Directory, name: str, line: bytes) -> bool:
     """Appends a line, unless the file is large; returns whether it did."""
     fd = place.open(name, _APPEND)
     try:
-        # A line torn by a full disk lacks its end: one is added, or this record would be lost with it.
+        # A line torn by a full disk lacks its end. Add one, or this record would be lost with it.
         size = os.fstat(fd).st_size
-        # The line's own length does not count, so that records stay in order.
+        # Ignore the line's length, so that a short record never goes before an earlier long one.
         if size > LARGEST_JOURNAL_BYTES // 2:
             return False
         separator = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
@@ -229,10 +229,10 @@ def _append_line(place: Directory, name: str, line: bytes) -> bool:
 
 
 def read(path: Path) -> list[JsonObject]:
-    """Returns the whole records of a file that the user names; damaged lines are left out and reported once.
+    """Returns the whole records of a file that the user names. It skips damaged lines and reports them once.
 
     Raises:
-        OSError: it is no regular file, is too large, or cannot be read.
+        OSError: the file is not a regular file, is too large, or cannot be read.
     """
     return list(_whole(path, _parsed(shared_files.read(path, largest_bytes=LARGEST_READ_JOURNAL_BYTES)), ""))
 
@@ -253,12 +253,12 @@ def damage(directory: Path) -> list[str]:
 def understood(
     records: Iterable[JsonObject | None], parse: Callable[[Any], _Parsed], complaint: Callable[[int], str]
 ) -> Iterator[_Parsed]:
-    """Yields the content of records; those that cannot be understood are reported once, by their number.
+    """Yields the content of records. It skips records that it cannot parse, and reports their number once.
 
     Args:
         records: the records, which anybody may have written.
-        parse: returns the content of one; raises ValueError or KeyError if it is another thing.
-        complaint: returns the message about so many records.
+        parse: returns the content of a record; raises ValueError or KeyError if the record holds something else.
+        complaint: takes the number of skipped records, and returns the message about them.
     """
     refused = 0
     for record in records:
@@ -273,7 +273,7 @@ def understood(
 
 
 def _whole(path: Path, records: Iterable[JsonObject | None], consequence: str) -> Iterator[JsonObject]:
-    """Yields the whole records of a file; reports once how many of its lines are damaged, and the consequence."""
+    """Yields the whole records of a file, and reports once how many lines are damaged, with the consequence."""
     damaged = 0
     for record in records:
         if record is None:
@@ -290,7 +290,7 @@ def _damage_of(path: Path, damaged: int) -> str:
 
 
 def _read_lines(path: Path, *, below: Path) -> Iterator[JsonObject | None]:
-    """Yields the records of a file, None for each damaged line; a torn last line is left out."""
+    """Yields the records of a file, with None for each damaged line. It skips a torn last line."""
     try:
         data = shared_files.read(path, below=below, largest_bytes=LARGEST_READ_JOURNAL_BYTES)
     except (NotAFileError, TooLargeError) as error:
@@ -302,7 +302,7 @@ def _read_lines(path: Path, *, below: Path) -> Iterator[JsonObject | None]:
 
 
 def _parsed(data: bytes) -> Iterator[JsonObject | None]:
-    """Yields the records of a file's content, None for each damaged line; a torn last line is left out."""
+    """Yields the records of a file's content, with None for each damaged line. It skips a torn last line."""
     for line in io.BytesIO(data.removeprefix(codecs.BOM_UTF8)):
         if line.endswith(b"\n") and len(line) > 1:
             yield _parse(line.rstrip(b"\r\n"))

@@ -1,6 +1,7 @@
 """This machine: the cores and the memory that this process may use, and the memory and descendants of processes.
 
-The files of /proc are read as bytes: the names of processes, control groups, mounts and mapped files need not be text.
+It reads the files of /proc as bytes, because names of processes, control groups, mounts and mapped files may be any
+bytes.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def compile_slots(*, utilization: float, count: int, max_count: int, root: Path 
     """Returns how many configs to compile at a time.
 
     Args:
-        utilization: the share of the available cores to use where `count` is not positive.
-        count: the wanted number; where it is 0 or less, `utilization` applies.
+        utilization: the share of the available cores to use if `count` is not positive.
+        count: the wanted number; if it is 0 or less, `utilization` applies.
         max_count: an upper bound; 0 or less sets none.
         root: the root of the file system; another one in tests.
     """
@@ -42,7 +43,7 @@ def compile_slots(*, utilization: float, count: int, max_count: int, root: Path 
 
 
 def available_memory_bytes(*, root: Path = _ROOT) -> int:
-    """Returns how much more memory can be used before the machine, or a cgroup of this process, runs out."""
+    """Returns how many more bytes this process can use before the machine, or one of its cgroups, runs out."""
     free = [_available(root)]
     for directory in _cgroup_directories("memory", root):
         if (limit := _memory_limit(directory)) is not None:
@@ -51,7 +52,7 @@ def available_memory_bytes(*, root: Path = _ROOT) -> int:
 
 
 def oom_kills(*, root: Path = _ROOT) -> int:
-    """Returns a counter that rises whenever the kernel kills for memory, in our cgroup or on the machine.
+    """Returns a counter that rises whenever the kernel kills for memory, in this process's cgroup or on the machine.
 
     One kill may raise it by more than one: only the fact that it rose is meaningful.
     """
@@ -70,7 +71,7 @@ def descriptors_left() -> int:
 
 
 def processes_left(*, root: Path = _ROOT) -> tuple[int, str] | None:
-    """Returns how many more processes and threads may be started here, and the limit; None where no limit holds.
+    """Returns how many more processes and threads can start here, and the limit; None if unlimited.
 
     The user's own limit does not bind root.
     """
@@ -88,7 +89,7 @@ def processes_left(*, root: Path = _ROOT) -> tuple[int, str] | None:
 
 @functools.cache
 def processor_name(*, root: Path = _ROOT) -> str:
-    """Returns the processor's model, used as the kind of a CPU device."""
+    """Returns the processor's model, which is the kind of a CPU device."""
     for line in read_proc(root / "proc/cpuinfo").decode(errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name.strip().lower() == "model name" and value.strip():
@@ -98,7 +99,7 @@ def processor_name(*, root: Path = _ROOT) -> str:
 
 
 def resident_bytes(pid: int) -> tuple[int, int]:
-    """Returns a process's private memory and its mapped files and shared memory; zeros when it is gone."""
+    """Returns the bytes of a process's private memory, and of its mapped files and shared memory; zeros if gone."""
     fields = read_proc(f"/proc/{pid}/statm").split()
     if len(fields) < 3:  # gone, or just ending
         return 0, 0
@@ -109,26 +110,26 @@ def resident_bytes(pid: int) -> tuple[int, int]:
 def activity(pid: int) -> tuple[str, int]:
     """Returns the letter of a process's state, as `ps` shows it, and its CPU time in ticks.
 
-    Returns an empty text and 0 where the process is gone or the system has no such figures.
+    Returns an empty text and 0 if the process is gone or the system lacks these figures.
     """
     fields = process_status(pid)
     return (fields[0].decode(), int(fields[11]) + int(fields[12])) if fields else ("", 0)
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped, by a signal or by a debugger; False where that is not known."""
+    """Returns whether a signal or a debugger has stopped a process; False if unknown."""
     return activity(pid)[0] in ("T", "t")
 
 
 def children(pid: int) -> list[int]:
-    """Returns the children of a process; empty when it is gone."""
+    """Returns the children of a process; empty if it is gone."""
     return _children_function()(pid)
 
 
 def descendants(pid: int) -> list[int]:
-    """Returns the children of a process, their children and so on, parents first; empty when it is gone.
+    """Returns the children of a process, their children and so on, parents first; empty if it is gone.
 
-    A process that is forked, or orphaned, during the walk can be missed.
+    It can miss a process that is forked, or loses its parent, during the walk.
     """
     children_of = _children_function()
     found: list[int] = []
@@ -164,14 +165,14 @@ def _children_from_tasks(pid: int) -> list[int]:
     except OSError:
         return found
     for thread in threads:
-        # A thread that has ended has passed its children on to another one.
+        # An ended thread has passed its children on to another thread.
         found += map(int, read_proc(f"/proc/{pid}/task/{thread}/children").split())
     return found
 
 
 @functools.cache
 def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
-    """Returns the directories whose files may limit this process, innermost first, of both versions."""
+    """Returns the cgroup directories (of versions 1 and 2) whose files may limit this process, innermost first."""
     directories: dict[Path, None] = {}
     for line in map(os.fsdecode, proc_lines(root / "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -187,7 +188,7 @@ def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
 
 
 def _threads_of_user(root: Path) -> int:
-    """Returns how many threads, of all its processes, this process's user has."""
+    """Returns how many threads this process's user has, over its processes."""
     count = 0
     for pid in process_ids(root):
         with contextlib.suppress(OSError):
@@ -197,7 +198,7 @@ def _threads_of_user(root: Path) -> int:
 
 
 def _cpu_quota(directory: Path) -> float | None:
-    """Returns how many cores' worth of time the cgroup may use; None when unlimited."""
+    """Returns how many cores' worth of time the cgroup may use; None if unlimited."""
     fields = proc_text(directory / "cpu.max").split() or [
         proc_text(directory / "cpu.cfs_quota_us").strip(),
         proc_text(directory / "cpu.cfs_period_us").strip(),
@@ -208,7 +209,7 @@ def _cpu_quota(directory: Path) -> float | None:
 
 
 def _memory_limit(directory: Path) -> int | None:
-    """Returns the cgroup's limit in bytes; None when it has none."""
+    """Returns the cgroup's limit in bytes; None if unlimited."""
     text = (proc_text(directory / "memory.max") or proc_text(directory / "memory.limit_in_bytes")).strip()
     # In version 1, "unlimited" is the largest page-aligned 63-bit number.
     return int(text) if text.isdigit() and int(text) < 1 << 60 else None
@@ -230,7 +231,7 @@ def _available(root: Path) -> int:
 
 
 def _counter(file: Path, name: str) -> int | None:
-    """Returns the number after `name` in a file of "name number" lines; None when there is none."""
+    """Returns the number after `name` in a file of "name number" lines; None if missing."""
     for line in proc_text(file).splitlines():
         fields = line.split()
         if len(fields) > 1 and fields[0] == name and fields[1].isdigit():
@@ -243,19 +244,19 @@ def _counter(file: Path, name: str) -> int | None:
 FileId: TypeAlias = tuple[int, int]
 """The device and the inode of a file."""
 _NOTABLE_BYTES = 16 << 20
-"""An exact measurement takes milliseconds; it is made if mapped memory grew, or forks hold memory, by so much."""
+"""Growth of mapped memory, or memory of forks, that justifies an exact measurement, which takes milliseconds."""
 _BLOCK_BYTES = 512
 _FEW_BYTES = 1 << 20
-"""Resident shared memory below which the list of a process's maps is not worth the 1.5 ms that reading it takes."""
+"""Resident shared memory below which a process's list of maps is not worth the 1.5 ms to read it."""
 _THOROUGH_S = 2.0
-"""Time between measurements that read the maps in any case: mapped memory need not be resident."""
+"""Seconds between measurements that always read the maps, because mapped memory need not be resident."""
 
 
 class MemoryMeter:
     """Measures one worker's memory again and again: cheaply as a rule, exactly on request or near the limit.
 
-    The cheap measurement adds up the private pages of all processes, which counts pages that forks still share once for
-    each, and adds the shared memory found by the last exact measurement.
+    The cheap measurement adds up the private pages of all processes, so it counts pages that forks still share several
+    times. It corrects this sum, and adds shared memory, by the figures of the last exact measurement.
     """
 
     def __init__(self) -> None:
@@ -277,9 +278,9 @@ class MemoryMeter:
         """Returns how many bytes a worker's processes hold in addition to those inherited from its template.
 
         Args:
-            family: process ids, the worker's own first; empty while that is not known yet.
+            family: process ids, the worker's own first; empty while it is unknown.
             baseline_bytes: the private memory inherited from the template.
-            limit_bytes: a sum over this is confirmed by an exact measurement.
+            limit_bytes: the sum above which an exact measurement confirms it.
             foreign: returns the files in memory that do not count, though the worker has them open.
             exactly: whether to measure exactly in any case.
         """
@@ -300,14 +301,14 @@ class MemoryMeter:
 
 
 def _counted_again(family: Sequence[int], private: int, own: int, baseline_bytes: int) -> int:
-    """Returns how many bytes of a sum of private pages were counted more than once, because processes share them."""
+    """Returns the surplus bytes in a sum of private pages, because processes share some of them."""
     if private - max(0, own) < _NOTABLE_BYTES or (exact := proportional_bytes(family)) is None:
         return 0
     return max(0, private - max(own, exact - baseline_bytes))
 
 
 def proportional_bytes(family: Sequence[int]) -> int | None:
-    """Returns the private memory of processes, a page shared by n processes counted as 1/n; None if unknown."""
+    """Returns the private memory of processes in bytes; a page that n processes share counts 1/n. None if unknown."""
     total = 0
     for pid in family:
         text = read_proc(f"/proc/{pid}/smaps_rollup")
@@ -318,15 +319,15 @@ def proportional_bytes(family: Sequence[int]) -> int | None:
 
 
 def shared_bytes(family: Sequence[int], *, since: float, foreign: Collection[FileId], thorough: bool = True) -> int:
-    """Returns the memory of files in memory that processes have open or mapped, each file counted once.
+    """Returns the bytes of files in memory that processes have open or mapped, counting each file once.
 
     These are all kinds of shared memory: anonymous maps, memfd, System V's, and files of a tmpfs such as /dev/shm.
 
     Args:
         family: the processes.
-        since: a time in seconds; files with a name that have not changed since then existed before the processes.
+        since: a time in seconds. Named files that have not changed since then existed before the processes.
         foreign: files that do not count.
-        thorough: whether to look at the maps of processes with little resident shared memory, too.
+        thorough: whether to look also at the maps of processes with little resident shared memory.
     """
     held: dict[FileId, int] = {}
     pages: dict[FileId, int] = {}
@@ -366,7 +367,7 @@ def file_id(fd: int) -> FileId:
 def _devices_in_memory() -> frozenset[int]:
     """Returns the devices whose files are in memory: mounted ones, and the kernel's own for nameless files."""
     found = set()
-    with contextlib.suppress(OSError, AttributeError):  # it is refused, or unknown
+    with contextlib.suppress(OSError, AttributeError):  # the kernel or Python may lack memfd
         probe = os.memfd_create("quarantune-probe", os.MFD_CLOEXEC)
         found.add(os.fstat(probe).st_dev)
         os.close(probe)
@@ -379,7 +380,7 @@ def _devices_in_memory() -> frozenset[int]:
 
 
 def _resident_shared_bytes(pid: int) -> float:
-    """Returns the shared memory that a process has mapped and touched; infinity if the system does not say."""
+    """Returns the bytes of shared memory that a process has mapped and touched; infinity if unknown."""
     _, found, rest = read_proc(f"/proc/{pid}/status").partition(b"\nRssShmem:")
     return int(rest.split(maxsplit=1)[0]) << 10 if found else math.inf
 
@@ -409,8 +410,8 @@ def _mapped_files(pid: int) -> Iterator[tuple[FileId, str, str]]:
 
 
 def _stat_mapped(pid: int, identity: FileId, place: str, path: str) -> os.stat_result | None:
-    """Returns the status of a mapped file; None where only its pages can be counted."""
-    # The first needs a capability that root usually has alone; the second needs a file with a name.
+    """Returns the status of a mapped file; None if only its pages can be counted."""
+    # The first path needs a capability that usually only root has; the second needs a file with a name.
     for name in (f"/proc/{pid}/map_files/{place}", path):
         with contextlib.suppress(OSError, ValueError):
             about = os.stat(name)
@@ -420,7 +421,7 @@ def _stat_mapped(pid: int, identity: FileId, place: str, path: str) -> os.stat_r
 
 
 def _proportional_maps(pid: int, wanted: Collection[FileId]) -> dict[FileId, int]:
-    """Returns a process's share of mapped files in bytes, a page mapped by n processes counted as 1/n."""
+    """Returns a process's share of mapped files in bytes; a page that n processes map counts 1/n."""
     found: dict[FileId, int] = {}
     identity = None
     for line in proc_lines(f"/proc/{pid}/smaps"):
@@ -435,7 +436,7 @@ def _proportional_maps(pid: int, wanted: Collection[FileId]) -> dict[FileId, int
 
 
 def _bytes_of(about: os.stat_result, since: float) -> int:
-    """Returns the memory that a file takes; 0 for a file with a name that existed before."""
+    """Returns the bytes that a file takes in memory; 0 for a named file that existed before."""
     was_there = about.st_nlink > 0 and max(about.st_mtime, about.st_ctime) < since
     return 0 if was_there else about.st_blocks * _BLOCK_BYTES
 
@@ -444,7 +445,7 @@ def _bytes_of(about: os.stat_result, since: float) -> int:
 
 
 def read_proc(file: str | Path) -> bytes:
-    """Returns the content of a file; empty where the process is gone, or the system has no such file."""
+    """Returns the content of a file; empty if the process is gone, or the system lacks the file."""
     try:
         with open(file, "rb", buffering=0) as opened:
             return opened.read()
@@ -453,17 +454,17 @@ def read_proc(file: str | Path) -> bytes:
 
 
 def proc_text(file: str | Path) -> str:
-    """Returns the content of a file, with names that `os.fsencode` turns into the same bytes again."""
+    """Returns the content of a file as text that `os.fsencode` turns into the same bytes again."""
     return os.fsdecode(read_proc(file))
 
 
 def proc_lines(file: str | Path) -> list[bytes]:
-    """Returns the lines of a file; a name may hold any other character that ends a line elsewhere."""
+    """Returns the lines of a file. Only a newline ends a line, because names may hold all other line separators."""
     return [line for line in read_proc(file).split(b"\n") if line]
 
 
 def boot_id() -> str:
-    """Returns the kernel's identifier of this boot; empty where there is none."""
+    """Returns the kernel's identifier of this boot; empty if unknown."""
     return proc_text("/proc/sys/kernel/random/boot_id").strip()
 
 
@@ -477,7 +478,7 @@ def process_ids(root: Path = Path("/")) -> list[int]:
 
 
 def process_status(pid: int | str) -> list[bytes]:
-    """Returns the fields of a process's `stat` from its state on; empty where the process is gone.
+    """Returns the fields of a process's `stat` from its state on; empty if the process is gone.
 
     The command's name before them stands in parentheses and may itself hold spaces and parentheses.
     """

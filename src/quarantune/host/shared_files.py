@@ -1,8 +1,8 @@
-"""Files in directories where others may make names, too: caches, logs and saved results.
+"""Files in directories that other users may also write to: caches, logs and saved results.
 
-Whoever may write to a directory may put a link where a program expects its own file. So files are opened by their names
-in an open directory, links there are not followed, and only a file that was made here gets its mode from here. A draft
-is made under a name that nothing has, is written through the descriptor that made it, and then renamed.
+Whoever may write to a directory may put a link in the place of a program's file. So this module opens files by their
+names in an open directory, follows no links there, and sets the mode only of files that it made. It makes a draft under
+an unused name, writes it through the same descriptor, and then renames it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from pathlib import Path
 
 _FILE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
-"""With O_PATH a directory needs no permission to be listed."""
+"""O_PATH also opens a directory whose names this user may not list."""
 _ODD = {
     errno.ELOOP: "it is a symbolic link, which is not followed",
-    errno.ENXIO: "it is no regular file",  # a socket, or a pipe
+    errno.ENXIO: "it is not a regular file",  # a socket, or a pipe
     errno.EISDIR: "it is a directory",
 }
 
 
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EACCES})
-"""The errors of filesystems without locks, and of filelock for a file that another user may replace (sticky bit)."""
+"""Errors of filesystems without locks, and of filelock for a file that another user may replace (sticky bit)."""
 _ADVICE = {
     errno.ENOSPC: "make room on its disk",
     errno.EDQUOT: "free some of your quota on its disk",
     errno.EROFS: "mount its disk so that it can be written",
     errno.ENAMETOOLONG: "choose a directory with a shorter path",
     errno.EMFILE: "close some of this process's files, raise their limit (`ulimit -n`)",
-    errno.ENFILE: "close files, of which the machine has too many open",
+    errno.ENFILE: "close files, because the machine has too many open",
     errno.EFBIG: "raise the limit on the size of files (`ulimit -f`)",
 }
-"""The remedies for errors of writing, to be followed by another remedy."""
+"""Remedies for errors of writing. Callers append another remedy."""
 _POLL_S = 0.005
 """Seconds between two attempts to take a lock."""
 
@@ -49,13 +49,13 @@ class NotAFileError(OSError):
 
 
 class TooLargeError(OSError):
-    """The file is larger than what is read."""
+    """The file is larger than the caller accepts."""
 
 
 class Directory(contextlib.AbstractContextManager["Directory"]):
-    """An open directory; files in it are opened, renamed and removed by their names, without following links.
+    """An open directory. It opens, renames and removes files by their names, without following links.
 
-    The way to the directory may lead over links, because the user has chosen it. Folders below it may be no links.
+    The path to the directory may contain links, because the user has chosen it. Folders below it may not be links.
     """
 
     def __init__(self, path: Path, *below: str, make: bool = False, shares: bool = True) -> None:
@@ -63,14 +63,14 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
 
         Args:
             path: the directory that the user has chosen.
-            below: the names of folders on the way to one below it.
-            make: whether to make what is missing; a folder becomes writable for all who may write to the one above.
+            below: the names of the folders that lead from `path` to the directory to open.
+            make: whether to make missing folders. A new folder is writable for all who may write to its parent.
             shares: whether new files are writable for all who may write to the directory. Otherwise they have the usual
-                mode, and a file that takes the place of another has its mode.
+                mode, and a file that replaces another keeps the mode of the replaced one.
 
         Raises:
-            OSError: it cannot be opened, a folder is a link, or the directory is another user's while its name says
-                that it is this user's.
+            OSError: the directory cannot be opened, a folder is a link, or the directory's name marks it as this
+                user's own but another user owns it or may write to it.
         """
         self.path = path.joinpath(*below)
         self._shares = shares
@@ -89,17 +89,17 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
         self.close()
 
     def close(self) -> None:
-        """Closes the directory; it cannot be used afterwards."""
+        """Closes the directory."""
         os.close(self._fd)
 
     def open(self, name: str, flags: int) -> int:
         """Opens a regular file, and never waits for a pipe, a terminal or a device.
 
-        With `O_CREAT` a missing file is made; in a shared directory, it is writable for all who may write to that,
-        whatever the umask is.
+        `O_CREAT` makes a missing file. In a shared directory, everybody who may write to the directory may write to the
+        new file, whatever the umask is.
 
         Raises:
-            NotAFileError: the name stands for something else.
+            NotAFileError: the name belongs to something else.
             OSError: the file cannot be opened.
         """
         try:
@@ -111,7 +111,7 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
         try:
             fd = os.open(name, flags | _FILE | os.O_EXCL, 0o666, dir_fd=self._fd)
         except OSError as error:
-            # Another process was quicker. Where a server tells no more than that it failed, sshfs says EPERM.
+            # Another process was quicker. sshfs raises EPERM instead if its server reports only a failure.
             if not isinstance(error, FileExistsError) and not self.is_there(name):
                 raise
             if flags & os.O_EXCL:
@@ -130,17 +130,17 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
             largest_bytes: the largest size accepted.
 
         Raises:
-            NotAFileError: the name stands for something else.
+            NotAFileError: the name belongs to something else.
             TooLargeError: the file is larger.
             OSError: the file cannot be read, or does not exist.
         """
         return _content(self.open(name, os.O_RDONLY), name, largest_bytes)
 
     def read_afresh(self, name: str, *, largest_bytes: int) -> bytes:
-        """Returns what `read` does, but under a new name, for which no network filesystem has kept a size or content.
+        """Reads a file as `read` does, but under a new name, about which no network filesystem has cached anything.
 
-        Under the old name, the machine may know the file that another host has replaced. Where the new name cannot be
-        made, the old one is read.
+        Under the old name, the machine may still see a file that another host has replaced. If the new name cannot be
+        made, this method reads the old one.
         """
         new = draft_name(name)
         try:
@@ -155,10 +155,10 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
             self.remove(new)
 
     def replace(self, name: str, content: bytes) -> None:
-        """Makes `content` a file's content, all of it or none; a link is replaced, not followed.
+        """Replaces a file's content atomically. A link is replaced, not followed.
 
         Raises:
-            OSError: the disk or the directory refused; nothing was written.
+            OSError: the disk or the directory refused, and the file is unchanged.
         """
         with self.draft(draft_name(name), name) as take_place:
             take_place(content)
@@ -172,18 +172,18 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
             target: the file.
 
         Yields:
-            A function that makes what it is given the file's content, all of it or none, safe from a crash of the
-            machine. It raises `FileNotFoundError` where the draft was removed, and `OSError` where the disk or the
-            directory refuses; then nothing was written.
+            A function that replaces the file's content atomically, and safely from a crash of the machine. It leaves
+            the file unchanged and raises `FileNotFoundError` if the draft was removed, or `OSError` if the disk or the
+            directory refuses.
 
         Raises:
-            FileExistsError: there is something of this name.
+            FileExistsError: the draft's name is taken.
         """
         fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
         def take_place(content: bytes) -> None:
             if not self._shares and self.is_there(target) and stat.S_ISREG(mode := self.status(target).st_mode):
-                os.fchmod(fd, stat.S_IMODE(mode))  # that of a link would let everybody write
+                os.fchmod(fd, stat.S_IMODE(mode))  # a link's mode would let everybody write
             write_all(fd, content)
             os.fsync(fd)
             if not self.is_same(name, fd):
@@ -205,31 +205,31 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
             return sorted(fnmatch.filter(os.listdir(fd), pattern))
 
     def status(self, name: str) -> os.stat_result:
-        """Returns the status of a file, or of a link itself."""
+        """Returns the status of a file; a link is not followed."""
         return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
 
     def is_there(self, name: str) -> bool:
-        """Returns whether there is anything of this name."""
+        """Returns whether the name is taken."""
         with contextlib.suppress(FileNotFoundError):
             return bool(self.status(name))
         return False
 
     def is_same(self, name: str, fd: int) -> bool:
-        """Returns whether a name still stands for an open file."""
+        """Returns whether a name still belongs to an open file."""
         with contextlib.suppress(OSError):
             return os.path.samestat(self.status(name), os.fstat(fd))
         return False
 
     def rename(self, name: str, new: str) -> None:
-        """Renames a file, which replaces one that has the new name."""
+        """Renames a file, replacing any file that has the new name."""
         os.replace(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def link(self, name: str, new: str) -> None:
-        """Gives a file a second name, which nothing may have yet."""
+        """Gives a file a second name, which must be unused."""
         os.link(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there; a directory in its place is set aside."""
+        """Removes a file, if it exists. A directory in its place is set aside."""
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(self.status(name).st_mode):
                 self.rename(name, self.free_name(name))
@@ -237,13 +237,13 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
                 os.unlink(name, dir_fd=self._fd)
 
     def free_name(self, name: str) -> str:
-        """Returns an unused name for setting an unusable file aside."""
+        """Returns an unused name under which to set an unusable file aside."""
         stem = f"{name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
         names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(1)))
         return next(aside for aside in names if not self.is_there(aside))
 
     def sync(self) -> None:
-        """Waits until the names are on the disk, where the filesystem can tell."""
+        """Waits until the names are on the disk, if the filesystem supports that."""
         with contextlib.suppress(OSError), self._readable() as fd:
             os.fsync(fd)
 
@@ -273,27 +273,29 @@ class Directory(contextlib.AbstractContextManager["Directory"]):
 def side_lock(place: Directory, name: str, wait_s: float = 0.0) -> Iterator[bool | None]:
     """Holds the lock on a side file that is never removed: a `FileLock`, released by the kernel when its holder dies.
 
-    A fork of the holder closes its copy of the lock. filelock refuses a link in the place of the file. The file is made
-    here before, because filelock follows links in the place of folders, locks pipes, and gives no mode to a new file
-    without giving it to one that was there. A filesystem without locks is no failure here: writers also announce
-    themselves. filelock's substitute would count until its holder is seen to be dead, which other hosts cannot see.
-    On some filesystems, locks have no effect: a second lock is granted beside the first.
+    A fork of the holder closes its copy of the lock. filelock refuses a link in the place of the file. This function
+    makes the file first: filelock follows links in the place of folders, locks pipes, and cannot set the mode of a new
+    file without setting it on an existing one.
+
+    A filesystem without locks is not a failure, because writers also announce themselves. filelock's substitute would
+    hold until somebody sees that its holder is dead, which other hosts cannot see. On some filesystems locks have no
+    effect: the kernel grants a second lock while the first is held.
 
     Args:
         place: the directory.
-        name: the file, which is made if it is missing.
+        name: the file; a missing one is made.
         wait_s: the longest wait for other holders in seconds.
 
     Yields:
-        Whether the lock was granted; None where the filesystem has no locks, or they have no effect.
+        Whether the lock was granted; None if the filesystem has no locks, or they have no effect.
 
     Raises:
         OSError: the file cannot be opened.
     """
-    from filelock import FileLock  # only writers need it, and it takes 30 ms
+    from filelock import FileLock  # only writers need it, and its import takes 30 ms
 
     os.close(place.open(name, os.O_RDWR | os.O_CREAT))
-    # Not one lock for each thread: the thread that releases a claim may be another than the one that took it.
+    # Not one lock for each thread: one thread may take a claim and another release it.
     lock, second = (FileLock(place.path / name, thread_local=False, fallback_to_soft=False) for _ in range(2))
     is_granted: bool | None = False
     try:
@@ -310,20 +312,20 @@ def side_lock(place: Directory, name: str, wait_s: float = 0.0) -> Iterator[bool
         yield is_granted
     finally:
         for each in (second, lock):
-            # The work under the lock is done: an error while releasing it must not look like a failure of that work.
+            # The work under the lock is done: an error of the release must not look like a failure of that work.
             with contextlib.suppress(OSError):
                 each.release()
 
 
 def draft_name(name: str) -> str:
-    """Returns a name for a draft of a file, which nothing has."""
+    """Returns an unused name for a draft of a file."""
     return f".{name}.{secrets.token_hex(8)}.tmp"
 
 
 def advice(error: OSError) -> str:
-    """Returns a remedy for an error of writing a file, to be followed by another one."""
+    """Returns a remedy for an error of writing a file. Callers append another remedy."""
     if isinstance(error, (NotAFileError, NotADirectoryError, FileExistsError)):
-        return "move away what is in its place"
+        return "move away the thing in its place"
     is_refused = isinstance(error, PermissionError)
     return _ADVICE.get(error.errno or 0, "make the directory writable" if is_refused else "see whether its disk works")
 
@@ -341,12 +343,12 @@ def read(path: Path, *, largest_bytes: int, below: Path | None = None, afresh: b
     Args:
         path: the file.
         largest_bytes: the largest size accepted.
-        below: the directory that the user has chosen, where nothing below it may be a link; None where the user has
-            named the file, or nothing is ever written beside it.
-        afresh: whether to read it as `Directory.read_afresh` does; without an effect where `below` is None.
+        below: the directory that the user has chosen, below which nothing may be a link; None if the user has named
+            the file, or nobody ever writes to its directory.
+        afresh: whether to read it as `Directory.read_afresh` does; ignored if `below` is None.
 
     Raises:
-        NotAFileError: the path is something else.
+        NotAFileError: the path leads to something else.
         TooLargeError: the file is larger.
         OSError: the file cannot be read, or does not exist.
     """
@@ -362,9 +364,9 @@ def directory_of(path: Path, *, below: Path, make: bool = False) -> Directory:
 
 
 def paths(directory: Path, *patterns: str) -> list[Path]:
-    """Returns the paths that match patterns of `name` or `folder/name`, those of each sorted.
+    """Returns the paths that match patterns of `name` or `folder/name`, sorted within each pattern.
 
-    Folders that cannot be read have none.
+    Unreadable folders contribute no paths.
     """
     found: list[Path] = []
     for folder, _, name in (pattern.rpartition("/") for pattern in patterns):
@@ -380,9 +382,9 @@ def _names(directory: Path, folder: str = "", *, pattern: str) -> list[str]:
 
 
 def own_directory(parent: Path) -> Path:
-    """Returns a directory for this user alone in one where everybody may make names, such as /tmp.
+    """Returns the path of this user's own directory in a shared one, such as /tmp.
 
-    `Directory` refuses it where it belongs to another user.
+    `Directory` refuses it if it belongs to another user, or if everybody may write to it.
     """
     return parent / f"quarantune-{os.getuid()}"
 
@@ -395,7 +397,7 @@ def _open_root(path: Path, *, make: bool) -> int:
     about = os.fstat(fd)
     if is_own and (about.st_uid != os.geteuid() or about.st_mode & 0o002):
         os.close(fd)
-        raise PermissionError(errno.EPERM, "its name says that it is yours alone, and others may write to it")
+        raise PermissionError(errno.EPERM, "its name marks it as yours alone, but others may write to it")
     return fd
 
 
@@ -403,7 +405,7 @@ def _open_folder(name: str, directory_fd: int | None) -> int:
     try:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory_fd)
     except NotADirectoryError:
-        found = f"{os.path.basename(name)!r} is no directory, or a symbolic link, which is not followed"
+        found = f"{os.path.basename(name)!r} is not a directory, or is a symbolic link, which is not followed"
         raise NotADirectoryError(errno.ENOTDIR, found) from None
 
 
@@ -424,7 +426,7 @@ def _opened(name: str, flags: int, directory_fd: int | None) -> int:
 
 
 def _content(fd: int, name: str, largest_bytes: int) -> bytes:
-    # On a network filesystem, the size may be that of an earlier file of the name: all is read, up to the end.
+    # On a network filesystem, the size may belong to an earlier file of this name: read up to the end.
     with os.fdopen(fd, "rb") as file:
         if os.fstat(fd).st_size <= largest_bytes and len(data := file.read()) <= largest_bytes:
             return data
@@ -432,7 +434,7 @@ def _content(fd: int, name: str, largest_bytes: int) -> bytes:
 
 
 def _add_mode(fd: int, wanted: int) -> None:
-    """Adds permissions to a file that was made here."""
+    """Adds permissions to a file that this process made."""
     with contextlib.suppress(OSError):
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
         if mode & wanted != wanted:

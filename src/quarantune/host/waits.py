@@ -1,4 +1,4 @@
-"""The time of work, less the time that its threads were ready and waited for a CPU, and a limit on that time."""
+"""The time of work without the time that its threads waited for a CPU, and a limit on that time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 _THREADS = "/proc/self/task"
 _MOST_HELD = 64
-"""How many files are kept open, to save opening them for each run; more would take descriptors from the work."""
+"""Most files that stay open between runs, to save opening them. More would take descriptors from the work."""
 _NEGLIGIBLE = 0.1
-"""Waits below this share of a run are left in it: waking up takes a while on a quiet machine, too."""
+"""Share of a run below which waits stay part of it: waking up takes a while even on a quiet machine."""
 _DISTURBED = 0.25
-"""A run that waited for a larger share than this was disturbed."""
+"""Share of waits above which a run was disturbed."""
 _SLICE_S = 0.02
 """Seconds between two looks at a run with a limit."""
 _Result = TypeVar("_Result")
@@ -47,40 +47,40 @@ class RunTime(NamedTuple):
 
     @property
     def is_clean(self) -> bool:
-        """Whether no wait was taken off, so that `cpu` is no estimate."""
+        """Whether no wait was subtracted, so that `cpu` is exact."""
         return self.cpu == self.whole
 
     def scaled(self, factor: float) -> RunTime:
-        """Returns the times in another unit, or of one run among several."""
+        """Returns the times multiplied by a factor: in another unit, or for one of several equal runs."""
         return RunTime(factor * self.whole, factor * self.cpu, factor * self.least)
 
 
 def fastest(samples: Sequence[RunTime]) -> RunTime:
-    """Returns the fastest sample, among those without waits if there are any.
+    """Returns the fastest sample, chosen from those without waits if there are any.
 
-    For threads that wait at the same time, more is taken off than they cost, which would make slow runs of a busy
-    moment the fastest.
+    For threads that wait at the same time, the watch subtracts more than the waits cost, so a slow run of a busy moment
+    could look fastest.
     """
     return min([sample for sample in samples if sample.is_clean] or samples, key=lambda sample: sample.cpu)
 
 
 class ThreadTimes(NamedTuple):
-    """The times that a thread has run, and waited for a CPU, in nanoseconds."""
+    """The times that a thread ran and waited for a CPU, in nanoseconds."""
 
     ran_ns: int
     waited_ns: int
 
 
 class Watch(contextlib.AbstractContextManager["Watch"]):
-    """Times work, and the part of it spent waiting for a CPU, by Linux's `schedstat`; elsewhere that part counts as 0.
+    """Times work, and its waits for a CPU by Linux's `schedstat`. Without `schedstat`, waits count as 0.
 
-    Threads wait one after another as often as at the same time, so that the sum of their waits is taken off. Where they
-    wait at the same time, that is too much; therefore a run takes at least as long as its busiest thread has run. That
-    bound is wrong where threads spin until others have done their part, as those of BLAS libraries do.
+    The watch subtracts the sum of all threads' waits, because threads often wait one after another. The sum is too much
+    for threads that wait at the same time, so a run takes at least as long as its busiest thread ran. That bound is
+    wrong if threads spin until others have done their part, as threads of BLAS libraries do.
     """
 
     def __init__(self, *, spins: bool) -> None:
-        """Sets up the watch, to be used as a context manager.
+        """Sets up the watch. Use it as a context manager.
 
         Args:
             spins: whether threads may spin while others wait for a CPU.
@@ -95,7 +95,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self.close()
 
     def close(self) -> None:
-        """Closes the files that are kept open."""
+        """Closes the open files."""
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()
@@ -110,7 +110,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         return self._taken(whole_s, before, self.read(), ran), result
 
     def start(self) -> None:
-        """Begins to time work that this thread does now."""
+        """Begins to time the work of this thread."""
         self._before, self._started = self.read(), time.perf_counter()
 
     def so_far(self) -> RunTime:
@@ -118,7 +118,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         return self._taken(time.perf_counter() - self._started, self._before, self.read(), None)
 
     def read(self) -> dict[str, ThreadTimes]:
-        """Returns how long each thread of this process has run and waited until now."""
+        """Returns how long each thread of this process has run and waited so far."""
         times = {}
         for thread, fd in list(self._files.items()):
             try:
@@ -160,7 +160,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 def run_limit(limit_ms: float, report: Callable[[RunTime], None]) -> Iterator[None]:
     """Watches the run inside a `with` statement from another thread, and ends this process if the run takes too long.
 
-    Nothing else can stop a run of XLA. Waits for a CPU do not count, nor does time while this process was stopped.
+    Nothing else can stop a run of XLA. Waits for a CPU do not count, nor do stops of this process.
 
     Args:
         limit_ms: the longest time of the run in milliseconds, without waits.
@@ -173,7 +173,7 @@ def run_limit(limit_ms: float, report: Callable[[RunTime], None]) -> Iterator[No
             before_s, stopped_s = 0.0, 0.0
             while not over.wait(_SLICE_S):
                 taken = watch.so_far()
-                # Waits are left out already: where a busy machine delays this thread, little has been added.
+                # A long step means that the process was stopped: a busy machine's delays are waits, left out already.
                 stopped_s += max(0.0, taken.least - before_s - 2 * _SLICE_S)
                 before_s = taken.least
                 least_s = taken.least - stopped_s
@@ -185,12 +185,12 @@ def run_limit(limit_ms: float, report: Callable[[RunTime], None]) -> Iterator[No
     watch.start()
     try:
         threading.Thread(target=look, daemon=True).start()
-    except RuntimeError:  # no further thread can start: the run is not watched
+    except RuntimeError:  # no further thread can start: the run goes unwatched
         watch.close()
     try:
         yield
     finally:
-        with lock:  # the run may end while it is being reported
+        with lock:  # the run may end during the report
             over.set()
 
 

@@ -37,19 +37,19 @@ from quarantune.values.trial import (
 )
 
 _HEARTBEAT_S = 1.0
-"""How often a tuning job refreshes its claim."""
+"""Seconds between two refreshes of a tuning job's claim."""
 _WORST_CASE_S = 60.0
-"""A tuning job whose claim has not been refreshed for this long is stopped, or its host is gone."""
+"""Seconds without a refresh after which a tuning job counts as stopped, or its host as gone."""
 _WAIT_MESSAGE_S = 5.0
-"""How often a waiting job reports that it waits."""
+"""Seconds between two reports of a waiting job."""
 _MOST_KEYS = 16
-"""From the sweeps of this many versions of the code, the latest ones, trials are recalled."""
+"""How many of the latest versions of the code contribute trials of their sweeps to `recall`."""
 _FATAL = 2
-"""How often a process must end while it runs a config for the config to be the cause, and not chance."""
+"""Number of processes that must end while running a config before the config, not chance, counts as the cause."""
 
 
 class ClaimAndJournal:
-    """The claim on one call, its journal, and what is known of its configs on this kind of device.
+    """The claim on one call, its journal, and the known facts about its configs on this kind of device.
 
     Attributes:
         directory: the cache directory; None if nothing is read or written.
@@ -57,7 +57,7 @@ class ClaimAndJournal:
     """
 
     def __init__(self, call: KeyedCall, now: Situation, limits: SweepLimits) -> None:
-        """Names the records; nothing is read.
+        """Names the records without reading them.
 
         Args:
             call: the call.
@@ -79,7 +79,7 @@ class ClaimAndJournal:
         self._keys = journal.keys(settings.cache_dir, call.id.name, call.id.device, canonical_json(arrays))
         parts = call.call.function.fingerprint.parts
         self._terms = short_hash(canonical_json({name: parts[name] for name in parts if name.startswith("option:")}))
-        self._ended: collections.Counter[int] = collections.Counter()  # by the config's index, as in `ended_processes`
+        self._ended: collections.Counter[int] = collections.Counter()  # by the config's index; see `ended_processes`
         self._is_noted = False
         self._unsaved: CacheWriteError | None = None
         self._claim: Claim | None = None
@@ -94,14 +94,14 @@ class ClaimAndJournal:
         say: Callable[[str], None],
         is_apart: bool,
     ) -> Answer | None:
-        """Waits until the right to tune the call is this job's, or until another job has answered.
+        """Waits until this job has the claim on the call, or another job has answered.
 
-        Where no claim can be made in the directory, nothing is read or written from now on.
+        If the directory cannot hold a claim, the job reads and writes no records from then on.
 
         Args:
-            stack: releases the claim when it is closed.
+            stack: releases the claim when it closes.
             done: returns the answer, if there is one; takes whether to read the cache afresh, see `EntryFile.load`.
-            failed: takes the failure that another job has left, and returns it as an answer if it is one.
+            failed: takes the failure record of another job, and returns it as an answer if it applies to this job.
             say: shows that the job waits.
             is_apart: whether all steps run in workers. If not, nothing refreshes the claim while a config runs here.
 
@@ -109,12 +109,12 @@ class ClaimAndJournal:
             The other job's answer; None if this job tunes.
 
         Raises:
-            TuningFailedError: every config failed in that job.
+            TuningFailedError: every config failed in the other job.
         """
         if self.directory is None:
             return None
         next_message_s = 0.0
-        # Nothing refreshes the claim while the function is loaded either.
+        # Nothing refreshes the claim during the load of the function, so its deadline counts.
         worst_case_s = _WORST_CASE_S + self._limits.compile_timeout_s + (0.0 if is_apart else self._limits.timeout_s)
         claim = Claim(self.directory, *self._id, worst_case_s=worst_case_s)
 
@@ -142,18 +142,18 @@ class ClaimAndJournal:
         return None
 
     def refresh(self) -> None:
-        """Shows other jobs that this one goes on, where it has the claim and the last time was long ago."""
+        """Shows other jobs that this one is alive, if it has the claim and the last refresh was long ago."""
         now = time.monotonic()
         if self._claim is not None and now >= self._next_heartbeat:
             self._next_heartbeat = now + _HEARTBEAT_S
             self._claim.refresh()
 
     def leave_failure(self, terms: JsonObject, trials: Sequence[Trial]) -> None:
-        """Leaves the failure of all configs to the jobs that wait, where this job has the claim; forgets its journal.
+        """Leaves the failure of all configs for waiting jobs, if this job has the claim, and discards the journal.
 
         Args:
-            terms: what distinguishes the sweep from others that might have succeeded.
-            trials: its trials.
+            terms: the properties of the sweep on which the failure may depend.
+            trials: the sweep's trials.
         """
         if self.directory is not None:
             self.discard()  # another process may find the machine in a better state
@@ -163,12 +163,12 @@ class ClaimAndJournal:
     def recall(self, options: Options, *, start_over: bool) -> Recall:
         """Returns the trials of earlier sweeps by program, whatever the code was.
 
-        They are of calls with the same arrays, whatever the other arguments. Trials judged by other options do
+        They come from calls with the same arrays, whatever the other arguments. Trials judged by other options do
         not count.
 
         Args:
             options: the author's options.
-            start_over: whether no trial counts.
+            start_over: whether to ignore all trials.
         """
         known = self._keys.records()
         self._is_noted = {"key": self._id.key, "terms": self._terms} in known
@@ -193,7 +193,7 @@ class ClaimAndJournal:
     def read(self, configs: Space) -> dict[int, Trial]:
         """Returns the trials of an interrupted sweep that settle a config, by the config's index.
 
-        Configs that ended the processes that ran them are settled, too.
+        A config that ended the processes that ran it is also settled.
 
         Args:
             configs: the configs.
@@ -206,14 +206,14 @@ class ClaimAndJournal:
 
         def complaint(refused: int) -> str:
             directory = str(self._journal.directory)
-            return f"{refused} records of the journal in {directory!r} are no trials: they are not used"
+            return f"{refused} records of the journal in {directory!r} cannot be read as trials and are ignored"
 
         for trial, counts in journal.understood(self._journal.each(), parse, complaint):
             configs.whole()  # any of them may have a trial
             if (index := configs.find(trial.config)) is None:
                 continue
             self._ended[index] = ended_processes(self._ended[index], trial)
-            if counts and not trial.is_ruled_out:  # the config that was faster may be none of these
+            if counts and not trial.is_ruled_out:  # the faster config may no longer be among the configs
                 when = trial.recalled_from or trial.ended_s
                 trials[index] = dataclasses.replace(trial, config=configs[index], recalled_from=when)
         for index, times in self._ended.items():
@@ -222,13 +222,13 @@ class ClaimAndJournal:
                     config=configs[index],
                     outcome=Outcome.CRASHED,
                     phase=Phase.CHECK,
-                    message=f"the process that ran it ended {times} times meanwhile",
+                    message=f"the process ended {times} times while it ran this config",
                     route=Route.IN_PROCESS,
                 )
         return trials
 
     def discard(self, *, with_failures: bool = False) -> None:
-        """Removes the journal, and the failed compilations too `with_failures`."""
+        """Removes the journal and, `with_failures`, the failed compilations."""
         with self.saving():
             self._journal.discard()
             self._conclusions.discard()
@@ -247,8 +247,8 @@ class ClaimAndJournal:
 
         Args:
             trial: the trial.
-            reference: as in `Recall`.
-            is_untuned: whether it is of the function's own defaults, which are no config.
+            reference: the program of the reference; see `Recall`.
+            is_untuned: whether it is the trial of the function's own defaults, which are not one of the configs.
             was_troubled: whether its config is known to have crashed or hung.
         """
         self.refresh()
@@ -283,10 +283,10 @@ class ClaimAndJournal:
         """Records how the sweep ended, for reports.
 
         Args:
-            finalists: the trials of the configs that were timed in turn, with the times of the final; none where one
-                was far ahead.
+            finalists: the trials of the configs that were timed in turn, with the times of the final; empty if one
+                config was far ahead.
             best: the winner.
-            tie: the configs that the noise cannot tell from it.
+            tie: the configs that the noise cannot distinguish from the winner.
             default: the config that equals the function's own defaults, if there is one.
         """
         if self.directory is None:
@@ -304,7 +304,7 @@ class ClaimAndJournal:
     def troubled(self, configs: Space) -> set[int]:
         """Returns the configs that crashed or hung for this function on this device, whatever the shapes.
 
-        Those that may have ended a process that ran them, as the journal says once it was read, are among them.
+        After `read`, they include configs that may have ended a process that ran them.
         """
         if self.directory is None:
             return set()
@@ -318,12 +318,12 @@ class ClaimAndJournal:
     ) -> dict[int, Trial]:
         """Returns the trials of further configs that are known not to compile, unless no other config is left.
 
-        If everything is known to fail, something around the configs may have been wrong, and all are tried.
+        If all configs are known to fail, the fault may lie elsewhere, so all of them run again.
 
         Args:
             configs: the configs.
-            trials: the trials that are known already, by index.
-            start_over: whether failures that depend on the machine do not count.
+            trials: the known trials, by index.
+            start_over: whether to ignore failures that depend on the machine.
         """
         if self.directory is None:
             return {}
@@ -337,7 +337,7 @@ class ClaimAndJournal:
         return found if configs.has_more_than(0, besides=found.keys() | trials.keys()) else {}
 
     def estimates(self, configs: Space) -> dict[int, float]:
-        """Returns how long configs take by the estimates of compile checks, the best one 1, the fastest first."""
+        """Returns the times that compile checks estimate, relative to the best, by config and fastest first."""
         found: dict[int, tuple[float, float]] = {}
         for text, trial in self._verdicts.known(with_compiled=True).items() if self.directory else ():
             order, index = device_table.estimated_order(trial.figures, self._id.device), configs.find_text(text)
@@ -351,7 +351,7 @@ class ClaimAndJournal:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Notes where something in the block could not be saved."""
+        """Notes a failure to save something in the block."""
         try:
             yield
         except CacheWriteError as error:
@@ -359,13 +359,13 @@ class ClaimAndJournal:
 
     @property
     def saved(self) -> str:
-        """What became of the result, in a few words."""
+        """Whether the result was saved, in a few words."""
         if self._settings.disable_cache:
             return "not saved, because the cache is disabled"
         return "saved" if self.directory is not None and self._unsaved is None else "not saved"
 
     def report_unsaved(self) -> None:
-        """Warns once if something could not be saved: of the result if it could not, else of some trials."""
+        """Warns once if the result, or else some trials, could not be saved."""
         if self._unsaved is not None:
             problems.report_once(str(self._unsaved))
 
@@ -381,8 +381,8 @@ def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) 
     """Returns the trials of a failure that another job has left, if it ran the same sweep.
 
     Args:
-        about: the failure; anybody may have written it.
-        terms: what distinguishes the sweep of this job.
+        about: the failure. Anybody may have written it.
+        terms: the properties of this job's sweep on which a failure may depend.
         configs: the configs of this job.
     """
     raw = about.get("trials")
@@ -402,10 +402,10 @@ def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) 
 def ended_processes(before: int, trial: Trial) -> int:
     """Returns how many processes have ended while they ran a config, since it last had an outcome.
 
-    A trial that is `lost` is recorded when a process begins to run a config, and one that is `not_run` when it pauses.
+    A process records a `lost` trial when it begins to run a config, and a `not_run` trial when it pauses.
 
     Args:
-        before: how many they were before.
+        before: the number before this trial.
         trial: the config's next trial in the journal.
     """
     if trial.outcome is Outcome.NOT_RUN:

@@ -1,4 +1,4 @@
-"""Which configs are known not to compile, and what compilers said of the others."""
+"""Verdicts of compilers on configs: failed compilations, and the results of compile checks."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from quarantune.values.codec import JsonObject, Record, canonical_json, text_of
 from quarantune.values.trial import UNSETTLED, CompilerFigures, Outcome, Phase, Route, Trial
 
 _TRANSIENT = (OSError, ImportError, MemoryError, EOFError, KeyboardInterrupt, SystemExit, GeneratorExit)
-"""Exceptions that tell something about the machine rather than about the config."""
+"""Exceptions that are faults of the machine rather than of the config."""
 _PASSING = re.compile(
     r"\b(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|(CUDA|HIP)_ERROR_\w+"
     r"|No space left on device|Too many open files|Cannot allocate memory|Resource temporarily unavailable)\b"
 )
-"""Texts of a compiler's errors that do the same."""
+"""Texts of compilers' errors that are faults of the machine rather than of the config."""
 _AT_COMPILE_TIME = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM, Outcome.TIMEOUT, Outcome.OOM, Outcome.CRASHED})
 
 
 class CompileVerdicts:
-    """The failed compilations of one call on one kind of device, whether or not such a device was there.
+    """The failed compilations of one call for one kind of device, whether or not a device was present.
 
-    Of compile checks, those that did not fail are among them, so that a check need not repeat another.
+    They include successful compile checks, so that no check repeats another.
     """
 
     def __init__(self, call: KeyedCall, limits: SweepLimits, directory: Path, *others: Path) -> None:
-        """Names the verdicts on the configs of a call; nothing is read.
+        """Names the verdicts on the configs of a call without reading them.
 
         Args:
-            call: the call, with the key of the device that configs are compiled for.
+            call: the call, with the key of the target device.
             limits: the limits of the sweep.
             directory: the cache directory.
-            *others: further directories where verdicts are looked up.
+            *others: further directories with verdicts to look up.
         """
         self._device = call.id.device
         # These outlive the journal of a sweep, which starts over now and then.
@@ -51,11 +51,11 @@ class CompileVerdicts:
         self._compilers = versions.compilers(call.platform)
 
     def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
-        """Returns the trials of configs that need not be compiled again, by the text of the config.
+        """Returns the trials of configs that nobody needs to compile again, by the text of the config.
 
         Args:
-            start_over: whether failures that depend on the machine do not count.
-            with_compiled: whether those that a check has compiled are among them.
+            start_over: whether to ignore failures that depend on the machine.
+            with_compiled: whether to include configs that a check has compiled.
         """
         return {
             text: self._with_origin(it)
@@ -64,14 +64,14 @@ class CompileVerdicts:
         }
 
     def note(self, trial: Trial, *, source: str) -> None:
-        """Remembers a trial that failed to compile, or has a compiler's figures; forgets a failure that has passed.
+        """Remembers a trial that failed to compile or has a compiler's figures; if it works, forgets its failure.
 
         Args:
             trial: the trial.
-            source: how it was found: `a sweep` or `a compile check`.
+            source: the source of the trial: `a sweep` or `a compile check`.
 
         Raises:
-            CacheWriteError: it cannot be remembered; the message says why.
+            CacheWriteError: the trial could not be saved. The message says why.
         """
         is_verdict = _is_verdict(trial)
         if not is_verdict and (not self._known or not _compiled(trial)):
@@ -100,7 +100,7 @@ class CompileVerdicts:
         """Forgets all failures in the cache directory.
 
         Raises:
-            CacheWriteError: they could not be removed; the message says why.
+            CacheWriteError: the failures could not be removed. The message says why.
         """
         self._journal.discard()
         vars(self).pop("_known", None)
@@ -131,7 +131,7 @@ class CompileVerdicts:
 
 
 def note_check(verdicts: CompileVerdicts, trial: Trial) -> None:
-    """Remembers a failure of a compile check; warns where that is not possible."""
+    """Remembers a failure of a compile check, and warns if that is impossible."""
     try:
         verdicts.note(trial, source="a compile check")
     except problems.CacheWriteError as error:
@@ -140,16 +140,16 @@ def note_check(verdicts: CompileVerdicts, trial: Trial) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _FailedCompile(Record):
-    """A failed compilation, or one of a check that did not fail, and the conditions under which it counts.
+    """A failed compilation, or a successful compile check, with the conditions under which it counts.
 
     Attributes:
-        trial: the trial; of a check that did not fail, it has the compiler's figures.
-        source: how it was found, for messages: `a sweep` or `a compile check`.
-        found: when, in UTC as ISO text.
+        trial: the trial. The trial of a successful check has the compiler's figures.
+        source: its source, for messages: `a sweep` or `a compile check`.
+        found: the time of the compilation, in UTC as ISO text.
         compilers: the versions and flags of the compilers.
-        compile_timeout_s: the deadline that it ran under.
-        memory_limit_bytes: the memory limit that it ran under; None for a share of the memory that was free.
-        figures: in a record, the compiler's figures of its trial.
+        compile_timeout_s: the deadline of the compilation, in seconds.
+        memory_limit_bytes: the memory limit of the compilation; None for a share of the free memory.
+        figures: the compiler's figures of the trial; set only in a record.
     """
 
     trial: Trial
@@ -165,7 +165,7 @@ class _FailedCompile(Record):
         """Returns the failure that a record describes.
 
         Raises:
-            DamageError: it describes none.
+            DamageError: the data does not describe a failure.
         """
         read = super().from_json(data)
         if read.figures is None:
@@ -179,15 +179,15 @@ class _FailedCompile(Record):
         data, figures = super().to_json(), self.trial.figures
         if self.trial.outcome is not Outcome.OK or figures is None:
             return {name: value for name, value in data.items() if name != "figures"}
-        # In files, a trial that is ok has a time.
+        # Readers of files refuse an `ok` trial without a time.
         trial = dataclasses.replace(self.trial, outcome=Outcome.NOT_RUN, figures=None)
         return data | {"trial": trial.to_json(), "figures": figures.to_json()}
 
     def counts(self, limits: SweepLimits, *, start_over: bool) -> bool:
-        """Returns whether a config that failed like this need not be compiled again.
+        """Returns whether the failure makes another compilation of the config needless.
 
-        An error of the compiler counts always. How much time and memory there is depends on the machine: such a
-        failure counts only under limits that are no more generous, and not where the sweep starts over.
+        An error of the compiler always counts. A lack of time or memory depends on the machine: it counts only under
+        limits that are not more generous, and not if the sweep starts over.
         """
         match self.trial.outcome:
             case Outcome.OK | Outcome.ERROR | Outcome.DEVICE_OOM:
@@ -212,10 +212,10 @@ def _date(text: str) -> str:
 
 
 def _is_verdict(trial: Trial) -> bool:
-    """Returns whether a trial shows that its config does not compile, or does in a check, and not a fault around it.
+    """Returns whether a trial shows that its config does not compile, or compiles in a check, without other faults.
 
-    A compiler without a device, or one that names a memory space, has computed that the device's memory is too small.
-    In a worker that holds the device, other programs may have taken the memory.
+    A lack of device memory is a verdict if the compiler has no device, or names a memory space: it has then computed
+    that the memory is too small. In a worker that holds the device, other programs may have taken the memory.
     """
     if trial.outcome is Outcome.OK:
         return trial.time_ms is None and trial.figures is not None
@@ -229,7 +229,7 @@ def _is_verdict(trial: Trial) -> bool:
 def _is_transient(message: str) -> bool:
     name = message.partition(":")[0].strip()
     kind = getattr(builtins, name, None)
-    is_ours = name.startswith("quarantune.")  # such as `UncheckableError`: the config did not get as far as a compiler
+    is_ours = name.startswith("quarantune.")  # such as `UncheckableError`: the config never reached a compiler
     is_transient = isinstance(kind, type) and issubclass(kind, _TRANSIENT)
     return is_ours or is_transient or _PASSING.search(message) is not None
 
@@ -240,7 +240,7 @@ def _compiled(trial: Trial) -> bool:
 
 
 def _is_same(before: _FailedCompile, after: _FailedCompile) -> bool:
-    """Returns whether a failure adds nothing to what is known."""
+    """Returns whether a failure adds nothing to an earlier one."""
     return (
         (before.trial.outcome, before.trial.message, before.trial.figures)
         == (after.trial.outcome, after.trial.message, after.trial.figures)

@@ -45,7 +45,7 @@ from quarantune.values.trial import Findings, Outcome, SandboxError, Searched, T
 _logger = logging.getLogger("quarantune")
 
 _COMBINATIONS = 64
-"""How many combinations of configs are tried where no kernel alone keeps a function from running."""
+"""Combinations of configs to try if changing one kernel's config does not make the function run."""
 
 
 def _together(searched: Sequence[Searched], limits: SearchLimits) -> Searched:
@@ -63,11 +63,11 @@ class _Step:
     Attributes:
         trials: the trials of all assignments, in order.
         winner: the index of the best assignment.
-        best: its trial.
+        best: the best assignment's trial.
         tie: the configs that are as fast.
-        slots: the kernels that were called under the best assignment.
-        compiled: its program for JAX's compilation cache, as in `Swept`.
-        searched: how thorough it was.
+        slots: the kernels that the function called under the best assignment.
+        compiled: the best assignment's program for JAX's compilation cache, see `Swept`.
+        searched: how thorough the sweep was.
     """
 
     trials: tuple[Trial, ...]
@@ -93,7 +93,7 @@ class ContextualJob(TuningJob):
         return self._call.function.runner
 
     def run(self) -> ContextualResult:
-        """Returns the result: of tuning each kernel, or of the job that tuned meanwhile.
+        """Returns the result of tuning each kernel, or of another job that tuned the call.
 
         Raises:
             TuningFailedError: the function failed with every config of a kernel.
@@ -110,7 +110,7 @@ class ContextualJob(TuningJob):
             self._outputs: list[int] = []
             stack.callback(wire.close_all, self._outputs)
             if (answer := self._take_claim(progress, stack)) is not None:
-                progress.end("tuned by another job meanwhile")
+                progress.end("tuned by another job")
                 return self._result_of(answer)
             result = self._tune_kernels()
             was = "" if not result.baseline_ms else f", {result.baseline_ms / result.time_ms:.3g}x the first configs"
@@ -119,7 +119,7 @@ class ContextualJob(TuningJob):
 
     @property
     def _search(self) -> SearchLimits:
-        """The search of each kernel, and the budgets that they divide."""
+        """The search of each kernel, and the budgets that all kernels share."""
         return SearchLimits.of(self._options, self._now.settings)
 
     def _tune_kernels(self) -> ContextualResult:
@@ -131,7 +131,7 @@ class ContextualJob(TuningJob):
         started_s = time.monotonic()
         spaces: list[JsonObject] = []
         tries: list[tuple[dict[Slot, Config], Trial]] = []
-        # One at a time, because the call of a kernel may depend on the config of the kernel that calls it.
+        # One at a time, because one kernel's config may change the calls of another kernel.
         while slot := next((slot for slot, seen in slots.items() if seen.configs and slot not in choices), None):
             chosen = start | {settled: choice.config for settled, choice in choices.items()}
             share = self._search.share(
@@ -164,12 +164,13 @@ class ContextualJob(TuningJob):
         """Runs the function once, to see which kernels it calls and how long it takes.
 
         Returns:
-            The rule for kernels without a config: the first of their configs, or their defaults where the function
-            fails with these; the configs to start from where it fails with the defaults too; and the run.
+            The rule for kernels without a config, the configs to start from, and the run. The rule is the first config
+            of each kernel or, if the function fails with these, the kernels' defaults. There are configs to start from
+            if the function also fails with the defaults.
         """
         for others, then in (
             (FIRST, "starting from the kernels' defaults"),
-            (DEFAULT, "looking for configs with which it runs"),
+            (DEFAULT, "looking for configs that make it run"),
         ):
             try:
                 return (
@@ -183,13 +184,13 @@ class ContextualJob(TuningJob):
             return DEFAULT, *self._find_a_start(Runner(self._call.function.fn, reports))
 
     def _find_a_start(self, runner: Runner) -> tuple[dict[Slot, Config], _Step]:
-        """Finds configs with which the function runs.
+        """Finds configs that make the function run.
 
-        Starting from the defaults, one kernel at a time gets each of its configs. Where the function still fails, but
-        calls more kernels before it does, the search goes on from there; otherwise some combinations are tried.
+        Starting from the defaults, one kernel at a time gets each of its configs. If the function still fails, but
+        calls more kernels before it fails, the search continues from that config. Otherwise some combinations run.
 
         Raises:
-            TuningFailedError: the function fails with every assignment that was tried.
+            TuningFailedError: the function fails with every assignment that this method tried.
         """
         start: dict[Slot, Config] = {}
         seen: dict[Slot, Seen] = {}
@@ -230,7 +231,7 @@ class ContextualJob(TuningJob):
     def _tune_kernel(
         self, slot: Slot, seen: Seen, chosen: Mapping[Slot, Config], others: str, share: SearchLimits
     ) -> _Step:
-        """Tries the configs of one kernel, all or those that a search asks."""
+        """Tries all configs of one kernel, or those that a search asks for."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
         step = self._try(texts, seen.configs, slot.name, share=share.resolved(Space({"config": range(len(texts))})))
         best = format_config(step.best.config)
@@ -251,8 +252,8 @@ class ContextualJob(TuningJob):
             texts: the assignments.
             shown: the config that trials and messages show for each.
             kernel: the kernel whose configs differ.
-            runner: calls the function; None for the runner of the function itself.
-            share: the search among the assignments and its budgets; None runs all of them.
+            runner: calls the function; None for the function's own runner.
+            share: the search among the assignments and its budgets; None runs all assignments.
 
         Raises:
             TuningFailedError: the function failed under every assignment.
@@ -320,9 +321,9 @@ class ContextualJob(TuningJob):
         )
 
     def _slots(self, request: SweepRequest, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
-        """Returns the kernels that were called under the winning assignment."""
+        """Returns the kernels that the function called under the winning assignment."""
         problem = request.problem
-        if jax_functions.is_jitted(problem.fn):  # a worker has traced it without harm
+        if jax_functions.is_jitted(problem.fn):  # safe: a worker has already traced it
             with proof.unheard():
                 return runner.traced(text, problem.args, problem.kwargs)
         if request.mode is Mode.HERE:
@@ -339,14 +340,14 @@ class ContextualJob(TuningJob):
 
     @lazy
     def _objects(self) -> Callable[[Slot], Mapping[str, Any]]:
-        """Returns what `objects_of` returns, which may call a user's function, once for each kernel."""
+        """Returns a cached `objects_of`, because that may call a user's function."""
         return functools.cache(objects_of)
 
     def _to_search(self, kernel: str, configs: Sequence[Config], limits: SearchLimits) -> Sequence[Config]:
-        """Returns a kernel's configs for a search; plain dicts stand for objects that are not known here.
+        """Returns a kernel's configs for a search, with plain dicts in place of objects unknown here.
 
         Raises:
-            ValueError: it is a search of the user's, which can only ask for the objects themselves.
+            ValueError: the search is the user's, which can only ask for the objects themselves.
         """
         if not (unknown := [config for config in configs if any(map(has_tag, config.values()))]):
             return configs
@@ -414,8 +415,8 @@ class ContextualJob(TuningJob):
 def objects_of(slot: Slot) -> Mapping[str, Any]:
     """Returns the objects in the configs of a kernel's call, by their texts, as far as they are known here.
 
-    Nothing is known of a kernel that only a call of the function makes, nor, where a function makes the configs, of a
-    call that its key does not describe.
+    It finds no objects of a kernel that only a call of the function makes. If a function makes the configs, it also
+    finds none of a call that its key does not describe.
     """
     found: Mapping[str, Any] = {}
     for kernel in kernels(slot.name):
@@ -427,7 +428,7 @@ def objects_of(slot: Slot) -> Mapping[str, Any]:
             space = BoundCall(function, *arguments).configs
             space.whole()
             found = {**found, **originals(space.examples())}
-        except Exception as error:  # what a user's function raises for arguments that its key does not describe
+        except Exception as error:  # a user's function may raise anything for such arguments
             _logger.debug("%s: the objects in its configs are not known: %r", slot.name, error)
     return found
 
@@ -435,36 +436,36 @@ def objects_of(slot: Slot) -> Mapping[str, Any]:
 def with_objects(
     slot: Slot, configs: Sequence[Config], known: Callable[[Slot], Mapping[str, Any]] = objects_of
 ) -> list[Config]:
-    """Returns configs of a kernel's call as a report or a file holds them, with objects in the place of tags.
+    """Returns configs from a report or a file with objects in the place of tags.
 
     Args:
         slot: the kernel's call.
         configs: its configs.
-        known: returns the objects that are known here by their texts; others stay as they are.
+        known: returns the objects that are known here, by their texts. Other tags stay.
     """
     tagged = any(has_tag(value) for config in configs for value in config.values())
     return [restore(config, known(slot)) for config in configs] if tagged else [*configs]
 
 
 def chosen_in(config: Config) -> dict[Slot, Config]:
-    """Returns the config of each kernel in the only config of a contextual function, with objects as they are."""
+    """Returns the config of each kernel, with its objects, in the only config of a contextual function."""
     chosen = assignment.Assignment(str(config[KEY])).chosen
     return {slot: with_objects(slot, [config])[0] for slot, config in chosen.items()}
 
 
 def _without_tags(value: Any) -> Any:
-    """Returns a config as a report holds it, or one value of it, with objects as plain dicts, which a space accepts."""
+    """Returns a config from a report, or one of its values, with tags as plain dicts, which a space accepts."""
     if isinstance(value, Mapping):
         return {f"its {key[1:]}" if key[:1] == "$" else key: _without_tags(item) for key, item in value.items()}
     return [_without_tags(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 _MOST_CONFIGS = 256
-"""How many configs all kernels of a function may have, as far as waiting for another rank's result is concerned."""
+"""Number of configs of all kernels that the wait for another rank's result assumes."""
 
 
 class ContextualFunction(TunedFunction):
-    """A function whose kernels are tuned; its only config holds the assignment of configs to kernels under `KEY`.
+    """A function with tuned kernels. Its only config holds the assignment of configs to kernels under `KEY`.
 
     Attributes:
         runner: calls the function under an assignment.
@@ -473,23 +474,23 @@ class ContextualFunction(TunedFunction):
     most_configs = _MOST_CONFIGS
 
     def __init__(self, fn: Callable[..., Any], options: Options) -> None:
-        """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune.
+        """Describes a function, as `TunedFunction` does. Its calls show the kernels to tune.
 
         Raises:
-            TypeError: as for `TunedFunction`, or `time_grad` needs a function that can be jitted anew.
+            TypeError: `TunedFunction` refuses it, or `time_grad` would have to jit it again and cannot.
         """
         super().__init__(fn, Space([{KEY: assignment.encode({}, others=OWN)}]), options=options)
         self.runner = Runner(fn)
         if self.options.time_grad and not jax_functions.is_jitted(self.compiled_fn):
             bound = " and ".join(jax_functions.jit_options(fn).cannot_travel)
             raise TypeError(
-                f"{self.name}: time_grad differentiates the function, which has to be jitted again for that, and "
-                f"jax.jit was given {bound}, which would be lost: leave one or the other out"
+                f"{self.name}: time_grad has to jit the function again to differentiate it, but jax.jit was given "
+                f"{bound}, which would be lost: leave one or the other out"
             )
 
     @property
     def compiled_fn(self) -> Any:
-        """What a sweep compiles: the runner."""
+        """The function that a sweep compiles: the runner."""
         return self.runner.tunable
 
     def config_of(self, entry: Entry, call: BoundCall, *, is_own: bool) -> Config | None:
@@ -498,14 +499,14 @@ class ContextualFunction(TunedFunction):
             chosen = assignment.chosen_from(entry["config"]["assignment"])
             offered = [_is_offered(str(kernel["name"]), kernel["space"]) for kernel in entry["kernels"]]
         except (KeyError, TypeError, ValueError):
-            problems.report_once(
-                f"{self.name}: the cached entry does not say which config each kernel uses: it is not used"
+            cache.report_once(
+                f"{self.name}: the cached entry does not say which config each kernel uses and is ignored"
             )
             return None
         return {KEY: assignment.encode(chosen, others=OWN)} if all(offered) else None
 
     def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
-        """Returns the assignment that another process has encoded, or None if it is none."""
+        """Returns the assignment that another process has encoded; None if it is malformed."""
         try:
             chosen = assignment.Assignment(str(encoded[KEY])).chosen
         except (KeyError, TypeError, ValueError):
@@ -513,12 +514,12 @@ class ContextualFunction(TunedFunction):
         return {KEY: assignment.encode(chosen, others=OWN)}
 
     def text_of(self, config: Config) -> str:
-        """Returns an assignment as messages show it."""
+        """Returns an assignment as text for messages."""
         return format_config(shown_together(chosen_in(config)))
 
 
 def _is_offered(name: str, space: Any) -> bool:
-    """Returns whether a kernel still has its configs; true for one not defined yet, or that makes its configs."""
+    """Returns whether a kernel still has its configs. True if nobody has defined it yet, or it makes its configs."""
     listed = [known for kernel in kernels(name) if (known := kernel.function.listed_space)]
     return not listed or space in listed
 

@@ -56,10 +56,9 @@ from quarantune.values.trial import (
 _logger = logging.getLogger("quarantune")
 
 _FIRST = 16
-"""How many configs with the best estimates of a compile check are tried first."""
+"""How many configs with the best estimates of a compile check run first, whatever their estimates."""
 _FAR = 4.0
-"""A config estimated at more than this multiple of the best does not run. The published winners of TPU kernels are at 2
-times at most."""
+"""Multiple of the best estimate above which a config does not run. Published winners of TPU kernels reach at most 2."""
 
 
 class Tuning:
@@ -77,9 +76,9 @@ class Tuning:
 
         Args:
             layers: the saved results of the function.
-            memory: remembers what is found out.
-            job: makes what tunes for a call; None for `TuningJob`.
-            on_phase: called with the index of a config and the phase that it enters, at last with `end`.
+            memory: remembers answers and failures.
+            job: makes the job that tunes for a call; None for `TuningJob`.
+            on_phase: called with the index of a config and the phase that it enters; the last phase is `end`.
         """
         self.layers = layers
         self.seeds = CompilationSeeds()
@@ -99,7 +98,7 @@ class Tuning:
     def remember(self, call: KeyedCall, result: TuningResult, now: Situation) -> Answer:
         """Remembers a result in this process, and returns it as an answer."""
         limits, found = SearchLimits.of(call.call.function.options, now.settings), result.findings
-        budget = limits.budget(result.stopped) or result.seen  # `auto` has a budget of its own
+        budget = limits.budget(result.stopped) or result.seen  # `auto` sets its own budget
         found = dataclasses.replace(found, search=dataclasses.replace(found.search, budget=budget))
         answer = Answer(Origin.MEASURED, result.best_config, found.to_json(), result=result)
         self._memory.remember(call.id, dataclasses.replace(answer, origin=Origin.SAVED, result=None))
@@ -110,19 +109,19 @@ class TuningJob:
     """One call that this process tunes for, or waits for while another process tunes."""
 
     def __init__(self, keyed: KeyedCall, now: Situation, tuning: Tuning, *, earlier: Entry | None = None) -> None:
-        """Sets up a job; nothing is read or started.
+        """Sets up a job without reading or starting anything.
 
         Args:
             keyed: the call.
-            now: its situation. With `start_over`, it is tuned even if it is cached: a search that its budget had ended
-                goes on, if the budget is not spent; otherwise every config runs again, whatever the journal holds. A
-                job that is tuning the call is followed, unless `ALWAYS_TUNE` is set.
+            now: its situation. With `start_over`, the job tunes even a cached call: an earlier search that ended by its
+                budget continues, if more budget is left now; otherwise every config runs again, whatever the journal
+                holds. If another job is tuning the call, this one waits for it unless `ALWAYS_TUNE` is set.
             tuning: the rung that asks for the job.
-            earlier: with `start_over`, the entry that was there when the call was made.
+            earlier: with `start_over`, the entry that existed at the time of the call.
 
         Raises:
             RuntimeError: this process is a worker.
-            TypeError: the function cannot be tuned where it is called.
+            TypeError: the function cannot be tuned in the context of the call.
         """
         check_outside(keyed.call)
         check_can_travel(keyed.call)
@@ -154,7 +153,7 @@ class TuningJob:
         self._ledger.listen(Listener(on_phase=self._tell_author))
 
     def run(self) -> TuningResult:
-        """Returns the result: of a sweep, or of the job that tuned meanwhile.
+        """Returns the result of a sweep, or of another job that tuned the call.
 
         Raises:
             TuningFailedError: every config failed.
@@ -172,7 +171,7 @@ class TuningJob:
             stack.callback(self._records.report_unsaved)
             stack.push(self._keep_best)
             if (answer := self._take_claim(progress, stack)) is not None:
-                progress.end("tuned by another job meanwhile")
+                progress.end("tuned by another job")
                 return self._result_of(answer)
             goes_on = self._follows and self._records.has_waited
             self._start_over = self._now.start_over and not goes_on and not self._may_go_on()
@@ -185,7 +184,8 @@ class TuningJob:
                     self._ledger.recall(self._of_this_program(found))
                 self._recall = self._records.recall(self._options, start_over=self._start_over)
                 progress.on_interrupt(
-                    "they are kept: the next run of the program goes on from there (here: tune or run with resume=True)"
+                    "they are kept: the next run of the program continues from there "
+                    "(here: tune or run with resume=True)"
                 )
             if self._search.tries_all:
                 self._prune(progress)
@@ -194,7 +194,7 @@ class TuningJob:
             return self._conclude(self._sweep_by_search(progress), progress)
 
     def _shown_progress(self, total: int = 0) -> Progress:
-        """Returns the progress of the job, which is shown from now on."""
+        """Shows the progress of the job from now on, and returns it."""
         default = None if total == 0 else self._call.default_index
         return Progress(
             self._keyed.label,
@@ -213,10 +213,10 @@ class TuningJob:
     # The claim
 
     def _take_claim(self, progress: Progress, stack: contextlib.ExitStack) -> Answer | None:
-        """Makes this job the one that tunes, or returns the result of the job that did.
+        """Claims the call for this job, or returns the result of another job.
 
         Raises:
-            TuningFailedError: every config failed in that job.
+            TuningFailedError: every config failed in the other job.
         """
 
         def done(afresh: bool) -> Answer | None:
@@ -230,12 +230,12 @@ class TuningJob:
         return self._records.claim(stack, done=done, failed=self._failure_of, say=progress.say, is_apart=is_apart)
 
     def _terms(self) -> JsonObject:
-        """Returns what distinguishes this sweep from others that might not fail."""
+        """Returns the properties of this sweep on which its failure may depend."""
         search = {} if self._search.tries_all else {"search": self._search.to_json()}
         return {"space": self._call.space, "limits": self._limits.deadlines(), **search}
 
     def _failure_of(self, about: JsonObject) -> TuningFailedError | None:
-        """Returns the failure of the job that tuned meanwhile, if it ran the same configs under the same limits."""
+        """Returns the failure of another job, if it ran the same configs under the same limits."""
         trials = left_trials(about, self._terms(), self._configs) if self._follows else None
         if trials is None or (self._search.tries_all and len(trials) != len(self._configs)):
             return None
@@ -253,7 +253,7 @@ class TuningJob:
     def _of_this_program(self, found: Mapping[int, Trial]) -> Mapping[int, Trial]:
         """Returns the trials of an interrupted sweep by config, if the best config still has the program of its trial.
 
-        If not, only their programs tell what they are worth, which workers find out as they lower each config.
+        Otherwise it leaves out trials with a program: workers look these up when they lower each config.
         """
         usable = [trial for trial in found.values() if trial.is_usable and trial.program]
         ours = None
@@ -273,7 +273,7 @@ class TuningJob:
         self._records.append(trial, reference=self._recall.reference, was_troubled=index in self._troubled)
 
     def _known_not_to_compile(self) -> dict[int, Trial]:
-        """Returns the trials of further configs that are known not to compile, and are not compiled again."""
+        """Returns the trials of further configs that are known not to compile, so that nobody compiles them again."""
         found = self._records.known_not_to_compile(self._configs, self._ledger.trials, start_over=self._start_over)
         self._not_compiling = set(found)
         if found:
@@ -286,9 +286,9 @@ class TuningJob:
         return found
 
     def _far_behind(self, estimates: Mapping[int, float]) -> dict[int, Trial]:
-        """Returns the trials of configs that a compile check has estimated far behind the best, and that need not run.
+        """Returns the trials of configs that need not run, because a compile check estimated them far behind the best.
 
-        Some always run, as the best may turn out to be wrong.
+        Those with the best estimates always run, because the very best may turn out to be wrong.
         """
         far = [] if self._start_over or not self._options.is_by_time else [*estimates.items()][_FIRST:]
         return {
@@ -308,7 +308,7 @@ class TuningJob:
             progress.step(trial)
 
     def _sweep(self, progress: Progress) -> Swept:
-        """Runs the configs that have no trial yet, and compares the fastest of all."""
+        """Runs the configs without a trial, and compares the fastest of all."""
         trials = self._ledger.trials
         left = {index: self._configs[index] for index in self._configs.listed() if index not in trials}
         progress.recall([trial for trial in trials.values() if trial.outcome is not Outcome.PRUNED])
@@ -320,7 +320,7 @@ class TuningJob:
         return self._run({index: left[index] for index in ordered}, last)
 
     def _sweep_by_search(self, progress: Progress) -> Swept:
-        """Runs the configs that the search asks, and compares the fastest of all."""
+        """Runs the configs that the search asks for, and compares the fastest of all."""
         keeps, trials = self._configs.keeps, self._ledger.trials
         self._ledger.keep({index: trial for index, trial in trials.items() if keeps(index)})
         self._troubled = self._records.troubled(self._configs)
@@ -355,10 +355,10 @@ class TuningJob:
         return swept
 
     def _run(self, configs: Mapping[int, Config], last: Collection[int], source: Searching | None = None) -> Swept:
-        """Runs configs, and those that a search asks after them."""
+        """Runs configs, and then those that a search asks for."""
         problem = self._request.problem
         if self._call.default_index in self._not_compiling:
-            problem = dataclasses.replace(problem, untuned=None)  # the defaults are not compiled again either
+            problem = dataclasses.replace(problem, untuned=None)  # nor are the defaults compiled again
         request = dataclasses.replace(
             self._request,
             problem=problem,
@@ -375,7 +375,7 @@ class TuningJob:
         return SearchLimits.of(self._options, self._now.settings).resolved(self._configs)
 
     def _may_go_on(self) -> bool:
-        """Returns whether an earlier search was ended by a budget that is not spent by now."""
+        """Returns whether an earlier search ended by a budget and more budget is left now."""
         if self._records.directory is None or self._search.tries_all:
             return False
         known = self._tuning.layers.saved(self._keyed, self._now)
@@ -385,7 +385,7 @@ class TuningJob:
         return searched.stopped in (MAX_TRIALS, TIME_BUDGET) and is_left
 
     def _all_trials(self) -> tuple[Trial, ...]:
-        """Returns the trials: of all configs in their order, or of those that a search asked."""
+        """Returns the trials of all configs in order, or of the configs that a search asked for."""
         trials = self._ledger.trials
         if self._search.tries_all:
             return tuple(trials[index] for index in range(len(self._configs)))
@@ -409,7 +409,7 @@ class TuningJob:
         default, known = self._call.default_index, {**self._ledger.trials, **swept.retimed}
         if swept.untuned is not None and finals.default_among(self._ledger.trials, default) == UNTUNED:
             known[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
-        judges = self._options.judges_outputs  # if nothing does, the defaults may compute something else
+        judges = self._options.judges_outputs  # without a judge, the defaults may compute something else
         settled, (winner, *level) = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
         self._ledger.keep({index: trial for index, trial in settled.items() if index != UNTUNED})
         trials = self._all_trials()
@@ -420,7 +420,7 @@ class TuningJob:
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
         findings = findings_now(self._call, Findings.of(best, defaults), trials, self._searched())
-        if defaults is not None and defaults.outcome is Outcome.OK:  # and not ruled out by a sample or two
+        if defaults is not None and defaults.outcome is Outcome.OK:  # not ruled out after a sample or two
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
             findings = dataclasses.replace(findings, speedup_interval=interval)
         is_here = place_of(self._now.settings).is_here
@@ -433,7 +433,7 @@ class TuningJob:
             told += f", and the defaults ended as {own.outcome}"
         progress.conclude(best.config, told, saved=self._records.saved)
         executable = None
-        if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
+        if self._keyed.axes is None:  # otherwise the executable takes the arrays of all shards
             self._tuning.seeds.add(swept.compiled.get(winner, {}))
             executable = swept.executables.get(winner)
         return call_result(
@@ -448,7 +448,7 @@ class TuningJob:
         )
 
     def _error(self, swept: Swept) -> Exception:
-        """Returns the error where every config failed; jobs that wait now get it, too, and later ones tune again."""
+        """Returns the error if every config failed. Waiting jobs also get it; later jobs tune again."""
         failure = self._failure(self._all_trials())
         ran = [trial for index, trial in self._ledger.trials.items() if index not in self._not_compiling]
         if (error := callers_error(self._call, ran, only_there=None if swept.is_traced else failure)) is not None:
@@ -460,7 +460,7 @@ class TuningJob:
     def _log_winner(
         self, best: Trial, tie: Sequence[Config], usable: Sequence[Trial], *, tried: int, is_untuned: bool
     ) -> None:
-        """Logs the winner of a sweep, and warns where no config won or times scattered far above the usual."""
+        """Logs the winner of a sweep, and warns if no config won or the times scattered far more than usual."""
         if is_untuned:
             shown_best = format_config(best.config)
             _logger.warning(
@@ -484,7 +484,7 @@ class TuningJob:
             )
 
     def _keep_best(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Has the calls of this process use the best config so far, if its user interrupted the sweep."""
+        """Makes this process's calls use the best config so far, if its user interrupted the sweep."""
         trials = self._ledger.trials
         is_usable = any(trial.is_usable for trial in trials.values())
         if kind is not None and issubclass(kind, KeyboardInterrupt) and is_usable:
@@ -510,15 +510,15 @@ class TuningJob:
 def callers_error(
     call: BoundCall, trials: Iterable[Trial], *, only_there: TuningFailedError | None
 ) -> Exception | None:
-    """Returns the error that all configs ended with, if tracing the function with its defaults raises it here, too.
+    """Returns the error that ended all configs, if tracing the function with its defaults also raises it here.
 
-    It says nothing about other calls of the same key, such as those with a tuple for a list. Nothing is compiled or
-    run in this process, so that a function that is not jitted has no such error.
+    It says nothing about other calls of the same key, such as calls with a tuple instead of a list. This process
+    compiles and runs nothing, so it finds no error of a function that is not jitted.
 
     Args:
         call: the call.
-        trials: those of the configs that ran, and of any that `prune_fn` dropped.
-        only_there: the error where only workers raise it while they trace; None if one has traced a config.
+        trials: the trials of the configs that ran; trials dropped by `prune_fn` are ignored.
+        only_there: the error to return if only workers raise one during tracing; None if a worker traced a config.
     """
     from quarantune.worker.failures import describe_error  # cached calls do not need it
 
@@ -543,10 +543,10 @@ def callers_error(
 
 
 def check_outside(call: BoundCall) -> None:
-    """Raises in a worker, where tuning would start workers that tune, and so on."""
+    """Raises an error in a worker: tuning there would start workers that tune, and so on."""
     if in_sandbox():
         raise RuntimeError(
             f"{call.name}: a process that runs another config, or imports the module of a function to tune it, "
             f"was asked to tune: put calls of tune(), run() and compile_configs() in a module under "
-            f"`if __name__ == '__main__':` or into a function that the module does not call as it is imported"
+            f"`if __name__ == '__main__':` or into a function that the module does not call during its import"
         )

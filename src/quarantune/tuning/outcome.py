@@ -1,4 +1,4 @@
-"""The results of calls: a config with its findings as its user sees them, and as the entry that remembers them."""
+"""The results of calls: a config with its findings, for users and as a cache entry."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def call_result(
         keyed: the call.
         config: its best config.
         findings: the findings of the sweep.
-        trials: the trials of all configs; none for a result that was remembered.
-        finalists: the trials of the configs that were in the final.
+        trials: the trials of all configs; empty for a remembered result.
+        finalists: the trials of the configs in the final.
         tie: the configs that are as fast as the best.
-        from_cache: whether the result was remembered; `nearest` where that of a near call stands in.
-        executable: the executable of the best config, where there is one.
-        noise: as in `TuningResult`.
+        from_cache: whether it is a remembered result; `nearest` if it is the result of a similar call.
+        executable: the executable of the best config, if there is one.
+        noise: see `TuningResult`.
     """
     call = keyed.call
     is_unread = bool(from_cache) and call.has_unread_configs
@@ -74,9 +74,9 @@ def call_result(
 
 
 def _without_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """Returns a call with None for every argument that holds an array, so that only static ones are kept.
+    """Returns a call with None for every argument that holds an array, to keep only static arguments.
 
-    Such arguments are replaced as a whole, because their class may validate its contents.
+    None replaces the whole argument, because its class may validate its contents.
     """
 
     def emptied(arg: Any) -> Any:
@@ -86,12 +86,12 @@ def _without_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Argumen
 
 
 def _given(trials: Iterable[Trial]) -> tuple[Trial, ...]:
-    """Returns trials whose configs are as the author gave them."""
+    """Returns trials with their configs as the author gave them."""
     return tuple(dataclasses.replace(trial, config=as_given(trial.config)) for trial in trials)
 
 
 def findings_now(call: BoundCall, found: Findings, trials: Sequence[Trial], search: Searched) -> Findings:
-    """Returns the findings of a sweep that has just ended: with the date, and the commit of the user's repository."""
+    """Returns the findings of a sweep that has just ended, with the date and the commit of the user's repository."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     commit = commit_of(plain_function(call.function.fn))
     return dataclasses.replace(found, created=now, commit=commit, trials=count_outcomes(trials), search=search)
@@ -104,10 +104,10 @@ def entry_for(
 
     Args:
         keyed: the call.
-        config: the winner; the function's own defaults where these won, whether or not they are in the config space.
+        config: the winner. If the function's own defaults won, it may lie outside of the config space.
         findings: the findings of the sweep.
         search: the search that chose the configs.
-        program: the program that was measured, as `measured_program` returns it; None if there is not one.
+        program: the measured program, as returned by `measured_program`; None if unknown.
     """
     found = findings.to_json()
     return {
@@ -127,17 +127,17 @@ def entry_for(
 
 
 def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entry:
-    """Returns the one of two entries for one problem to keep.
+    """Chooses between the saved entry and a new one for the same problem.
 
-    That is the offered one, unless the present one comes from a more thorough search of the same space under the same
-    versions, and its config is as fast. An estimate never replaces a measured one. An entry for another program keeps
-    the result of the present one.
+    The new entry wins, unless the saved one comes from a more thorough search of the same space under the same versions
+    and its config is at least as fast. An estimate never replaces a measured entry. An entry for another program also
+    keeps the saved entry's result.
 
     Args:
         device: the kind of device.
         key: the key of the problem.
-        present: the entry that is saved.
-        offered: the entry to save.
+        present: the saved entry.
+        offered: the new entry.
     """
     is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint", "program"))
     then, now = Findings.from_json(present), Findings.from_json(offered)

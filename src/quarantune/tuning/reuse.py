@@ -30,10 +30,10 @@ class CompilationSeeds:
         self._by_program: dict[str, bytes] = {}
 
     def add(self, compiled: dict[str, bytes]) -> None:
-        """Seeds JAX's compilation cache with a worker's executable, now or, without such a cache, with the next call.
+        """Seeds JAX's compilation cache with a worker's executable, now or, for lack of a cache, at the next call.
 
         Args:
-            compiled: the contents by JAX's own key; or, by the program's identity, the executable as serialised by XLA.
+            compiled: the cache's contents by JAX's key, or XLA's serialised executable by the program's identity.
         """
         by_program = {key: value for key, value in compiled.items() if key.startswith(programs.PREFIX)}
         by_key = {key: value for key, value in compiled.items() if key not in by_program}
@@ -44,7 +44,7 @@ class CompilationSeeds:
 
     @contextlib.contextmanager
     def in_use(self, fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Seeds a compilation cache in memory for one call, where the process has none of its own.
+        """Seeds a compilation cache in memory for one call, if the process has no compilation cache.
 
         Args:
             fn: the function, jitted or not.
@@ -65,10 +65,10 @@ class CompilationSeeds:
 def _module_of(
     fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any], executables: Mapping[str, bytes]
 ) -> dict[str, bytes]:
-    """Returns the executable of a call, by the name of the module that JAX compiles for it; nothing if there is none.
+    """Returns the executable of a call, by the name of the module that JAX compiles for it; empty if unknown.
 
-    JAX may have another key for it here: a worker without the device compiled it, or with one of several, or with other
-    names for the parts of a class that was sent by value. The program's text tells whether it is the same.
+    JAX's key may differ here: the worker may have compiled it without the device, with one of several devices, or with
+    other names for the parts of a class that was sent by value. The program's text shows whether it is the same.
     """
     try:
         _, options = split_config(fn, config)

@@ -20,18 +20,18 @@ from quarantune.values.configs import Config, distinct
 from quarantune.values.trial import Outcome
 
 _MOST_NEIGHBOURS = 8
-"""How many winners of similar problems are tried first."""
+"""Most winners of similar problems to try first."""
 _MOST_FROM_JOURNAL = 8
-"""How many of the nearest problem's fastest configs are tried after them."""
+"""Most of the nearest problem's fastest configs to try after the winners of similar problems."""
 _UNLIKE = 4.0
-"""How far apart two different words or flags count, such as dtypes: as far as sizes that differ by a factor of 16."""
+"""Distance between two unequal words or flags (such as dtypes): the same as a factor of 16 between sizes."""
 
 
 def starts(call: KeyedCall, known: Layers, now: Situation) -> list[Config]:
-    """Returns configs to try first, those of the most similar problems first.
+    """Returns configs to try first.
 
-    First come those that won for this call with other code or configs: the best starts for a function that was edited
-    are its own earlier winners.
+    They begin with winners for this call with other code or configs, because an edited function's own earlier winners
+    are the best starts. Winners of other problems follow, the most similar problem first.
 
     Args:
         call: the call.
@@ -56,9 +56,9 @@ def starts(call: KeyedCall, known: Layers, now: Situation) -> list[Config]:
 
 
 def earlier_winners(call: KeyedCall, entries: Iterable[tuple[Store, CacheRecord]]) -> list[Config]:
-    """Returns the configs that won for a call with other code or configs, as far as they are still worth trying.
+    """Returns the configs that won for a call with other code or configs, in the order of the entries, each once.
 
-    They come in the order of the entries, each once, and only those in the call's config space.
+    It leaves out configs that are not in the call's config space any more, or that `prune_fn` drops.
     """
     here = decode_json(call.id.key)
 
@@ -73,7 +73,7 @@ def earlier_winners(call: KeyedCall, entries: Iterable[tuple[Store, CacheRecord]
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """Returns how different two described problems are: the sum of the differences of their sizes in powers of two."""
+    """Returns the distance of two described problems: the sum of the differences of their sizes in powers of two."""
     here, there = dict(leaves_of(ours)), dict(leaves_of(theirs))
     return sum(_apart(here.get(path), there.get(path)) for path in here.keys() | there.keys())
 
@@ -91,7 +91,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _fastest(journal: Journal, find: Callable[[Any], Config | None]) -> list[Config]:
-    """Returns the configs of a journal that were measured, the fastest first."""
+    """Returns the measured configs of a journal, the fastest first."""
     times: dict[str, tuple[float, Config]] = {}
     for trial in journal.trials():
         config = find(trial.config)

@@ -1,4 +1,4 @@
-"""Measures cached winners again, each against the function's own defaults, and says which of them are stale."""
+"""Measures cached winners again, each against the function's own defaults, and reports the stale ones."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _logger = logging.getLogger("quarantune")
 
 
 class Verdict(enum.StrEnum):
-    """What measuring a cached winner again has shown."""
+    """The result of measuring a cached winner again."""
 
     CURRENT = "current"
-    """It works, and is neither slower than the defaults nor has lost too much."""
+    """It works, is not slower than the defaults, and has not become too slow."""
     STALE = "stale"
-    """It fails, has lost too much, or the defaults are faster: tune again, or delete the entry."""
+    """It fails, has become too slow, or the defaults are faster: tune again, or delete the entry."""
     RETUNED = "retuned"
-    """It was stale, or only estimated, and another measurement of all configs has replaced it."""
+    """It was stale, or only estimated, and a new sweep has replaced it."""
     UNUSED = "unused"
-    """It was not measured, because no call finds it any more: the code or the list of configs has changed."""
+    """No call finds it any more, because the code or the list of configs has changed. It was not measured."""
     UNKNOWN = "unknown"
-    """It was not measured: the reason says why."""
+    """It could not be measured, for the reason given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,14 @@ class Verified:
     """One entry, measured again.
 
     Attributes:
-        key: its key.
-        verdict: what that has shown.
+        key: the entry's key.
+        verdict: the result of the measurement.
         reason: the verdict in words.
-        call: the call that it is for, as text.
-        config: its config, as the cache holds it.
-        time_ms: the time of its config now, in milliseconds; None if it was not measured or failed.
-        default_time_ms: the time of the function's own defaults now; None if that is not known.
-        saved_time_ms: its time when it was saved; None if that is not known, or it was not chosen by time.
+        call: the entry's call, as text.
+        config: the entry's config, as the cache holds it.
+        time_ms: the time of the config now, in milliseconds; None without a measurement, or after a failure.
+        default_time_ms: the time of the function's own defaults now; None if unknown.
+        saved_time_ms: the time in the entry; None if unknown, or if the objective was not time.
         changed: the versions that have changed since, as text; empty if none has.
     """
 
@@ -74,12 +74,12 @@ class Verified:
 
     @property
     def speedup(self) -> float | None:
-        """The time of the defaults now, divided by that of the config."""
+        """The time of the defaults now, divided by the time of the config."""
         return self.default_time_ms / self.time_ms if self.default_time_ms and self.time_ms else None
 
     @property
     def loss_percent(self) -> float | None:
-        """How much longer the config takes now than when it was saved, in percent of the time then."""
+        """How much longer the config takes now than when the cache saved it, in percent of the saved time."""
         return 100 * (self.time_ms / self.saved_time_ms - 1) if self.time_ms and self.saved_time_ms else None
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class Verified:
         return f"{self.verdict}: {self.key}: {self.reason}{changed}"
 
     def to_dict(self) -> JsonObject:
-        """Returns the entry as JSON holds it."""
+        """Returns the entry as JSON-able data."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "key"}
         rates = {"speedup": self.speedup, "loss_percent": self.loss_percent}
         return {**self.key._asdict(), **fields, "verdict": self.verdict.value, **rates}
@@ -134,18 +134,17 @@ def verify(
 
     Args:
         records: the entries.
-        functions: the functions that they are for; an entry of another function is `unknown`.
+        functions: the functions of the entries; an entry of another function is `unknown`.
         arguments: returns the arguments for an entry, or None to make them from its key.
         tune: tunes for a call of a function now.
-        complete: takes the key of a current entry that lacks its program, and the program as `measured_program` returns
-            it.
-        max_loss_percent: a winner that takes longer by more than that is stale; None for no such bound.
-        retune: whether all configs are measured again where a winner is stale, or was only estimated.
+        complete: takes the key of a current entry that lacks its program, and the result of `measured_program`.
+        max_loss_percent: a winner is stale if its time has grown by more than this; None for no bound.
+        retune: whether to measure all configs again if a winner is stale or was only estimated.
     """
     given, found = list(functions), []
     for record in records:
         named = [function for function in given if safe_name(function.name) == record.key.kernel_type]
-        # Of functions of one name, an entry is for those with its code, which may differ in their configs.
+        # Several functions may share a name: prefer those with the entry's code. These may still differ in configs.
         named.sort(key=lambda function: function.fingerprint.digest != _code_of(record.key))
         verdicts = [_verify(record, function, arguments) for function in named]
         verdicts.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
@@ -160,7 +159,7 @@ def verify(
 def _verify(
     record: CacheRecord, function: TunedFunction, arguments: Callable[[CacheKey], Arguments | None] | None
 ) -> Verified | tuple[KeyedCall, Config]:
-    """Returns the call and the config to measure, or the verdict if no call of the function as it is now finds it."""
+    """Returns the call and the config to measure, or a verdict if no call of the function finds the entry now."""
     fingerprint = function.fingerprint
     if _code_of(record.key) != fingerprint.digest:
         differences = fingerprint.differences(dict_or_empty(record.entry.get("fingerprint")))
@@ -200,7 +199,7 @@ def _measured(
     retune: bool,
     complete: Callable[[CacheKey, JsonObject], None],
 ) -> Verified:
-    """Measures one winner again, and all configs in its place where that is due and asked for."""
+    """Measures one winner again, and replaces it by a new sweep if that is due and `retune` is set."""
     call, default = keyed.call, keyed.call.own_defaults
     try:
         result = _swept(call, [config, *([default] if default not in (None, config) else [])], tune)
@@ -266,7 +265,7 @@ def _code_of(key: CacheKey) -> Any:
 def _verified(record: CacheRecord, verdict: Verdict, reason: str, **times: float | None) -> Verified:
     entry: Entry = record.entry
     found = Findings.from_json(entry)
-    saved = found.time_ms if ranked_by(found) == TIME else math.nan  # only then is more time a loss
+    saved = found.time_ms if ranked_by(found) == TIME else math.nan  # more time is a loss only if it chose the winner
     return Verified(
         key=record.key,
         verdict=verdict,

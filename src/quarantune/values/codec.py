@@ -1,10 +1,9 @@
-"""Turns frozen dataclasses and values of configs into JSON-able data and back, treating what does not fit as damage.
+"""Turns frozen dataclasses and values of configs into JSON-able data and back. Data that does not fit is damage.
 
-All data from outside of this process is read here: the frames of workers, and the records of files, of other machines
-and of other ranks. The reader trusts nothing in it, since a config may have written anything to its connection, and
-anybody to a shared directory. Every field is therefore checked against its annotation, down to the last element, before
-an object is made. In `Annotated[T, rule]`, the rule takes a value of type T and returns the one to use, or raises
-`ValueError`.
+This module reads all data from outside of this process: the frames of workers, and the records of files, of other
+machines and of other ranks. It trusts none of it: a config may have written anything to its connection, and anybody to
+a shared directory. So it checks every field against its annotation, down to the last element, before it makes an
+object. In `Annotated[T, rule]`, the rule takes a value of type T and returns the value to use, or raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -26,33 +25,33 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, Self
 from quarantune.host.process import without_collections
 
 JsonObject: TypeAlias = dict[str, Any]
-"""A JSON object, as decoded or ready to be encoded."""
+"""A JSON object, decoded or ready to encode."""
 _Message = TypeVar("_Message")
 _Check = Callable[[Any], Any]
 _KIND = "message"
 _UNCOLLECTED_BYTES = 1 << 18
-"""The garbage collector rests while a larger text is decoded."""
+"""Size of a text above which the garbage collector rests during decoding."""
 _DEEPEST_JSON = 100
 SHORTEST_MS = 1e-6
-"""No call takes less than a nanosecond."""
+"""Shortest plausible time of a call: a nanosecond."""
 LONGEST_MS = 1e8
-"""Longer samples are errors of the clock: a device clock has returned nearly 2^64 ns."""
+"""Bound above all plausible times. Longer samples are clock errors: a device clock has returned nearly 2^64 ns."""
 _PLAIN = frozenset({int, str, float, bool, type(None)})
-"""Most values of configs by far are of these types, and need no look at their fields."""
+"""Types of most values of configs, which have no fields to look at."""
 
 
 class DamageError(ValueError):
-    """Data from outside is damaged, or is not what was expected; the text says how."""
+    """Data from outside is damaged or unexpected; the text says how."""
 
 
 class Record:
     """The base of frozen dataclasses that files, other machines or other ranks hold as JSON.
 
-    Fields that a record does not have are left out, because another version may have written them. A field has
-    `metadata=IN_MEMORY` where the JSON does not hold it.
+    Reading ignores unknown fields, because another version may have written them. JSON does not hold a field that has
+    `metadata=IN_MEMORY`.
 
     Attributes:
-        IS_LENIENT: whether a field with a default takes it where its value does not fit; else that is damage.
+        IS_LENIENT: whether the default of a field replaces a malformed value; otherwise that is damage.
     """
 
     IS_LENIENT: ClassVar[bool] = False
@@ -66,7 +65,7 @@ class Record:
         """Returns the record that JSON data describes.
 
         Raises:
-            DamageError: it describes none.
+            DamageError: the data does not describe a record of this class.
         """
         return typing.cast("Self", _check_dataclass(cls, data))
 
@@ -78,7 +77,7 @@ def decode_json(content: str | bytes) -> Any:
     """Returns the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, holds NaN or infinity, or is nested more deeply than anything of ours is.
+        ValueError: the text is not JSON, holds NaN or infinity, or is nested too deeply.
     """
     with without_collections() if len(content) > _UNCOLLECTED_BYTES else contextlib.nullcontext():
         try:
@@ -90,7 +89,7 @@ def decode_json(content: str | bytes) -> Any:
 
 
 def _check_depth(value: Any) -> None:
-    # One comprehension for each depth: a cache of ten thousand entries holds a hundred thousand dicts.
+    # One comprehension for each depth, for speed: a cache of ten thousand entries holds a hundred thousand dicts.
     layer: list[Any] = [value] if type(value) in (dict, list) else []
     for _ in range(_DEEPEST_JSON + 1):
         layer = [
@@ -121,7 +120,7 @@ def within(least: float, most: float) -> Callable[[Any], Any]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Returns whether a value is a number, which flags are not."""
+    """Returns whether a value is a number. Booleans are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -131,7 +130,7 @@ def is_whole(value: object, least: int) -> TypeGuard[int]:
 
 
 def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
-    """Returns whether a value can be the time of one call in milliseconds; files may hold anything."""
+    """Returns whether a value, which may be anything, can be the time of one call in milliseconds."""
     # Compared without conversion: a huge integer does not fit a float.
     return is_number(time_ms) and SHORTEST_MS <= time_ms < LONGEST_MS
 
@@ -153,11 +152,11 @@ def decode(frame: object, *expected: type[_Message]) -> _Message:
     """Returns the message that a frame holds.
 
     Args:
-        frame: as parsed from JSON.
+        frame: the data parsed from JSON.
         expected: the classes that may arrive here.
 
     Raises:
-        DamageError: the frame is none of these messages, or a field has a value that its annotation forbids.
+        DamageError: the frame is not one of these messages, or a field has a value that its annotation forbids.
     """
     if not isinstance(frame, dict):
         raise DamageError(f"a frame holds a {type(frame).__name__}, not an object")
@@ -187,7 +186,7 @@ def _plain_fields(value: Any) -> JsonObject:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a field's value as JSON can hold it."""
+    """Returns the JSON form of a field's value."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, enum.Enum):
@@ -279,7 +278,7 @@ def one_of(*known: str) -> _Check:
 
     def check(value: Any) -> Any:
         if not isinstance(value, str) or value not in known:
-            raise DamageError(f"{value!r:.100} is none of {known}")
+            raise DamageError(f"{value!r:.100} is not one of {known}")
         return value
 
     return check
@@ -287,19 +286,19 @@ def one_of(*known: str) -> _Check:
 
 def _exactly(kind: type, value: Any) -> Any:
     if type(value) is not kind:
-        raise DamageError(f"{value!r:.100} is no {kind.__name__}")
+        raise DamageError(f"{value!r:.100} is not of type {kind.__name__}")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
-        raise DamageError(f"{value!r:.100} is no number")
+        raise DamageError(f"{value!r:.100} is not a number")
     try:
         number = float(value)
     except OverflowError:
         raise DamageError(f"{value!r:.30}... is beyond any float") from None
     if math.isnan(number):
-        raise DamageError("NaN is no number")
+        raise DamageError("NaN is not allowed")
     return number
 
 
@@ -307,24 +306,24 @@ def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
     try:
         return kind(value)
     except ValueError:
-        raise DamageError(f"{value!r:.100} is no {kind.__name__}") from None
+        raise DamageError(f"{value!r:.100} is not a member of {kind.__name__}") from None
 
 
 def _sequence(check_item: _Check, value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        raise DamageError(f"{value!r:.100} is no list")
+        raise DamageError(f"{value!r:.100} is not a list")
     return tuple([check_item(item) for item in value])
 
 
 def _row(checks: list[_Check], value: Any) -> tuple[Any, ...]:
     if not isinstance(value, list) or len(value) != len(checks):
-        raise DamageError(f"{value!r:.100} is no list of {len(checks)}")
+        raise DamageError(f"{value!r:.100} is not a list of {len(checks)}")
     return tuple([check_item(item) for check_item, item in zip(checks, value, strict=True)])
 
 
 def _mapping(check_item: _Check, value: Any) -> JsonObject:
     if not isinstance(value, dict):
-        raise DamageError(f"{value!r:.100} is no object")
+        raise DamageError(f"{value!r:.100} is not an object")
     return {key: check_item(item) for key, item in value.items()}
 
 
@@ -336,14 +335,14 @@ def _any_of(checks: list[_Check], hint: Any, value: Any) -> Any:
             return check_one(value)
         except ValueError:
             continue
-    raise DamageError(f"{value!r:.100} is no {hint}")
+    raise DamageError(f"{value!r:.100} is not of type {hint}")
 
 
-# --- values of configs: how they are held, written as JSON, and restored ---
+# --- values of configs: in memory, as JSON, and restored ---
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that cannot change, and therefore has a hash, which `jax.jit` needs of every static argument."""
+    """A dict that cannot change. It has a hash, which `jax.jit` needs of every static argument."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -367,7 +366,7 @@ def freeze(value: Any) -> Any:
 
 
 def frozen(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as JSON holds it with values that jit can hash."""
+    """Returns a config from JSON with values that jit can hash."""
     return {name: freeze(value) for name, value in config.items()}
 
 
@@ -377,9 +376,9 @@ def is_tagged(value: Any) -> bool:
 
 
 def dtype_name(value: Any) -> str | None:
-    """Returns the name of a dtype of numbers, also given as a type such as `jnp.bfloat16`; None for anything else."""
+    """Returns the name of a numeric dtype, or of a type such as `jnp.bfloat16`; None for anything else."""
     if (np := sys.modules.get("numpy")) is None:
-        return None  # there is no dtype without it, and reading a cache does not import it
+        return None  # no dtype can exist without NumPy, and reading a cache does not import it
     dtype = value
     if isinstance(value, type):
         dtype = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
@@ -400,7 +399,7 @@ def field_names(value: Any) -> list[str] | None:
 def tagged(value: Any) -> JsonObject:
     """Returns a dict in place of an enum's member, a dtype, a dataclass or a named tuple, with unchanged fields.
 
-    The type is given by its qualified name without the module: one file may be `__main__` here and a module there.
+    It names the type by its qualified name without the module: one file may be `__main__` here and a module there.
     """
     name = type(value).__qualname__
     if isinstance(value, enum.Enum):
@@ -411,7 +410,7 @@ def tagged(value: Any) -> JsonObject:
 
 
 def as_json(value: Any) -> Any:
-    """Returns a config, or one value of it, as JSON can hold it."""
+    """Returns the JSON form of a config, or of one of its values."""
     if type(value) in _PLAIN:
         return value
     if is_tagged(value):
@@ -422,15 +421,15 @@ def as_json(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Returns a text that is the same for equal configs, or values; 1 and True are not equal."""
+    """Returns a text that equal configs, or values, share; 1 and True are not equal."""
     return json.dumps(as_json(value), sort_keys=True, separators=(",", ":"))
 
 
 def equal(value: Any, other: Any) -> bool:
-    """Returns whether two configs, or values, are equal; 1, True and 1.0 differ, and an enum's member and its value."""
+    """Returns whether two configs, or values, are equal. 1, True and 1.0 differ, as do an enum's member and value."""
     try:
         return bool(value == other) and text_of(value) == text_of(other)
-    except TypeError:  # JSON cannot hold an argument that a caller gives in place of a config's value
+    except TypeError:  # JSON cannot hold an argument that a caller passes in place of a config's value
         return True
 
 
@@ -443,10 +442,10 @@ def originals(configs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a config with the values that it had before it went through JSON.
 
-    Nothing is imported or built by name: a file can only select one of the values that exist here already.
+    It imports and builds nothing by name: a file can only select one of the values that already exist here.
 
     Args:
-        config: the config as `as_json` returned it.
+        config: the result of `as_json`.
         originals: the values to restore, by their texts.
     """
     return {
@@ -465,18 +464,18 @@ def has_tag(value: Any) -> bool:
 # --- descriptions of values inside each other ---
 
 _DEEPEST, _LARGEST = 97, 1 << 22
-"""The most levels of a description, as `decode_json` refuses files with more, and parts, as more take minutes."""
+"""Most levels of a description, because `decode_json` refuses more, and most parts, because more take minutes."""
 
 
 class Around(NamedTuple):
-    """What is known while a value inside others is described.
+    """The surroundings of a value inside others, for describing it.
 
-    A value that has several places is described once. Else, a few lists that hold each other twice would take for ever.
+    It keeps descriptions, because a few lists that hold each other twice would otherwise take for ever.
 
     Attributes:
         outer: the identities of the values that hold it, outermost first.
-        known: values and their descriptions, by identity; None for a value inside itself, whose description depends on
-            what is around it.
+        known: values and their descriptions, by identity. None for a value inside itself, because its description
+            depends on the values around it.
     """
 
     outer: tuple[int, ...]
@@ -491,17 +490,17 @@ class Around(NamedTuple):
         return len(self.outer) - place
 
     def inside(self, value: Any) -> Around:
-        """Returns the same for the parts of a value."""
+        """Returns the surroundings of a value's parts."""
         return Around((*self.outer, id(value)), self.known)
 
     def keep(self, value: Any, described: Any) -> Any:
-        """Keeps a description, unless it depends on what is around the value; returns it."""
+        """Keeps a description, unless it depends on the values around; returns it."""
         self.known.setdefault(id(value), (value, described))
         return described
 
 
 def in_order(pairs: list[Any], text_of: Callable[[Any], str]) -> list[Any]:
-    """Returns described pairs in the order of their texts, of which those of the items may be very long."""
+    """Returns described pairs sorted by text. If all keys differ, it makes no texts of items, which may be long."""
     by_key = {text_of(pair[0]): pair for pair in pairs}
     return [by_key[text] for text in sorted(by_key)] if len(by_key) == len(pairs) else sorted(pairs, key=text_of)
 
@@ -509,7 +508,7 @@ def in_order(pairs: list[Any], text_of: Callable[[Any], str]) -> list[Any]:
 def bounded(described: Any, deepest: int = _DEEPEST) -> Any:
     """Returns a description, or a digest of it if it has too many levels, or too many parts for its text.
 
-    The text has a list as often as it has places, which may be far more often than it is looked at here.
+    The text repeats a list for each of its places. This function visits it once for each level.
 
     Args:
         described: the description.
@@ -535,7 +534,7 @@ def bounded(described: Any, deepest: int = _DEEPEST) -> Any:
 
 
 def _digest_of(described: Any, known: dict[int, Any]) -> Any:
-    """Returns a digest of a description of lists and dicts; any other as it is."""
+    """Returns a digest of a list or dict of descriptions; any other description unchanged."""
     if type(described) not in (list, dict):
         return described
     if id(described) not in known:
@@ -549,13 +548,13 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-# --- JSON as it is kept in files ---
+# --- JSON in files ---
 
 
 def canonical_json(value: Any) -> str:
     """Returns the canonical JSON text for a value: sorted keys, no whitespace, ASCII.
 
-    NumPy scalars count as the Python scalars they hold and tuples as lists; True is not 1, and 1 is not 1.0.
+    NumPy scalars count as the Python scalars they hold, and tuples as lists. True, 1 and 1.0 differ.
 
     Args:
         value: JSON-able data.
@@ -610,7 +609,7 @@ def _plain_key(key: Any) -> str:
 
 
 def _is_numpy_scalar(value: Any) -> bool:
-    # Where NumPy was never imported, the value cannot be a NumPy scalar, and importing NumPy here would take time.
+    # Without an import of NumPy, the value cannot be a NumPy scalar, and importing NumPy here would take time.
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
 

@@ -1,7 +1,7 @@
-"""Configs and their values: how they are checked, and shown to people.
+"""Configs and their values: checks, and text for people.
 
-A value is what JSON holds, or an enum's member, a dtype, a dataclass, a list or a dict of such values. Lists become
-tuples and dicts `FrozenDict`, so that jit can hash them.
+A value is a JSON value, an enum's member, a dtype, a dataclass, or a list or dict of these. Lists become tuples and
+dicts become `FrozenDict`, so that jit can hash them.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ Configs: TypeAlias = "Mapping[str, Any] | Iterable[Mapping[str, Any]]"
 MadeConfigs: TypeAlias = "Configs | Callable[..., Configs]"
 
 COMPILER_OPTIONS = "compiler_options"
-"""The key of a config that holds options for XLA, where the function has no parameter of that name."""
+"""The key of a config's options for XLA, unless the function has a parameter of that name."""
 MOST_CONFIGS = 1_000_000
-"""More are considered a mistake: an endless generator, or a grid of far too many values."""
+"""Most configs of a list or generator. More count as a mistake, such as an endless generator."""
 _MOST_NESTED = 32
 _MOST_BITS = 1000
-"""Integers of more bits do not fit a float; with over 4,300 digits they are no JSON for Python."""
+"""Most bits of an integer. Larger ones do not fit a float, and Python's JSON refuses over 4,300 digits."""
 BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-"""The kinds of parameters that may be tunable."""
+"""Kinds of parameters that may be tunable."""
 _NO_DEFAULT = object()
 
 
 NO_OPTIONS = FrozenDict()
-"""The compiler options of a config without any, where others have some."""
+"""The compiler options of a config that has none, while other configs have some."""
 
 
 def as_given(config: Mapping[str, Any]) -> Config:
-    """Returns a config without the options for XLA that it has only because others have some."""
+    """Returns a config without the placeholder `NO_OPTIONS`."""
     return {name: value for name, value in config.items() if value is not NO_OPTIONS}
 
 
-# --- what users give ---
+# --- configs from users ---
 
 
 def _of_numpy(name: str) -> Any:
-    """Returns a class of NumPy's; an empty tuple, for `isinstance`, where nobody has imported it."""
+    """Returns a class of NumPy; if nobody has imported NumPy, an empty tuple for `isinstance`."""
     return getattr(sys.modules.get("numpy"), name, ())
 
 
@@ -65,17 +65,17 @@ def distinct(configs: Iterable[Config]) -> list[Config]:
 def configs_made_by(
     configs_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, fn_name: str
 ) -> Any:
-    """Returns what a user's function makes for one call, not empty and otherwise unchecked.
+    """Returns the configs that a user's function makes for one call: not empty, otherwise unchecked.
 
     Args:
         configs_fn: returns or yields dicts, or returns a dict of lists.
-        args: the call's positional arguments, arrays as `jax.ShapeDtypeStruct`.
-        kwargs: its keyword arguments, likewise.
+        args: the call's positional arguments, with each array as a `jax.ShapeDtypeStruct`.
+        kwargs: the call's keyword arguments, with arrays in the same form.
         fn_name: the function being tuned, for error messages.
 
     Raises:
-        TypeError: it returned None.
-        ValueError: it made no config.
+        TypeError: `configs_fn` returned None.
+        ValueError: `configs_fn` made no config.
     """
     configs = configs_fn(*args, **kwargs)
     source = f"{fn_name}: {getattr(configs_fn, '__qualname__', configs_fn)}() "
@@ -99,14 +99,14 @@ def checked_values(name: Any, values: Any, *, fn_name: str) -> list[ConfigValue]
         fn_name: the function being tuned, for error messages.
 
     Raises:
-        TypeError: the name is none, or the values are no list of config values.
-        ValueError: there are no values.
+        TypeError: the name is not a string, or `values` is not a list of config values.
+        ValueError: `values` is empty.
     """
     key, where = _key(name, f"{fn_name}: configs"), f"{fn_name}: configs[{name!r}]"
-    # A set has no order of its own, and a string is one value, not a list of letters.
+    # Sets are unordered, and a string is one value, not a list of letters.
     if not isinstance(values, (list, tuple, range, _of_numpy("ndarray"))):
         raise TypeError(
-            f"{where} is {shown(values)}; in a dict of lists each value is the list of what to try, as in "
+            f"{where} is {shown(values)}; in a dict of lists each value is the list of values to try, as in "
             f"{{{key!r}: [{shown(values)}]}}."
         )
     if not len(values):
@@ -132,16 +132,16 @@ def checked_config(
     """Returns one config made of hashable values, with the function's defaults for the names that it lacks.
 
     Args:
-        raw: the config as the user gives it.
+        raw: the user's config.
         fn_name: the function being tuned, for error messages.
-        index: its position, for error messages.
-        names: the names of all tunables; None for those that it has.
-        parameters: the signature of the function being tuned, whose defaults stand for the keys that a config lacks;
-            None where every config must have all keys.
+        index: the config's position, for error messages.
+        names: the names of all tunables; None for the names in the config.
+        parameters: the signature of the function being tuned. Its defaults replace the keys that the config lacks.
+            None if every config must have all keys.
 
     Raises:
-        TypeError: it is no config, or holds something that is no config value.
-        ValueError: it lacks a name, or has another one.
+        TypeError: `raw` is not a config, or holds something other than a config value.
+        ValueError: `raw` lacks a name, or has an unknown one.
     """
     where = f"{fn_name}: configs[{index}]"
     if not isinstance(raw, Mapping):
@@ -166,7 +166,7 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
     if parameter is None or parameter.kind not in BY_KEYWORD:
         by_keyword = [item.name for item in parameters.parameters.values() if item.kind in BY_KEYWORD]
         raise TypeError(
-            f"{where} lacks {name!r}, which other configs have and which is no parameter with a default."
+            f"{where} lacks {name!r}, which other configs have and which is not a parameter with a default."
             f"{did_you_mean(name, by_keyword)} Give every config the same keys."
         )
     if parameter.default is inspect.Parameter.empty:
@@ -175,15 +175,15 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
 
 
 def check_classes(values: Iterable[ConfigValue], fn_name: str, classes: dict[str, type]) -> None:
-    """Checks that values of different classes have different texts, which hold only the name of a class.
+    """Checks that values of different classes have different texts. A text holds only the name of the class.
 
     Args:
         values: the values.
         fn_name: the function being tuned, for error messages.
-        classes: the classes of the values that were checked before, by their texts; those of these are added.
+        classes: the classes of values checked earlier, by text. This function adds the classes of the new values.
 
     Raises:
-        ValueError: two values of different classes have one text.
+        ValueError: two values of different classes have the same text.
     """
     for value in (value for value in values if is_tagged(value) and not dtype_name(value)):
         kind = type(value)
@@ -202,10 +202,10 @@ def _key(key: Any, where: str) -> str:
 
 
 def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
-    """Returns a config value, lists as tuples and dicts as `FrozenDict` so that jit can hash them.
+    """Checks a config value and returns it, with lists as tuples and dicts as `FrozenDict` so that jit can hash them.
 
     Args:
-        value: the given value.
+        value: the value.
         where: its path within the configs, for error messages.
         outer: the identities of the containers around it.
     """
@@ -222,10 +222,10 @@ def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
             raise TypeError(f"{where} has the key {shown(odd[0])}; keys are strings that do not begin with '$'.")
         return FrozenDict({key: _value(item, f"{where}[{key!r}]", inside) for key, item in value.items()})
     plain: Any = value.item() if isinstance(value, _of_numpy("generic")) else value
-    # Exact types: an instance of a subclass would come back from the cache as something else.
+    # Exact types: the cache would return an instance of a subclass as another type.
     if type(plain) not in (int, float, str, bool, type(None)):
         raise TypeError(
-            f"{where} is {shown(value)} of type {type(value).__name__}; config values are what JSON holds "
+            f"{where} is {shown(value)} of type {type(value).__name__}; config values are the types of JSON "
             "(int, float, str, bool, None), enums, dtypes, and lists, dicts and frozen dataclasses of them. Pass a "
             "name or a number instead, and look the object up inside the function."
         )
@@ -267,15 +267,15 @@ def check_parameters(
     """Checks that every tunable is a static keyword parameter with a default.
 
     Args:
-        configs: the configs, or a few in which every value occurs.
+        configs: the configs, or a few that contain every value.
         parameters: the signature of the function being tuned.
-        static_names: the parameters that `jax.jit` treats as static where they are given by keyword; None for a
-            function that is not jitted, which only has to take every tunable as a keyword argument.
+        static_names: the keyword parameters that `jax.jit` treats as static. None for a function that is not jitted,
+            which only has to take every tunable as a keyword argument.
         fn_name: the function's name, for error messages.
-        need_defaults: whether a jitted function is also called without a config, as a decorated one is.
+        need_defaults: whether calls of a jitted function may also lack a config, as calls of a decorated one do.
 
     Raises:
-        TypeError: a key is no parameter that can be passed by keyword, or has no default.
+        TypeError: a key does not name a keyword parameter, or the parameter has no default.
         ValueError: a key is not static.
     """
     items = parameters.parameters
@@ -289,17 +289,18 @@ def check_parameters(
         if key in items and key not in tunable:
             raise TypeError(
                 f"{fn_name}: config key {key!r} cannot be passed by keyword; make it an ordinary "
-                f"parameter, as in `def {fn_name}(..., *, {key}={shown(example)})`."
+                f"parameter, for example `def {fn_name}(..., *, {key}={shown(example)})`."
             )
         if key == COMPILER_OPTIONS and key not in tunable:
             raise TypeError(
                 f"{fn_name}: configs have {COMPILER_OPTIONS}, and {fn_name} is not jitted: put jax.jit on it, or "
-                f"make {COMPILER_OPTIONS!r} a parameter of {fn_name}, to do with it what it means there."
+                f"make {COMPILER_OPTIONS!r} a parameter of {fn_name} and apply it there."
             )
         if key not in tunable:
             raise TypeError(
-                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters}.{did_you_mean(key, tunable)} "
-                f"Add it to the function, as in `{key}={shown(example)}`, or take it out of the configs."
+                f"{fn_name}: config key {key!r} is not a parameter of {fn_name}{parameters}."
+                f"{did_you_mean(key, tunable)} Add it to the function, as in `{key}={shown(example)}`, or take it out "
+                "of the configs."
             )
     if static_names is None:
         return
@@ -315,7 +316,7 @@ def check_parameters(
         defaults = ", ".join(f"{key}={shown(examples[key])}" for key in required)
         raise TypeError(
             f"{fn_name}: config keys {required} have no default, so {fn_name} cannot be called without them; "
-            f"give them one, as in `def {fn_name}(..., {defaults})`."
+            f"give them one, for example `def {fn_name}(..., {defaults})`."
         )
 
 
@@ -323,24 +324,24 @@ def check_parameters(
 
 
 def format_config(config: Config) -> str:
-    """Returns a config on one line, as `BM=32 BN=64`."""
+    """Returns a config on one line, such as `BM=32 BN=64`."""
     return " ".join(f"{printable(name)}={format_value(value)}" for name, value in config.items())
 
 
 def format_value(value: object) -> str:
-    """Returns a config value as short text that any terminal can show, also of a value as JSON holds it."""
+    """Returns a config value, also one in its JSON form, as short text that any terminal can show."""
     if isinstance(value, enum.Enum):
         return printable(str(value.name or value.value))
     if isinstance(value, str):
         return printable(value)
     if (names := field_names(value)) is not None:
-        # Without the defaults of the class: only the others distinguish configs.
+        # Without fields that equal the class's default: only the others distinguish configs.
         shown = [name for name in names if getattr(value, name) != getattr(type(value), name, _NO_DEFAULT)]
         return f"({', '.join(f'{name}={format_value(getattr(value, name))}' for name in shown)})"
     match value:
         case list() | tuple():
             return f"[{','.join(map(_inner, value))}]"
-        case {"$enum": name, **fields} | {"$dtype": name, **fields} | {"$type": name, **fields}:  # as JSON holds them
+        case {"$enum": name, **fields} | {"$dtype": name, **fields} | {"$type": name, **fields}:  # the JSON form
             parts = ", ".join(f"{printable(str(key))}={format_value(item)}" for key, item in fields.items())
             return printable(str(name).rpartition(".")[2]) + (f"({parts})" if fields else "")
         case Mapping():
@@ -349,6 +350,6 @@ def format_value(value: object) -> str:
 
 
 def _inner(value: object) -> str:
-    """Returns a value inside another, as JSON writes it where it can."""
+    """Returns a value inside another: as JSON if it is plain, else as `format_value` writes it."""
     is_plain = value is None or type(value) in (bool, int, float, str)
     return json.dumps(value) if is_plain else format_value(value)

@@ -1,4 +1,4 @@
-"""A space of configs by their positions; configs are computed or read only as far as they are needed."""
+"""A space of configs by position, which computes or reads configs only when somebody needs them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from quarantune.values.configs import (
 from quarantune.values.texts import shown
 
 _ENUMERATED = 1000
-"""A larger grid is told from others by its lists of values, which are not combined for that."""
+"""Grid size above which the lists of values, not their combinations, distinguish one grid from others."""
 _MOST_COUNTED = 100_000
-"""Of a larger space, so many configs are looked at to find out whether more than a few are kept."""
+"""Most kept configs to look at when finding out whether the predicate keeps more than a few."""
 _MOST_REMEMBERED = 200_000
-"""The answers of the predicate that are remembered of a huge grid."""
+"""Most answers of the predicate to remember for a huge grid."""
 
 
 def grid(**lists: Iterable[Any]) -> list[Config]:
@@ -41,8 +41,8 @@ def grid(**lists: Iterable[Any]) -> list[Config]:
         **lists: the values of each tunable.
 
     Raises:
-        TypeError: something is no list of config values.
-        ValueError: there is no name, or a name without values.
+        TypeError: an argument is not a list of config values.
+        ValueError: there are no names, or a name has no values.
 
     Example:
         >>> grid(BM=[16, 32], fast=[True])
@@ -55,9 +55,9 @@ def expand(configs: Configs, *, fn_name: str, parameters: inspect.Signature | No
     """Returns the configs as a checked list: each once, in order, made of hashable values.
 
     Args:
-        configs: as for `Space`, and so are the other arguments and the exceptions.
+        configs: the configs, in a form that `Space` accepts. `Space` also documents the exceptions.
         fn_name: the function being tuned.
-        parameters: its signature.
+        parameters: its signature; None if every config must have all keys.
     """
     space = Space(configs, fn_name=fn_name, parameters=parameters)
     return [space.config_of(row) for row in space.codes(space.listed()).tolist()]
@@ -66,8 +66,8 @@ def expand(configs: Configs, *, fn_name: str, parameters: inspect.Signature | No
 class Space(Sequence[Config]):
     """The configs of one function by position, in the user's order, each once.
 
-    A list is kept as it is, a grid (a dict of lists) is computed position by position, and a generator is run only as
-    far as configs are needed. The predicate that drops configs is applied to those that are looked at, once to each.
+    The space stores a list, computes a grid (a dict of lists) position by position, and runs a generator only as far as
+    somebody needs configs. It asks the predicate that drops configs once for each config that somebody looks at.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class Space(Sequence[Config]):
         parameters: inspect.Signature | None = None,
         reads_all: bool = True,
     ) -> None:
-        """Checks the configs, of a generator the first few hundred.
+        """Checks the configs; only the first few hundred configs of a generator.
 
         Args:
             configs: dicts, or one dict of lists that stands for its full grid.
             fn_name: the function being tuned, for error messages.
-            parameters: the signature of the function being tuned, whose defaults stand for the keys that a config
-                lacks; None where every config must have all keys.
-            reads_all: whether a list is read to its end at once; otherwise it is read as a generator is.
+            parameters: the signature of the function being tuned. Its defaults replace the keys that a config lacks.
+                None if every config must have all keys.
+            reads_all: whether to read a list to its end at once; otherwise it is read like a generator.
 
         Raises:
-            TypeError: the configs are not of these forms, or hold something that is no config value.
-            ValueError: there are none, far too many, or their keys differ.
+            TypeError: the configs have another form, or hold something other than a config value.
+            ValueError: there are no configs or far too many, or their keys differ.
         """
         if isinstance(configs, Mapping):
             self._source: Grid | Listed = Grid(configs, fn_name)
@@ -109,7 +109,7 @@ class Space(Sequence[Config]):
 
     @classmethod
     def of(cls, configs: Any, *, fn_name: str, parameters: inspect.Signature | None) -> Space:
-        """Returns the space of configs that an author has listed, all of them checked; a space as it is."""
+        """Returns a space of configs and checks all of them; returns a space unchanged."""
         if isinstance(configs, Space):
             return configs
         space = cls(configs, fn_name=fn_name, parameters=parameters)
@@ -117,10 +117,10 @@ class Space(Sequence[Config]):
         return space
 
     def where(self, keep: Callable[[Config], bool] | None) -> Space:
-        """Returns the same space with another predicate; what a generator has yielded is known to both.
+        """Returns the same space with another predicate. Both share the configs that a generator has yielded.
 
         Args:
-            keep: False for a config that is not to be tried; None keeps all.
+            keep: returns False for a config to drop; None keeps all.
         """
         space = object.__new__(Space)
         space._source, space._keep, space._kept, space.dropped = self._source, keep, {}, 0
@@ -139,12 +139,12 @@ class Space(Sequence[Config]):
 
     @property
     def values(self) -> list[list[ConfigValue]]:
-        """The different values of each name, as far as the configs are known."""
+        """The different values of each name in the configs known so far."""
         return [values.listed for values in self._source.values]
 
     @property
     def size(self) -> int | None:
-        """The number of configs, dropped ones included; None for a generator that has not ended yet."""
+        """The number of configs, including dropped ones; None for a generator that has not ended yet."""
         return self._source.size
 
     @property
@@ -153,11 +153,11 @@ class Space(Sequence[Config]):
         return isinstance(self._source, Grid)
 
     def reach(self, count: int) -> int:
-        """Reads so many configs, if there are as many; returns how many are known."""
+        """Reads configs until `count` are known or none are left; returns how many are known."""
         return self._source.reach(count)
 
     def whole(self) -> int:
-        """Returns the number of configs, dropped ones included, after a generator has been run to its end.
+        """Runs a generator to its end, and returns the number of configs, including dropped ones.
 
         Raises:
             ValueError: the generator does not end.
@@ -165,9 +165,9 @@ class Space(Sequence[Config]):
         return self._source.reach(MOST_CONFIGS + 1)
 
     def has_more_than(self, count: int, *, besides: Collection[int] = ()) -> bool:
-        """Returns whether more than so many configs are kept, looking at no more of them than necessary.
+        """Returns whether the space keeps more than `count` configs, looking at no more of them than necessary.
 
-        It is assumed of a large space whose configs are nearly all dropped.
+        It looks at a limited number of kept configs, so a large `besides` can hide further ones.
 
         Args:
             count: the number.
@@ -178,7 +178,7 @@ class Space(Sequence[Config]):
         return next(itertools.islice(kept, count, None), None) is not None
 
     def positions(self) -> Iterator[int]:
-        """Yields the positions of the configs that are kept, in order."""
+        """Yields the positions of the kept configs, in order."""
         for position in itertools.count():
             if position >= self._source.reach(position + 1):
                 return
@@ -186,20 +186,20 @@ class Space(Sequence[Config]):
                 yield position
 
     def listed(self) -> range:
-        """Returns the positions of all configs, to do something with each.
+        """Returns the positions of all configs, for callers that visit each.
 
         Raises:
-            ValueError: there are too many for that.
+            ValueError: there are too many configs to visit.
         """
         if self.whole() > MOST_CONFIGS:
             raise ValueError(
-                f"{self._fn_name}: configs is a grid of {len(self):,} configs, of which at most {MOST_CONFIGS:,} are "
-                "all tried: let a search choose, as with search='surrogate', or set max_trials; or leave out values."
+                f"{self._fn_name}: configs is a grid of {len(self):,} configs; at most {MOST_CONFIGS:,} are all "
+                "tried: let a search choose, as with search='surrogate', or set max_trials; or leave out values."
             )
         return range(len(self))
 
     def __len__(self) -> int:
-        """Returns the number of configs, dropped ones included."""
+        """Returns the number of configs, including dropped ones."""
         return self.whole()
 
     @overload
@@ -207,7 +207,7 @@ class Space(Sequence[Config]):
     @overload
     def __getitem__(self, position: slice) -> list[Config]: ...
     def __getitem__(self, position: int | slice) -> Config | list[Config]:
-        """Returns the config at a position, or those of a slice."""
+        """Returns the config at a position, or the configs of a slice."""
         if isinstance(position, slice):
             return [self[at] for at in range(*position.indices(len(self)))]
         position += len(self) if position < 0 else 0
@@ -216,24 +216,24 @@ class Space(Sequence[Config]):
         return self.config_of(self._source.codes([position])[0].tolist())
 
     def config_of(self, row: Sequence[int]) -> Config:
-        """Returns the config with some codes, one for each name."""
+        """Returns the config with the given codes, one for each name."""
         columns = zip(self.names, self._source.values, row, strict=True)
         return {name: values.listed[code] for name, values, code in columns}
 
     def keeps(self, position: int) -> bool:
-        """Returns whether a config is kept; the predicate is asked once for each."""
+        """Returns whether the predicate keeps a config; it is asked once for each."""
         return self._keep is None or self._answer(position, self[position])
 
     def blamed(self, position: int) -> list[str]:
-        """Returns the names that the predicate looks at before it drops a config, in order; none where it is kept."""
+        """Returns the names that the predicate reads before it drops a config, in order; empty if it keeps it."""
         config = WatchedConfig(self[position])
         return [] if self._keep is None or self._answer(position, config) else config.looked_at or self.names
 
     def find(self, config: Any) -> int | None:
-        """Returns the position of a config, dropped or not; None where it is not in the space as far as known.
+        """Returns the position of a config, dropped or not; None if it is not among the configs known so far.
 
         Args:
-            config: the config, which may be encoded as JSON, and anything else.
+            config: a config, also one encoded as JSON. Any other value is not found.
         """
         if not isinstance(config, Mapping) or config.keys() != set(self.names):
             return None
@@ -241,7 +241,7 @@ class Space(Sequence[Config]):
         return None if None in row else self._source.find(np.array([row], np.int64))[0]
 
     def find_text(self, text: str) -> int | None:
-        """Returns the position of the config with a text, as `text_of` returns it; None where there is none."""
+        """Returns the position of the config with this `text_of`; None if the space lacks it."""
         self.whole()
         try:
             return self.find(decode_json(text))
@@ -249,20 +249,20 @@ class Space(Sequence[Config]):
             return None
 
     def codes(self, positions: Sequence[int]) -> Codes:
-        """Returns the configs at some positions as codes."""
+        """Returns the codes of the configs at some positions."""
         return self._source.codes(positions)
 
     def positions_of(self, codes: Codes) -> list[int]:
-        """Returns the positions of those codes that are configs of the space, dropped ones included."""
+        """Returns the positions of codes, leaving out codes that are not configs of the space."""
         return [position for position in self._source.find(codes) if position is not None]
 
     def examples(self) -> list[Config]:
-        """Returns a few configs in which every value occurs; not each of them is one of the space."""
+        """Returns a few configs that contain every value; some of them may not be in the space."""
         first, columns = self[0], zip(self.names, self.values, strict=True)
         examples = [first | {name: value} for name, values in columns for value in values]
         if isinstance(self._source, Listed) and self.size is None:
             self._source.is_plain = not originals(examples)
-            if not self._source.is_plain:  # there may be others, and workers have to know all of them
+            if not self._source.is_plain:  # later configs may hold other objects, and workers need all of them
                 self.whole()
                 return self.examples()
         return examples
@@ -270,7 +270,7 @@ class Space(Sequence[Config]):
     def texts(self) -> Iterable[str]:
         """Returns texts that distinguish this space from others, in no particular order.
 
-        They are those of the configs, as `text_of` returns them, or those of the values of each name in a large grid.
+        They are the `text_of` of each config or, for a large grid, the texts of each name's values.
         """
         texts = {name: list(map(text_of, values)) for name, values in zip(self.names, self.values, strict=True)}
         if self.is_grid and len(self) > _ENUMERATED:
@@ -281,7 +281,7 @@ class Space(Sequence[Config]):
         return ("{" + ",".join(part[code] for part, code in zip(parts, row, strict=True)) + "}" for row in rows)
 
     def _answer(self, position: int, config: Config) -> bool:
-        """Returns the predicate's answer, which is asked for where it is not known."""
+        """Returns the predicate's answer, and asks for it if it is unknown."""
         if (kept := self._kept.get(position)) is None:
             assert self._keep is not None
             kept = bool(self._keep(config))
@@ -292,14 +292,14 @@ class Space(Sequence[Config]):
 
 
 class WatchedConfig(dict[str, Any]):
-    """A dict that notes the keys whose values are looked at; C code that reads a dict directly is not noticed.
+    """A dict that notes which values are read. It does not notice C code that reads the dict directly.
 
     Attributes:
-        looked_at: the keys, in the order of the first looks at them.
+        looked_at: the keys whose values were read, in the order of the first reads.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Copies a config, at whose values nobody has looked."""
+        """Copies a config; no value counts as read."""
         super().__init__(config)
         self.looked_at: list[str] = []
 
@@ -308,12 +308,12 @@ class WatchedConfig(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Returns a value as a dict does."""
+        """Returns a value, as `dict.get` does."""
         self._note(key)
         return super().get(key, default)
 
     def __iter__(self) -> Any:
-        """Iterates over the keys; with this, `dict(config)` and `f(**config)` ask for the values one by one."""
+        """Iterates over the keys. This override makes `dict(config)` and `f(**config)` read the values one by one."""
         return super().__iter__()
 
     def _note(self, key: str) -> None:
@@ -336,12 +336,12 @@ for _name in ("items", "values", "copy", "pop", "popitem", "__eq__", "__ne__", "
 
 
 _MOST_IN_GRID = 2**62
-"""Positions in a grid are 64-bit integers."""
+"""Largest size of a grid: positions are 64-bit integers."""
 _FIRST = 301
-"""A generator yields so many configs before the first is tried: their keys are those of all, and `auto` counts them."""
+"""Configs to read from a generator before the first trial: they fix the keys of all, and `auto` counts them."""
 
 Codes = np.ndarray[tuple[int, int], np.dtype[np.int64]]
-"""A row for each config and a column for each name: the position of its value among the name's values."""
+"""A row for each config and a column for each name: the position of the config's value among the name's values."""
 _PLAIN = (int, str, bool, type(None))
 
 
@@ -360,14 +360,14 @@ class Values:
             self.add(value)
 
     def find(self, value: Any) -> int | None:
-        """Returns the position of a value, which may be encoded as JSON; None where it is not known."""
+        """Returns the position of a value, also one encoded as JSON; None if it is unknown."""
         try:
             return self.codes.get(identity(value))
         except (TypeError, ValueError):  # a function's default may be anything
             return None
 
     def add(self, value: ConfigValue) -> int:
-        """Returns the position of a value, which is added where it is not known."""
+        """Returns the position of a value, and adds an unknown value."""
         code = self.codes.setdefault(identity(value), len(self.listed))
         if code == len(self.listed):
             self.listed.append(value)
@@ -375,13 +375,13 @@ class Values:
 
 
 def identity(value: Any) -> Any:
-    """Returns a key that is the same for equal values only: as in a cache key, 1 and True differ, and 0.0 and -0.0."""
+    """Returns a key that only equal values share. Like a cache key, it differs for 1 and True, and for 0.0 and -0.0."""
     kind = type(value)
     return (kind, value) if kind in _PLAIN or (kind is float and value) else text_of(value)
 
 
 class Grid:
-    """All combinations of lists of values, the last name varying fastest; positions and values are computed."""
+    """All combinations of lists of values, the last name varying fastest. It computes configs and positions."""
 
     def __init__(self, lists: Mapping[str, Iterable[Any]], fn_name: str) -> None:
         if not lists:
@@ -397,14 +397,14 @@ class Grid:
             )
         self._sizes = np.array(sizes, np.int64)
         self._strides = np.array([math.prod(sizes[at + 1 :]) for at in range(len(sizes))], np.int64)
-        """How far apart two neighbouring values of each name are."""
+        """Distance in positions between neighbouring values of each name."""
 
     def reach(self, count: int) -> int:
-        """Makes sure that so many configs are known, if there are as many; returns how many are."""
+        """Returns the number of configs; a grid knows all of them."""
         return self.size
 
     def codes(self, positions: Sequence[int]) -> Codes:
-        """Returns the configs at some positions as codes."""
+        """Returns the codes of the configs at some positions."""
         return np.asarray(positions, np.int64)[:, None] // self._strides % self._sizes
 
     def find(self, codes: Codes) -> list[int | None]:
@@ -413,12 +413,12 @@ class Grid:
 
 
 class Listed:
-    """Configs that a list holds, or that a generator yields as they are needed; each counts once.
+    """The different configs of a list, or of a generator, which it reads when somebody needs configs.
 
-    They are kept as codes: a million configs take about 150 MB.
+    It stores them as codes: a million configs take about 150 MB.
 
     Attributes:
-        is_plain: whether a config that JSON alone cannot restore is refused from now on.
+        is_plain: whether to refuse further configs that JSON alone cannot restore.
     """
 
     def __init__(self, configs: Iterable[Any], fn_name: str, parameters: inspect.Signature | None) -> None:
@@ -426,7 +426,7 @@ class Listed:
         self._parameters = parameters
         self._rest: Any = iter(configs)
         first = list(itertools.islice(self._rest, _FIRST))
-        # In a list, any config may have a key that those before it lack.
+        # Any config of a list may have a key that earlier ones lack.
         known = configs if isinstance(configs, (list, tuple)) else first
         self.names = list(dict.fromkeys(key for config in known if isinstance(config, Mapping) for key in config))
         if not self.names:
@@ -444,26 +444,26 @@ class Listed:
 
     @property
     def size(self) -> int | None:
-        """The number of configs; None until all were read."""
+        """The number of configs; None until all are read."""
         return len(self._positions) if self._rest is None else None
 
     def reach(self, count: int) -> int:
-        """Reads configs until so many are known, or there are no more; returns how many are known."""
+        """Reads configs until `count` are known or none are left; returns how many are known."""
         while self._rest is not None and len(self._positions) < count:
             self._read(count - len(self._positions))
         return len(self._positions)
 
     def codes(self, positions: Sequence[int]) -> Codes:
-        """Returns the configs at some positions as codes."""
+        """Returns the codes of the configs at some positions."""
         table = np.frombuffer(self._rows, np.int32).reshape(-1, len(self.names))
         return table[np.asarray(positions, np.int64)].astype(np.int64)
 
     def find(self, codes: Codes) -> list[int | None]:
-        """Returns the position of each config; None for one that was not read."""
+        """Returns the position of each config; None if it was not read."""
         return [self._positions.get(row.tobytes()) for row in np.asarray(codes, np.int32)]
 
     def _read(self, most: int) -> None:
-        """Takes up to so many configs; nearly all consist of values that are known already."""
+        """Takes up to `most` configs. Nearly all consist of known values, so a fast path looks these up."""
         room = MOST_CONFIGS + 1 - self._pulled
         columns = [(name, values.codes) for name, values in zip(self.names, self.values, strict=True)]
         count = 0
@@ -482,19 +482,19 @@ class Listed:
         self._pulled += count
         if self._pulled > MOST_CONFIGS:
             raise ValueError(
-                f"{self._fn_name}: there are more than {MOST_CONFIGS:,} configs: a generator has to end, as with "
-                "itertools.islice(..., 1000); or give a dict of lists, which needs no list of all configs."
+                f"{self._fn_name}: there are more than {MOST_CONFIGS:,} configs: a generator has to end, for example "
+                "by itertools.islice(..., 1000); or give a dict of lists, which needs no list of all configs."
             )
         if count < min(most, room):
             self._rest = self._parameters = None
 
     def _checked(self, raw: Any, index: int) -> list[int]:
-        """Returns the codes of a config, which may hold anything."""
+        """Checks a config, which may hold anything, and returns its codes."""
         config = checked_config(raw, fn_name=self._fn_name, index=index, names=self.names, parameters=self._parameters)
         check_classes(config.values(), self._fn_name, self._classes)
         if self.is_plain and originals([config]):
             raise ValueError(
-                f"{self._fn_name}: configs[{index}] holds an object, as the first {_FIRST} do not ({shown(config)}): "
-                "yield a config with an object among these."
+                f"{self._fn_name}: configs[{index}] holds an object, but none of the first {_FIRST} does "
+                f"({shown(config)}): yield a config with an object among these."
             )
         return [values.add(config[name]) for name, values in zip(self.names, self.values, strict=True)]

@@ -20,17 +20,17 @@ _LARGEST_SIZE = 1e300
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a space and a sentence with the nearest known name; empty where none is near."""
+    """Returns a space and a sentence with the nearest known name; empty if none is near."""
     folded = {candidate.casefold(): candidate for candidate in known}
     close = difflib.get_close_matches(name.casefold(), folded, n=1)
     return f" Did you mean {folded[close[0]]!r}?" if close else ""
 
 
 def check_options(caller: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raises where a public function is given an option that it does not have.
+    """Checks that a public function has the options that its caller gives.
 
     Raises:
-        TypeError: there is no such option.
+        TypeError: the function lacks one of the options.
     """
     if unknown := [name for name in given if name not in known]:
         hint = did_you_mean(unknown[0], known)
@@ -38,7 +38,7 @@ def check_options(caller: str, given: Iterable[str], known: Collection[str]) -> 
 
 
 def shown(value: object) -> str:
-    """Returns the repr of a value a user gave, cut to a line's length."""
+    """Returns the repr of a user's value, cut to a line's length."""
     try:
         text = repr(value)
     except Exception as error:
@@ -48,12 +48,12 @@ def shown(value: object) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """Returns a text, or its beginning and three dots where it has more characters than `most`."""
+    """Returns a text, or its beginning and three dots if it has more characters than `most`."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error as one line."""
+    """Returns the first line of an error's message, or the name of its class if it has none."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -66,7 +66,7 @@ def printable(text: str) -> str:
 
 
 def columns(rows: Iterable[Sequence[str]], *, indent: str = "") -> Iterator[str]:
-    """Yields the lines of a table without rules, the last column as wide as it needs to be."""
+    """Yields the lines of a table, with columns padded to their widest cell."""
     listed = list(rows)
     widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
     for row in listed:
@@ -77,10 +77,10 @@ def columns(rows: Iterable[Sequence[str]], *, indent: str = "") -> Iterator[str]
 
 
 def call_text(values: Any) -> str:
-    """Returns the arguments of a call on one line, as `x f32[16], mode fast`.
+    """Returns the arguments of a call on one line, such as `x f32[16], mode fast`.
 
     Args:
-        values: the `key_values` of an entry; files may hold anything.
+        values: the `key_values` of an entry. Its file may hold anything.
     """
     if isinstance(values, Mapping) and not _is_array(values):
         return ", ".join(f"{printable(str(name))} {_text(value, 0)}" for name, value in values.items())
@@ -88,7 +88,7 @@ def call_text(values: Any) -> str:
 
 
 def call_size(values: Any, depth: int = 0) -> float:
-    """Returns the number of elements of all arrays in the description of a call, by which problems are sorted."""
+    """Returns the number of elements of all arrays in the description of a call, for sorting problems."""
     if depth > _DEEPEST:
         return 0.0
     if isinstance(values, Mapping):
@@ -114,5 +114,5 @@ def _text(value: Any, depth: int) -> str:
 
 
 def array_text(shape: Iterable[object], dtype: object) -> str:
-    """Returns the kind of an array on a few characters, as `f32[512,512]`."""
+    """Returns the kind of an array in a few characters, such as `f32[512,512]`."""
     return printable(f"{_SHORT.get(str(dtype), dtype)}[{','.join(map(str, shape))}]")

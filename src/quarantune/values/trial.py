@@ -1,4 +1,4 @@
-"""The record of a trial and the findings of a sweep, with the figures of compilers; the errors of public functions."""
+"""The record of a trial, the findings of a sweep, the figures of compilers, and the errors of public functions."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from quarantune.values.configs import Config
 from quarantune.values.texts import printable
 
 TIME, ENERGY = "time", "energy"
-"""The objectives that have names."""
+"""Objectives with a name."""
 UNTUNED = -1
-"""The index under which the function's own defaults run where they are not one of the configs."""
+"""Index of the function's own defaults if they are not one of the configs."""
 
 END, READY = "end", "ready"
-"""Reported like a phase: a trial is over; its config was compiled, and waits for its turn on a device."""
+"""Events reported like phases. `END`: the trial is over. `READY`: the config is compiled and waits for a device."""
 
 _LARGEST_NUMBER = 2**63
 ESTIMATED = "estimated"
-"""Instead of why a search ended: nothing was measured, and a compiler has estimated the configs."""
+"""Value of `Searched.stopped` if nothing was measured and a compiler estimated the configs."""
 _LONGEST_TEXT = 40
 _MOST_OBSERVED = 16
 SCORES = ("score", "default_score", "energy_mj")
-"""Fields of results and entries that there are only where the objective is not time."""
+"""Fields that results and entries have only if the objective is not time."""
 _Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
-"""A huge integer does not fit a float."""
+"""A count that a float can hold exactly."""
 
 
 class Outcome(enum.StrEnum):
-    """How one config ended; every config ends in exactly one of these."""
+    """How one config ended. Every config has exactly one outcome."""
 
     OK = "ok"
     SLOW = "slow"
@@ -59,7 +59,7 @@ class Outcome(enum.StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the config was tried and cannot be used."""
+        """Whether the config was tried and is unusable."""
         return self not in _NOT_FAILURES
 
 
@@ -87,23 +87,23 @@ class Route(enum.StrEnum):
     COMPILED_APART = "compiled_apart"
     """One worker compiled, the caller's own process measured."""
     IN_PROCESS = "in_process"
-    """No worker: the caller's own process, as the operator chose, or where the program cannot leave its process."""
+    """No worker: the caller's own process ran it, by the operator's choice or because the program cannot leave it."""
 
 
-# --- programs and the devices that they are compiled for ---
+# --- programs and their devices ---
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompileTarget:
-    """A device as processes know it that do not hold it, and compile for it.
+    """The description of a device for processes that compile for it without holding it.
 
     Attributes:
         platform: `cpu`, `cuda`, `rocm` or `tpu`.
         device_kind: JAX's name of the device.
         topology: the name of a TPU's topology; empty for other devices.
         config_text: XLA's description of a GPU; empty for other devices.
-        num_cores: the number of its cores; None where JAX does not know it.
-        estimates: whether the compiler is asked, too, how many cycles a program takes.
+        num_cores: the number of its cores; None if JAX does not know it.
+        estimates: whether the compiler also estimates the cycles of a program.
     """
 
     platform: str
@@ -116,11 +116,11 @@ class CompileTarget:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayKind:
-    """The kind of an array, as of a program's output, or as the command line names it.
+    """The kind of an array: a program's output, or an array that the command line names.
 
     Attributes:
         shape: its shape.
-        dtype: the name of its dtype, as NumPy calls it.
+        dtype: NumPy's name of its dtype.
     """
 
     shape: tuple[int, ...]
@@ -133,12 +133,12 @@ _Estimate: TypeAlias = Annotated[float, within(0, math.inf)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CycleEstimate(Record):
-    """What the TPU compiler expects a program to cost, by its static schedule.
+    """The cost of a program by the TPU compiler's static schedule.
 
     Attributes:
-        cycles: clock cycles of one core, of all operations one after another.
-        kernel_cycles: of these, those of Pallas kernels; None where the program has none.
-        moved_bytes: what the kernels' pipelines read and write in main memory.
+        cycles: clock cycles of one core for all operations, one after another.
+        kernel_cycles: the part of `cycles` that Pallas kernels take; None if the program has no Pallas kernel.
+        moved_bytes: bytes that the kernels' pipelines read and write in main memory.
     """
 
     cycles: _Estimate
@@ -148,26 +148,27 @@ class CycleEstimate(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilerFigures(Record):
-    """The compiler's figures about one program; None for those that it does not state.
+    """The compiler's figures about one program. None means that the compiler does not state the figure.
 
-    Compilers that do not hold a GPU state sizes only; the compiler for TPUs states all of them.
+    Compilers without a GPU state sizes only. The compiler for TPUs states all figures.
 
     Attributes:
         argument_bytes: device memory of the arguments.
         output_bytes: device memory of the output.
         temporary_bytes: device memory for intermediate arrays.
-        aliased_bytes: device memory of donated arguments that the output takes over, counted in both.
+        aliased_bytes: device memory of donated arguments that the output takes over; both figures include it.
         code_bytes: the size of the program.
         vmem_bytes: the most VMEM that a kernel of the program uses, on a TPU.
-        registers: the most registers that a thread of a kernel uses, in a compile check for an NVIDIA GPU, as the next.
-        spilled_bytes: the most that a thread of a kernel stores for lack of registers.
+        registers: the most registers that a thread of a kernel uses. A compile check for an NVIDIA GPU states this
+            figure and the next three.
+        spilled_bytes: the most bytes that a thread of a kernel stores for lack of registers.
         shared_bytes: the most shared memory that a block of a kernel uses.
         occupancy: the smallest share of a multiprocessor's warps that can run at a time, by a kernel's needs.
-        flops: floating-point operations of one call, by the compiler's estimate; None, too, where it does not count
-            all of them, as those of a kernel whose author does not state them, or of all turns of a loop.
-        moved_bytes: bytes that one call reads and writes in device memory, likewise.
-        estimate: what it expects the program to cost; None where that was not asked, or is not to be had.
-        no_estimate: why there is none, where it was asked for.
+        flops: floating-point operations of one call, by the compiler's estimate. None if it cannot count them all, for
+            example in a kernel whose author does not state them, or in a loop.
+        moved_bytes: bytes that one call reads and writes in device memory; None under the same conditions.
+        estimate: the expected cost of the program; None if nobody asked for it, or the compiler gave none.
+        no_estimate: the reason why a requested estimate is missing.
     """
 
     argument_bytes: _Bytes | None = None
@@ -186,12 +187,12 @@ class CompilerFigures(Record):
     no_estimate: str = ""
 
     def to_json(self) -> JsonObject:
-        """Returns those that are known as JSON-able data."""
+        """Returns the known figures as JSON-able data."""
         return {name: value for name, value in super().to_json().items() if value not in (None, "")}
 
     @property
     def device_bytes(self) -> int | None:
-        """Device memory of the arguments, the output and intermediate arrays together."""
+        """Device memory of the arguments, the output and intermediate arrays together; None if unknown."""
         argument, output, temporary = self.argument_bytes, self.output_bytes, self.temporary_bytes
         if argument is None or output is None or temporary is None:
             return None
@@ -199,13 +200,13 @@ class CompilerFigures(Record):
 
 
 NO_FIGURES = CompilerFigures()
-"""Those of a program whose figures are not known."""
+"""The figures of a program about which nothing is known."""
 
 
 def lowered_half(program: str) -> str:
-    """Returns the half of an identity that says all about a program: those that share it share a trial.
+    """Returns the half of an identity that describes the whole program: programs that share it share a trial.
 
-    It is empty if the identity has none; see `transport.programs.identity`.
+    It is empty if the program's text does not show the whole program; see `transport.programs.identity`.
     """
     return program.partition(".")[2]
 
@@ -232,45 +233,45 @@ Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Observed: TypeAlias = Annotated[Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]], _few_names]
-"""The figures of observers by name."""
+"""Figures of observers, by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
 _LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from")
-"""Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
+"""Fields that JSON holds only if they have a value, so that other trials look the same as in earlier versions."""
 
 
 UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
-"""Outcomes that a journal's trial does not settle: the config runs again."""
+"""Outcomes of a journal's trials that settle nothing: the config runs again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial(Record):
-    """The result of one config.
+    """The result of one config. None means unknown or not measured.
 
     Attributes:
         config: the config tried.
         outcome: how it ended.
-        phase: the phase it ended in; None where it never started.
-        time_ms: median time of one call in milliseconds; None unless measured.
+        phase: the phase it ended in; None if it never started.
+        time_ms: median time of one call in milliseconds.
         samples_ms: the samples behind the median, in milliseconds.
-        own_ms: the time by which finalists are ranked: that of the fastest sample without its waits for a CPU, or the
-            median of a device's own clock; None unless measured.
+        own_ms: the time in milliseconds that ranks finalists: the fastest sample without its waits for a CPU, or the
+            median of a device's own clock.
         compile_s: seconds spent tracing, lowering and compiling.
-        peak_memory_bytes: the largest host memory that its process was observed to hold.
-        message: the reason for the outcome, one sentence; empty where all went well.
+        peak_memory_bytes: the largest observed host memory of its process.
+        message: the reason for the outcome, one sentence; empty if all went well.
         log_tail: the last lines the trial wrote to stdout or stderr.
-        route: which processes ran it; None where it never started.
-        device: the device it was measured on, as `cuda:0`; empty where it was not measured.
-        clock: the clock that timed it: `device`, `queued` or `wall`; empty where it was not timed.
-        ended_s: when it ended, in seconds of Unix time; None where that was not noted.
-        figures: the compiler's figures about its program; None where it has none, or did not compile.
-        energy_mj: the energy that the GPU took for one call, in millijoules, by NVML's counter of its total energy;
-            None where that was not measured.
-        watts: the mean power of the GPU while that was measured; it may run slower then than when it is timed.
+        route: the processes that ran it; None if it never started.
+        device: the device that measured it, such as `cuda:0`; empty without a measurement.
+        clock: the clock that timed it: `device`, `queued` or `wall`; empty without a measurement.
+        ended_s: when it ended, in seconds of Unix time.
+        figures: the compiler's figures about its program; None also if it did not compile.
+        energy_mj: the energy of the GPU for one call, in millijoules, by NVML's counter of its total energy.
+        watts: the mean power of the GPU during the measurement of the energy. The GPU may run slower then than during
+            the measurement of the time.
         observed: the figures of other observers, by name.
-        score: what the author's objective made of it, less being better; None where that is time.
-        program: the identity of its program; empty if it was not lowered, or has none.
-        cheap_ms: the time of its program in milliseconds if that is compiled cheaply, which only ranks it; None if it
-            was not ranked. Its own time was not measured where only this one was.
+        score: the value of the author's objective, less being better; None if the objective is time.
+        program: the identity of its program; empty if lowering failed, or the program has no identity.
+        cheap_ms: the time in milliseconds of its cheaply compiled program, which only ranks it. If this is the only
+            time, nobody measured the fully compiled program.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
     """
 
@@ -303,18 +304,18 @@ class Trial(Record):
         return {name: value for name, value in data.items() if value not in (None, "") or name not in _LATER_FIELDS}
 
     def with_observed(self, figures: Mapping[str, float]) -> Self:
-        """Returns the trial with the figures of observers by name: its fields of that name, and else `observed`."""
+        """Returns the trial with observers' figures, in the fields of their names or else in `observed`."""
         others = {**self.observed, **figures}
         energy_mj, watts = others.pop("energy_mj", self.energy_mj), others.pop("watts", self.watts)
         return dataclasses.replace(self, energy_mj=energy_mj, watts=watts, observed=others)
 
     @property
     def device_memory_bytes(self) -> int | None:
-        """Device memory that its program takes: arguments, output and intermediate arrays; None where not known."""
+        """Device memory that its program takes: arguments, output and intermediate arrays; None if unknown."""
         return (self.figures or NO_FIGURES).device_bytes
 
     def without_times(self, outcome: Outcome, message: str, **changes: Any) -> Trial:
-        """Returns the trial with another outcome and without its times, which do not count.
+        """Returns the trial with another outcome and without its times.
 
         Args:
             outcome: the outcome.
@@ -326,25 +327,25 @@ class Trial(Record):
 
     @property
     def is_usable(self) -> bool:
-        """Whether its config worked and was timed, so that it may win."""
+        """Whether its config worked and has a time, so that it may win."""
         return self.outcome is Outcome.OK and self.time_ms is not None
 
     @property
     def is_ruled_out(self) -> bool:
-        """Whether its cheap time has shown that it cannot win, so that it was not compiled fully."""
+        """Whether its cheap time showed that it cannot win. It was not compiled fully."""
         return self.outcome is Outcome.SLOW and self.time_ms is None and self.cheap_ms is not None
 
     @property
     def merit(self) -> float | None:
-        """The figure by which finalists are chosen, less being better: the score, or a time in milliseconds.
+        """The figure for choosing finalists, less being better: the score, or a time in milliseconds.
 
-        Of a trial from an older version's journal, that is the median.
+        The time is the median for a trial from an older version's journal.
         """
         return next((each for each in (self.score, self.own_ms, self.time_ms) if each is not None), None)
 
     @property
     def figure(self) -> float | None:
-        """The figure by which the winner is chosen, less being better: the score, or the median time."""
+        """The figure for choosing the winner, less being better: the score, or the median time."""
         return self.time_ms if self.score is None else self.score
 
     @classmethod
@@ -352,16 +353,16 @@ class Trial(Record):
         """Returns the trial that `to_json` described, its config as JSON returns it.
 
         Raises:
-            DamageError: this describes no trial, or one with impossible times.
+            DamageError: the data does not describe a trial, or its times are impossible.
         """
         trial = super().from_json(data)
         if trial.outcome is Outcome.OK and trial.time_ms is None:
-            raise DamageError("it is ok, and has no time")
+            raise DamageError("its outcome is ok, but it has no time")
         return trial
 
 
 def ranked_by(found: Trial | Findings) -> str:
-    """Returns the kind of the figure by which a winner is chosen: `time`, `energy` or `objective`."""
+    """Returns the kind of figure for choosing a winner: `time`, `energy` or `objective`."""
     return TIME if found.score is None else ENERGY if found.score == found.energy_mj else "objective"
 
 
@@ -380,7 +381,7 @@ def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
 
 def _interval(ends: tuple[float, float]) -> tuple[float, float]:
     if not 0.0 <= ends[0] <= ends[1] < math.inf:
-        raise ValueError("it is no interval")
+        raise ValueError("it is not an interval")
     return ends
 
 
@@ -398,14 +399,14 @@ Counts: TypeAlias = Annotated[dict[str, int], _counts]
 
 @dataclasses.dataclass(frozen=True)
 class Searched(Record):
-    """How thoroughly a space was searched.
+    """How thoroughly a search covered a space.
 
     Attributes:
         stopped: why the search ended: `exhausted`, `no_gain`, `max_trials`, `time_budget` or `patience`; `estimated`
-            where there was none; empty where that is not known, as for results of earlier versions.
-        seen: how many configs were tried, or dropped by `prune_fn`.
+            if there was no search; empty if unknown, for results of earlier versions.
+        seen: how many configs the search tried, or `prune_fn` dropped.
         space_size: how many configs there are.
-        budget: the budget that ended it, as a number of trials or of seconds; None for another end.
+        budget: the budget that ended the search, in trials or seconds; None if it ended in another way.
     """
 
     IS_LENIENT = True
@@ -417,7 +418,7 @@ class Searched(Record):
 
     @property
     def thoroughness(self) -> float:
-        """The larger, the more thorough; a result of an earlier version comes from all configs."""
+        """A number that is larger for a more thorough search. A result of an earlier version comes from all configs."""
         if self.stopped == ESTIMATED:
             return 0.0
         is_whole = self.seen is None or self.seen == self.space_size
@@ -426,22 +427,23 @@ class Searched(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Findings(Record):
-    """The findings of a sweep; read from an entry, whose file may hold anything, those that are not known are left out.
+    """The result of a sweep as the cache saves it.
 
-    The times are those of one call in milliseconds, measured side by side.
+    Fields of an entry that are missing or malformed keep their defaults: None or empty means unknown, NaN an unknown
+    time. Times are for one call, in milliseconds, and come from measurements side by side.
 
     Attributes:
-        time_ms: the time of the best config; NaN where it is unknown.
-        default_time_ms: the time of the function's own defaults; None where it is unknown.
-        speedup_interval: the speed-ups that the noise of the two allows; None where it is unknown.
-        created: when it was saved, as ISO text; empty where that is not known.
-        commit: the commit of the user's repository; empty where that is not known.
+        time_ms: the time of the best config.
+        default_time_ms: the time of the function's own defaults.
+        speedup_interval: the speed-ups that the noise of the two allows.
+        created: when it was saved, as ISO text.
+        commit: the commit of the user's repository.
         trials: how many configs ended in each outcome.
         search: how thorough the search was.
-        baseline_ms: the time with every kernel's first config, where kernels were tuned in their context.
-        score: what the author's objective makes of the winner, less being better; None where that is time.
-        default_score: the same of the defaults; None where it is unknown.
-        energy_mj: the energy of one call with the winner, in millijoules; None where it was not measured.
+        baseline_ms: the time with every kernel's first config; None except for kernels tuned in their context.
+        score: the value of the author's objective for the winner, less being better; None if the objective is time.
+        default_score: the value of the objective for the defaults.
+        energy_mj: the energy of one call with the winner, in millijoules.
     """
 
     IS_LENIENT = True
@@ -464,7 +466,7 @@ class Findings(Record):
 
         Args:
             best: the trial of the winner.
-            default: the trial of the defaults, which is left out unless it is `ok`; None if there is none.
+            default: the trial of the defaults, ignored unless it is `ok`; None if they did not run.
             **fields: the further fields.
         """
         if default is not None and default.is_usable:
@@ -473,35 +475,35 @@ class Findings(Record):
 
     @property
     def figure(self) -> float:
-        """The figure by which the winner was chosen, less being better: the score, or the time."""
+        """The figure behind the choice of the winner, less being better: the score, or the time."""
         return self.time_ms if self.score is None else self.score
 
     @property
     def is_estimate(self) -> bool:
-        """Whether the config was never measured."""
+        """Whether the config is an estimate that nobody measured."""
         return self.search.stopped == ESTIMATED
 
     @property
     def speedup(self) -> float | None:
-        """The time of the defaults divided by that of the best config; None where one of them is unknown."""
+        """The time of the defaults divided by the time of the best config; None if one of them is unknown."""
         return self.default_time_ms / self.time_ms if self.default_time_ms and self.time_ms > 0 else None
 
     def text(self) -> str:
-        """Returns the times as text, as `2.02x faster than the defaults (0.0077 ms against 0.0155 ms)`."""
+        """Returns the times as text, such as `2.02x faster than the defaults (0.0077 ms against 0.0155 ms)`."""
         if not self.time_ms > 0:
             return "estimated, never measured" if self.is_estimate else "time not known"
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
             form = "{:.4g} mJ" if ranked_by(self) == ENERGY else "objective {:.4g}"
             best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
-        # Between a config and the defaults that are equally fast, the defaults win.
+        # The defaults win a tie with a config.
         if (self.time_ms, self.score) == (self.default_time_ms, self.default_score):
             return f"the defaults are best ({best}{more})"
         return f"{self.compared} ({best} against {against}{more})" if self.compared else f"{best}{more}"
 
     @property
     def compared(self) -> str:
-        """The gain in words, as `2.02x faster than the defaults`; empty where it is unknown."""
+        """The gain in words, such as `2.02x faster than the defaults`; empty if unknown."""
         if self.score is not None:
             what = ENERGY if ranked_by(self) == ENERGY else "of the objective"
             return "" if self.default_score is None else _compared(self.score, self.default_score, what)
@@ -519,12 +521,12 @@ def _compared(score: float, default: float, what: str) -> str:
 
 
 def ratio_text(ratio: float) -> str:
-    """Returns a ratio of times as text, as `2.02x` or `31.5x`."""
+    """Returns a ratio of times as text, such as `2.02x` or `31.5x`."""
     return f"{ratio:.2f}x" if 0.1 <= ratio < 9.995 else f"{ratio:.3g}x"
 
 
 def interval_text(interval: tuple[float, float] | None) -> str:
-    """Returns an interval of ratios as text, as `1.95x to 2.10x`; empty for None."""
+    """Returns an interval of ratios as text, such as `1.95x to 2.10x`; empty for None."""
     return "" if interval is None else " to ".join(map(ratio_text, interval))
 
 
@@ -554,19 +556,19 @@ class ReferenceFailedError(RuntimeError):
 
 
 class DifferentProgramError(RuntimeError):
-    """Workers trace another program than the caller, so that nothing that they find is true of the caller's."""
+    """Workers trace another program than the caller, so their findings do not apply to the caller's program."""
 
     def __init__(self, name: str, difference: str) -> None:
         super().__init__(
             f"{name}: workers run another program than this process: {difference}. A value that this program has set "
             f"is not set in workers, because the function's code does not name it: pass it to the function as an "
-            f"argument, or set it where the function's module is imported. To tune in this process instead, set "
+            f"argument, or set it when the function's module is imported. To tune in this process instead, set "
             f"QUARANTUNE_ISOLATION=none"
         )
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed: no worker could be started, or none stayed alive."""
+    """The sandbox itself failed: no worker started, or none stayed alive."""
 
 
 class EngineError(RuntimeError):
