@@ -206,8 +206,8 @@ def test_searches_are_compared_side_by_side() -> None:
     ("recorded", "options", "message"),
     [
         (7, {}, r"recorded is 7: give a path"),
-        ([7], {}, r"recorded holds 7, which is no quarantune.Trial"),
-        ([], {}, r"the list holds no trial that was measured"),
+        ([7], {}, r"recorded holds 7, which is not a quarantune.Trial"),
+        ([], {}, r"the list holds no measured trial"),
         (hopper_like(), {"search": "surrogat"}, r"Did you mean 'surrogate'\?"),
         (hopper_like(), {"search": ()}, r"search is empty"),
         (hopper_like(), {"search": [7]}, r"search holds 7: an object serves one run only"),
