@@ -229,9 +229,9 @@ def test_replays_of_nonsense_are_refused(recorded: Any, options: dict[str, Any],
 def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "space.json"
     for text, message in (
-        ("{", "is no JSON"),
-        ("{}", "is no T4 JSON.* no cache file of Kernel Tuner"),
-        ("[]", "is no T4 JSON.* no cache file of Kernel Tuner"),
+        ("{", "is not JSON"),
+        ("{}", "is neither T4 JSON.* nor a cache file of Kernel Tuner"),
+        ("[]", "is neither T4 JSON.* nor a cache file of Kernel Tuner"),
         ('{"tune_params_keys": ["BM"], "cache": {"0": {}}}', "is damaged"),
         ('{"tune_params_keys": ["BM"], "cache": [1]}', "is damaged"),
         ('{"tune_params_keys": ["BM"], "cache": {"0": {"BM": 1, "time": -1}}}', "is damaged.*the time of"),
