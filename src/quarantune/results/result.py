@@ -55,7 +55,7 @@ class TuningResult(PlainResult):
         energy_mj: the energy of one call with it, in millijoules.
         score: its value by the author's objective, less is better; None if the objective is time.
         tie: the configs that are as good as the best within the noise, without the best.
-        finalists: the trials of the final, which timed the best configs and the defaults in turn, with its samples.
+        finalists: the trials of the final, which timed the best configs and the defaults in turn, with the final's times.
         calls: the calls of `tune_for` that share the config; all times are weighted means over them.
         by: the figure that the config of `tune_for` minimizes: `total` or `worst`; empty for other results.
 
@@ -112,7 +112,7 @@ class TuningResult(PlainResult):
 
     @property
     def config_text(self) -> str:
-        """The best config as people read it."""
+        """The best config as readable text."""
         return format_config(self.best_config)
 
     @property
@@ -467,7 +467,7 @@ class ContextualResult(TuningResult):
 
     @property
     def config_text(self) -> str:
-        """The choices for all kernels as people read them."""
+        """The choices for all kernels as readable text."""
         return "; ".join(f"{name}: {text}" for name, text in self._together.items())
 
     @property
