@@ -189,7 +189,7 @@ class Contacts:
         return True
 
     def _drop(self, peer: _Peer) -> None:
-        """Ends a connection and stops its shard; an ended connection gets no order, which might still arrive."""
+        """Ends a connection and stops its shard. An ended connection gets no order: it might still arrive."""
         if peer.shard is not None and not peer.is_over:
             peer.say_proof("stop")
         peer.is_over = True

@@ -38,7 +38,10 @@ _APPEARS_S = 60.0
 _WAITING = 64
 """Least number of shards to keep waiting in the engine's queue; if more run, as many wait as run."""
 _UNSEEN, _UNSEEN_OF_SEARCH = 256, 2
-"""Most submitted shards until a machine reaches this process; more would let a search choose with less knowledge."""
+"""Most submitted shards until a machine reaches this process: with all configs known, and in a search.
+
+With more shards, a search would choose configs from less knowledge.
+"""
 _TICK_S = 0.1
 _GRACE_S = 30.0
 
@@ -296,7 +299,7 @@ class Shards:
             self._refuse(shard, end.error)
         elif end.kind:
             raise remote.ERRORS[end.kind](f"{end.error} (on {shard.host})")
-        elif end.end == remote.FAILED or shard.began is None:  # if unheard, no evidence against its configs
+        elif end.end == remote.FAILED or shard.began is None:  # unheard: no evidence against its configs
             self._repeat_failed(shard, f"on {shard.host}: {end.error or end.end}")
         else:
             self._repeat_dead(shard, " (past its deadline)" if end.end == remote.LATE else "")
@@ -442,7 +445,7 @@ class Shard:
         process: the machine and the process that it runs in; empty if unknown.
         began: when it began, by the monotonic clock; None if unknown.
         is_accepted: whether the machine has confirmed that it has the device.
-        running: the configs that its process has begun, including ended ones.
+        running: the configs that its process works on, and the ended ones.
     """
 
     indices: list[int]

@@ -55,7 +55,7 @@ class TuningResult(PlainResult):
         energy_mj: the energy of one call with it, in millijoules.
         score: its value by the author's objective, less is better; None if the objective is time.
         tie: the configs that are as good as the best within the noise, without the best.
-        finalists: the trials of the final, which timed the best configs and the defaults in turn, with the final's times.
+        finalists: the trials of the final, with its times; it timed the best configs and the defaults in turn.
         calls: the calls of `tune_for` that share the config; all times are weighted means over them.
         by: the figure that the config of `tune_for` minimizes: `total` or `worst`; empty for other results.
 
