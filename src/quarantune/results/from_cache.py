@@ -24,7 +24,7 @@ def cached_results(directory: Path, name: str, *, device: str | None = None) -> 
         device: the kind of device; None for all.
 
     Raises:
-        ValueError: the cache has no result for it; the message names the command that lists the cache.
+        ValueError: the cache has no result for it; the message helps to find the cached ones.
     """
     store = Store(directory, read_only=True)
     devices = None if device is None else [device]

@@ -435,7 +435,7 @@ class KernelChoice:
 class ContextualResult(TuningResult):
     """The result of tuning a function's kernels in their context.
 
-    `trials` holds every trial in order. Each of their configs maps the kernels to the configs that they used. All times
+    `trials` holds every trial in order. Each trial's config maps the kernels to the configs that they used. All times
     are times of the whole function.
 
     Attributes:
