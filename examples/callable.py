@@ -24,7 +24,7 @@ def nearest(points: np.ndarray, queries: np.ndarray, *, rows: int, formula: str)
 
 
 def one_by_one(points: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """Returns the same, computed for one query at a time, as the expected output."""
+    """Returns the expected output, computed for one query at a time."""
     return np.array([np.linalg.norm(points - query, axis=1).min() for query in queries], points.dtype)
 
 

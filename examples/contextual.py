@@ -1,6 +1,6 @@
 """Tunes two Pallas kernels, an RMSNorm and a matmul, by the time of the function that calls both.
 
-The best config of a kernel alone need not be the best beside another kernel, because kernels share the device's caches.
+The best config of a kernel alone need not be the best next to another kernel: kernels share the device's caches.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def main() -> None:
     result = layer.tune(x, scale, w, interpret=interpret)
     print(result.table())
 
-    out = layer(x, scale, w, interpret=interpret)  # the winners, without tuning again
+    out = layer(x, scale, w, interpret=interpret)  # runs the winners, without tuning again
     rms = jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True) + 1e-6)
     expected = x + jax.nn.silu(jnp.dot(x * rms * scale, w))
     error = jnp.max(jnp.abs(out - expected)) / jnp.max(jnp.abs(expected))

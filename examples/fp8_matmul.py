@@ -41,8 +41,8 @@ def reference(a, b, a_scale, b_scale, *, interpret: bool = False):
 SPACE = {"BM": [64, 128], "BN": [64, 128], "via": ["float8_e4m3fn", "float16"], "warps": [4, 8]}
 
 
-# The products are exact in float32; only their sums and the bfloat16 output are rounded, the output by up to 2**-8 of
-# its value. The tolerances allow for that rounding, and no element may exceed them.
+# The products are exact in float32. Only their sums and the bfloat16 output are rounded, the output by up to 2**-8 of
+# its value. The tolerances allow for this rounding, and no element may exceed them.
 @quarantune.autotune(SPACE, ref_fn=reference, rtol=2e-2, atol=1e-2, max_mismatched_ratio=0.0)
 @functools.partial(jax.jit, static_argnames=["interpret", *SPACE])
 def fp8_matmul(

@@ -68,7 +68,7 @@ def scribble() -> None:
 
 
 def leave_a_grandchild(name: str) -> None:
-    """Forks twice, which leaves a process in a session of its own that keeps every descriptor open."""
+    """Forks twice and leaves a process in a separate session, with every descriptor open."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -109,7 +109,7 @@ def starve_as_a_daemon() -> None:
 
 
 def share_with_a_pool() -> None:
-    """Reads 100 MB from eight forks that share it, which is allowed: shared pages count once."""
+    """Reads 100 MB from eight forks that share it. The memory limit allows that: shared pages count once."""
     data = bytes(100 << 20)
     children = [os.fork() or os._exit(data[-1]) for _ in range(8)]
     for child in children:
@@ -149,7 +149,7 @@ def kill_its_siblings() -> None:
         for sibling in map(int, (tasks / "children").read_text().split()):
             if sibling == os.getpid():
                 continue
-            with contextlib.suppress(ProcessLookupError):  # it may have ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # it may have ended
                 os.kill(sibling, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -161,7 +161,7 @@ def leak_threads() -> None:
 
 
 def bomb() -> None:
-    """Forks 64 processes that never end, half of them in sessions of their own."""
+    """Forks 64 processes that never end, half of them in separate sessions."""
     for number in range(64):
         if os.fork() == 0:
             if number % 2:
@@ -184,7 +184,7 @@ def deface_files() -> None:
 
 
 TRACING, RUNNING = "while JAX traces it", "while it runs"
-# For each mode: its action, the time of the action, and the outcomes that are right.
+# For each mode: its action, the time of the action, and the right outcomes.
 MODES = {
     "good": (None, "", {"ok"}),
     "slow": (None, "", {"ok", "slow"}),
@@ -257,7 +257,7 @@ def main() -> None:
     x = jnp.ones((256, 256))
     grandchild = f"left-{os.getpid()}"
 
-    # A worker with a GPU needs more memory and more time by itself.
+    # A worker with a GPU needs more memory and more time.
     own = {} if jax.default_backend() == "cpu" else {"memory_limit": "1.6GB", "compile_timeout": 4, "timeout": 6}
     with quarantune.settings(**own):
         result = kernel.tune(x, grandchild=grandchild)

@@ -1,10 +1,10 @@
 """Compares searches on recorded GPU spaces, without a device: how many trials until the best config is found?
 
     python examples/search_replay.py                                      # the recordings in examples/spaces
-    python examples/search_replay.py my.json.gz cache_dir/matmul.trials   # one's own, or other tuners'
+    python examples/search_replay.py my.json.gz cache_dir/matmul.trials   # your recordings, or other tuners'
 
-At the end, one table has a row for each recording. Those in `examples/spaces` were made on an NVIDIA H200 by
-`examples/benchmarks/record_spaces.py`.
+At the end, one table has a row for each recording. `examples/benchmarks/record_spaces.py` made the recordings in
+`examples/spaces` on an NVIDIA H200.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _ENDS = {
     "DeviceLimitsExceeded": (Outcome.ERROR, Phase.COMPILE),
     "ValidationFailed": (Outcome.WRONG, Phase.CHECK),
 }
-"""How a config ended, by the words of T4 JSON and of KTT."""
+"""The outcomes of configs, by the words of T4 JSON and KTT."""
 _CACHED_ENDS = {
     "CompilationFailedConfig": (Outcome.ERROR, Phase.COMPILE),
     "InvalidConfig": (Outcome.ERROR, Phase.COMPILE),
     "RuntimeFailedConfig": (Outcome.ERROR, Phase.MEASURE),
 }
-"""The same in a cache file of Kernel Tuner."""
+"""The outcomes of configs, by the words of Kernel Tuner's cache files."""
 
 
 def read(path: Path) -> list[Trial] | Path:
     """Returns the trials of another tuner's file, perhaps compressed; the path of any other recording.
 
     Args:
-        path: a file of T4 JSON, the output of KTT, or a cache file of Kernel Tuner; or what `quarantune.replay` reads.
+        path: a file of T4 JSON, the output of KTT, a cache file of Kernel Tuner, or any input of `quarantune.replay`.
 
     Raises:
-        ValueError: the file is damaged, or of another program.
+        ValueError: the file is damaged, or from another program.
         OSError: it cannot be read.
     """
     if not path.name.endswith((".json", ".json.gz")):
@@ -68,13 +68,13 @@ def read(path: Path) -> list[Trial] | Path:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be decompressed: {error}") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     try:
         if isinstance(about, dict) and (trials := _trials(about)) is not None:
             return trials
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-    raise ValueError(f"{path} is no T4 JSON, no output of KTT, and no cache file of Kernel Tuner")
+    raise ValueError(f"{path} is neither T4 JSON, nor output of KTT, nor a cache file of Kernel Tuner")
 
 
 def _trials(about: dict[str, Any]) -> list[Trial] | None:
@@ -83,7 +83,7 @@ def _trials(about: dict[str, Any]) -> list[Trial] | None:
         return [_cached_trial(row, names, objective) for row in about["cache"].values()]
     if "results" in about:
         unit = str((about.get("metadata") or {}).get("timeunit", ""))
-        # Those that break a constraint were never tried.
+        # Configs that break a constraint were never tried.
         return [_t4_trial(row, unit) for row in about["results"] if row["invalidity"] != "constraints"]
     if "Results" in about:
         unit = str((about.get("Metadata") or {}).get("TimeUnit", ""))
@@ -96,7 +96,7 @@ def _cached_trial(row: dict[str, Any], names: list[str], objective: str) -> Tria
     if not isinstance(value, (int, float)):
         outcome, phase = _CACHED_ENDS.get(value, (Outcome.ERROR, None))
         return Trial(config=config, outcome=outcome, phase=phase)
-    if value < 0 and objective != "time":  # a rate, which is negated because the smallest is the best
+    if value < 0 and objective != "time":  # a rate, negated because the smallest value is the best
         value = -1 / value
     if not 0 < value < math.inf:
         raise TypeError(f"the time of {config} is {value}")
@@ -124,10 +124,10 @@ def _trial(config: dict[str, Any], ended: str, value: Any, unit: str) -> Trial:
 def main() -> None:
     """Prints a table for each recording."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recorded", nargs="*", type=Path, help=f"recordings; without any, those in {SPACES}")
+    parser.add_argument("recorded", nargs="*", type=Path, help=f"recordings; by default all in {SPACES}")
     parser.add_argument("--search", help="names of searches, separated by commas")
     parser.add_argument("--seeds", type=int, default=20, help="runs of each search")
-    parser.add_argument("--batch", type=int, default=8, help="configs that are asked before they are told")
+    parser.add_argument("--batch", type=int, default=8, help="configs that a search is asked for at a time")
     parser.add_argument("--max-trials", type=int, default=400, help="trials of each run")
     options = parser.parse_args()
     recordings = options.recorded or sorted(SPACES.glob("*.json.gz"))

@@ -308,7 +308,7 @@ class Dying(ThreadPoolExecutor):
     ("error", "named"),
     [
         (KilledWorkerError("run-1"), "KilledWorkerError: run-1"),
-        (Exception(remote.STOPPED), "its process was told to stop"),
+        (Exception(remote.STOPPED), "its process was ordered to stop"),
         (Exception(remote.LATE), "on there: late"),
     ],
     ids=["killed", "stopped", "late"],

@@ -155,7 +155,7 @@ def test_defaults_far_behind_take_part_in_few_rounds_which_is_told() -> None:
     assert samples[40_000] <= 3 <= rounds
     assert result.speedup is not None
     assert result.speedup > 50
-    told = f"are far behind, so that they took part in {samples[40_000]} of the {rounds} rounds of the final"
+    told = f"are far behind, so they took part in {samples[40_000]} of the {rounds} rounds of the final"
     assert (told in result.table(width=200)) is (samples[40_000] < rounds)
 
 
@@ -236,7 +236,7 @@ def test_finalists_stand_on_top_of_a_table_and_configs_ruled_out_below() -> None
         ["4", "slow", ">", "2"],
         ["3", "ok", "2.2"],
     ]
-    assert "speed-up of *: 3.05x to 3.15x, as far as the noise of the final tells" in result.table(width=100)
+    assert "speed-up of *: 3.05x to 3.15x, within the noise of the final" in result.table(width=100)
     assert "* n=1 is the fastest; the next, n=2, takes 210% longer" in result.table(width=100)
     assert [row["speedup"] for row in result.to_dicts()] == [None, 1.0, 3.1, None]
 

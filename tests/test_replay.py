@@ -207,8 +207,8 @@ def test_searches_are_compared_side_by_side() -> None:
     ("recorded", "options", "message"),
     [
         (7, {}, r"recorded is 7: give a path"),
-        ([7], {}, r"recorded holds 7, which is no quarantune.Trial"),
-        ([], {}, r"the list holds no trial that was measured"),
+        ([7], {}, r"recorded holds 7, which is not a quarantune.Trial"),
+        ([], {}, r"the list holds no measured trial"),
         (hopper_like(), {"search": "surrogat"}, r"Did you mean 'surrogate'\?"),
         (hopper_like(), {"search": ()}, r"search is empty"),
         (hopper_like(), {"search": [7]}, r"search holds 7: an object serves one run only"),
@@ -230,9 +230,9 @@ def test_replays_of_nonsense_are_refused(recorded: Any, options: dict[str, Any],
 def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "space.json"
     for text, message in (
-        ("{", "is no JSON"),
-        ("{}", "is no T4 JSON.* no cache file of Kernel Tuner"),
-        ("[]", "is no T4 JSON.* no cache file of Kernel Tuner"),
+        ("{", "is not JSON"),
+        ("{}", "is neither T4 JSON.* nor a cache file of Kernel Tuner"),
+        ("[]", "is neither T4 JSON.* nor a cache file of Kernel Tuner"),
         ('{"tune_params_keys": ["BM"], "cache": {"0": {}}}', "is damaged"),
         ('{"tune_params_keys": ["BM"], "cache": [1]}', "is damaged"),
         ('{"tune_params_keys": ["BM"], "cache": {"0": {"BM": 1, "time": -1}}}', "is damaged.*the time of"),

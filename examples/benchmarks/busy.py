@@ -1,9 +1,9 @@
-"""Tunes again and again beside busy processes, and counts how often the choice was wrong.
+"""Tunes repeatedly next to busy processes, and counts the wrong choices.
 
     python examples/benchmarks/busy.py                    # 200 sweeps, two busy processes
     python examples/benchmarks/busy.py --space callable   # 20 sweeps of examples/callable.py, one busy process
 
-The true time of each config is measured before and after, while the machine is quiet. The exit code is 0 if no choice
+It measures the true time of each config before and after, while the machine is quiet. The exit code is 0 if no choice
 was wrong, 95% of the choices were within 3% of the best, and no config within 10% of the best was ruled out by a single
 sample.
 """
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import callable as plain  # examples/callable.py
 
 _WRONG = 0.10
-"""A choice is wrong if it is slower than the best by more than this share."""
+"""Share by which a choice must be slower than the best to be wrong."""
 _CLOSE = 0.03
 _WANTED = 0.95
 _ORACLE_ROUNDS = 200
@@ -131,7 +131,7 @@ def quiet_times_ms(space: Space) -> list[float]:
 
 def main() -> None:
     """Parses the command line, runs the sweeps and exits."""
-    parser = argparse.ArgumentParser(description="Tunes beside busy processes and counts wrong choices.")
+    parser = argparse.ArgumentParser(description="Tunes next to busy processes and counts wrong choices.")
     parser.add_argument("--space", choices=SPACES, default="iterations")
     parser.add_argument("--sweeps", type=int, help="how many sweeps; default: 200, callable: 20")
     parser.add_argument("--busy", type=int, help="how many busy processes; default: 2, callable: 1")
@@ -174,7 +174,7 @@ def compare(space: Space, sweeps: int | None, busy: int | None) -> bool:
             print(results[number].table(width=120))
     print("\n".join(by_one))
     print(
-        f"{sweeps} sweeps beside {busy} busy processes, {seconds:.2f} s each: {wrong} chose wrong, "
+        f"{sweeps} sweeps next to {busy} busy processes, {seconds:.2f} s each: {wrong} chose wrong, "
         f"{close} within {_CLOSE:.0%} of the best, {len(by_one)} good configs ruled out by one sample"
     )
     return wrong == 0 and close >= _WANTED * sweeps and not by_one

@@ -1,8 +1,8 @@
 """Shows that a wrong config never wins, and measures the cost of comparing every config with the defaults.
 
 Run it with `python examples/benchmarks/checks.py`; it uses a GPU if there is one. It fails if a wrong config wins or if
-the comparison costs too much. The fastest sweep of each kind counts, because other work, and the samples that its
-noise costs, only ever make a sweep longer.
+the comparison costs too much. The fastest sweep of each kind counts: other work, and the samples that
+its noise costs, only make sweeps longer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def example(name: str) -> Any:
 
 
 def covered(x, rows: int = 32):
-    """Returns the sine of x for all full blocks of `rows` rows; further rows stay zero."""
+    """Returns the sine of x for all full blocks of `rows` rows; the other rows stay zero."""
 
     def fill(block, out):
         part = jax.lax.dynamic_slice(x, (block * rows, 0), (rows, x.shape[1]))
@@ -51,7 +51,7 @@ def covered(x, rows: int = 32):
 
 
 def wrong_wins() -> int:
-    """Returns how often the config that leaves out a quarter of the rows wins."""
+    """Returns the number of wins of the config that leaves out a quarter of the rows."""
     tuned = quarantune.autotune({"rows": [32, 64, 192]}, rep=5)(jax.jit(covered, static_argnames=["rows"]))
     x = jnp.ones((256, 256))
     return sum(tuned.tune(x).best_config == {"rows": 192} for _ in range(REPEATS))
@@ -75,15 +75,15 @@ def costs(fn: Any, space: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def scaled(x, passes: int = 1, sign: int = 1):
-    """Scales x back and forth, so that all configs compute the same, in times that differ as those of kernels do."""
+    """Scales x back and forth: all configs compute the same, and their times differ like the times of kernels."""
     for _ in range(passes):
-        x = jax.lax.optimization_barrier(x * jnp.asarray(2.0 * sign, x.dtype))  # so that XLA drops and fuses nothing
+        x = jax.lax.optimization_barrier(x * jnp.asarray(2.0 * sign, x.dtype))  # keeps XLA from dropping and fusing
         x = jax.lax.optimization_barrier(x / jnp.asarray(2.0 * sign, x.dtype))
     return x
 
 
 def main() -> int:
-    """Prints the measurements, and returns how many bounds were exceeded."""
+    """Prints the measurements, and returns the number of exceeded bounds."""
     exceeded = 0
     wins = wrong_wins()
     print(f"a config that computes 192 rows of 256 lost {REPEATS - wins} of {REPEATS} times")

@@ -18,7 +18,7 @@ _OURS = "quarantune"
 _PEERS = {"tonno": "tonno", "tune-jax": "tune_jax"}
 """The name of each peer's distribution and of its module."""
 _ROUNDS, _QUICK_ROUNDS = 15, 6
-"""How often the configs close to the best are timed to find the best one."""
+"""Number of rounds that time the configs close to the best."""
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     options, contenders, machine = prepare(__doc__)
     platform = machine["platform"]
     if platform not in kernels.PROBLEMS:
-        sys.exit(f"there is no kernel for a {platform} here: give --platform cpu or --platform gpu")
+        sys.exit(f"these benchmarks have no kernel for a {platform}: give --platform cpu or --platform gpu")
     results: dict[str, Any] = {"machine": machine}
     problem = kernels.PROBLEMS[platform]
     for size in problem.quick_sizes if options.quick else problem.sizes:
@@ -85,7 +85,7 @@ def prepare(description: str | None) -> tuple[argparse.Namespace, list[str], dic
 
 def _parse_arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto", help="default: what JAX chooses")
+    parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto", help="default: JAX's choice")
     parser.add_argument("--repeat", type=_count, default=3, metavar="N", help="how often each tunes (default: 3)")
     parser.add_argument("--quick", action="store_true", help="small matrices, and fewer rounds to find the best config")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep every number there")

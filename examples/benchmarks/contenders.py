@@ -50,7 +50,7 @@ def with_tonno(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
 
 
 def with_tune_jax(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
-    """Tunes with tune-jax, which remembers its choice while the process lives."""
+    """Tunes with tune-jax, which keeps its choice for the life of the process."""
     tuned = importlib.import_module("tune_jax").tune(kernel, hyperparams=dict(space))
     return tuned, lambda *args: dict(tuned.optimal_hyperparams)
 
@@ -67,7 +67,7 @@ def sweep(*, contender: str, problem: str, size: int, is_first: bool) -> dict[st
         contender: the tuner's name.
         problem: the kernel's name.
         size: the problem's size.
-        is_first: whether this is the process's first sweep. Otherwise, one-time work is done before the clock starts:
+        is_first: whether this is the process's first sweep. If not, one-time work comes before the clock starts:
             the contender tunes something else, and JAX lowers a kernel like this one.
 
     Returns:

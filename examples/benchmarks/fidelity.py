@@ -1,7 +1,7 @@
 """Compares cheap compiles with full ones, on programs in plain JAX whose products XLA tunes on a GPU.
 
-Each set of compiler options has a process that compiles all configs of a program with it, so that no set finds kernels
-that another one has chosen. This process loads the executables and times them in turn.
+For each set of compiler options, a separate process compiles all configs of a program, so that no set finds kernels
+that another set has chosen. This process loads the executables and times them in turn.
 
     python examples/benchmarks/fidelity.py --out fidelity.json               # one NVIDIA GPU, about 8 minutes
     python examples/benchmarks/fidelity.py --platform cpu --small            # shows that it works
@@ -45,10 +45,10 @@ SETS: dict[str, dict[str, dict[str, Any]]] = {
         "quick llvm": {"xla_llvm_disable_expensive_passes": True},
     },
 }
-"""The compiler options of each set, by platform. `full` and `cheap` come first, and the others if there is time.
+"""The compiler options of each set, by platform. `full` and `cheap` come first, then the others if time is left.
 
 With jax 0.11.2, `cheap` makes the same programs for an H100 if `xla_gpu_enable_cublaslt`, `xla_gpu_cublas_fallback` or
-`xla_gpu_cudnn_gemm_fusion_level` is set as well.
+`xla_gpu_cudnn_gemm_fusion_level` is also set.
 """
 
 _LEAST_ROUNDS, _ROUNDS = 5, 15
@@ -132,7 +132,7 @@ class Compiler:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Lowers and compiles programs until there are no more questions."""
+    """Lowers and compiles programs until the last question."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print
     import jax
@@ -252,7 +252,7 @@ def arguments(recipe: Any, *, small: bool) -> Any:
 
 
 def load(file: str, *, is_deviceless: bool = False) -> Any:
-    """Returns the executable that a compiling process has written."""
+    """Returns the executable from a compiling process."""
     import jax
     from jax.experimental import serialize_executable
 
@@ -271,8 +271,7 @@ def time_in_turn(programs: Mapping[Any, Any], args: Any, *, until: float) -> dic
     Args:
         programs: the executables, which have run before.
         args: their arguments.
-        until: the time at which there are no more rounds than the least. A program that is so slow that even these
-            take longer gets fewer.
+        until: the time after which programs get only the fewest rounds. Programs too slow even for these get fewer.
     """
     began = time.monotonic()
     late = until + (until - began)
@@ -321,17 +320,17 @@ def distance_of() -> Any:
 
 @dataclasses.dataclass
 class Study:
-    """What is found out about one program.
+    """The findings about one program.
 
     Attributes:
         name: the program's name.
         configs: its configs.
         ms: for each set, the milliseconds of the configs that work, by index.
-        seconds: for each set, how long each config compiled, by index.
+        seconds: for each set, the compile time of each config, by index.
         rounds: for each set, wall and CPU seconds of compiling all configs, and seconds of lowering them.
         off_by: for each set, the distance of each output from the output of the first config, by index.
         errors: one line for each failure and each output that does not agree.
-        deviceless: how a compile without the device went.
+        deviceless: the outcome of a compile without the device.
     """
 
     name: str
@@ -451,7 +450,7 @@ _HEAD = (
 
 
 def rows(found: Study) -> Iterator[str]:
-    """Yields a row of the table for each set that is compared with the full compiles."""
+    """Yields a row of the table for each set compared with the full compiles."""
     full = found.ms.get(FULL, {})
     for name, cheap in found.ms.items():
         both = sorted(full.keys() & cheap.keys())
@@ -489,10 +488,10 @@ def _kind(platform: str) -> str:
 def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--small", action="store_true", help="small arguments, which show that all works")
+    parser.add_argument("--small", action="store_true", help="small arguments, to show that it works")
     parser.add_argument("--only", action="append", metavar="NAME", help="this program; may be repeated")
     parser.add_argument("--skip", action="append", default=[], metavar="NAME", help="not this program; may be repeated")
-    parser.add_argument("--sets", metavar="A,B", help="the sets of options that are compared with `full`")
+    parser.add_argument("--sets", metavar="A,B", help="the sets of options to compare with `full`")
     parser.add_argument("--deviceless", action="store_true", help="also compile one config of each without the device")
     parser.add_argument("--threads", type=int, default=min(14, len(os.sched_getaffinity(0))))
     parser.add_argument("--budget", type=float, default=480.0, metavar="S", help="seconds for all programs")
@@ -547,10 +546,10 @@ def _study_all(
     for place, name in enumerate(names):
         left_s = options.budget - (time.monotonic() - begin)
         if left_s < 15:
-            print(f"left out, as the time is over: {', '.join(names[place:])}", flush=True)
+            print(f"left out, because the time is over: {', '.join(names[place:])}", flush=True)
             break
         start = time.monotonic()
-        # Each program has its share of the time that is left; the further sets are the first to go.
+        # Each program has its share of the remaining time; the further sets are dropped first.
         few = left_s / (len(names) - place) < _FEW_SETS_S and not options.sets
         try:
             found = study(name, PROGRAMS[name], sets[:2] if few else sets, compilers, options)
@@ -569,11 +568,11 @@ def _study_all(
 
 
 _FEW_SETS_S = 13.0
-"""A program with less time than this is compiled fully and cheaply, and with no further set."""
+"""Seconds below which a program is compiled only fully and cheaply, with no further set."""
 
 
 def _describe(directory: Path) -> bool:
-    """Writes a description of the device for the compiling process that has none; False if that is impossible."""
+    """Writes a description of the device for the compiling process without it; returns whether it could."""
     import jax
 
     try:

@@ -23,7 +23,7 @@ class Recipe:
 
     Attributes:
         fn: the program; it takes the arguments and the tunables of a config as keywords.
-        shapes: returns the kinds of the arguments, small ones if asked.
+        shapes: returns the kinds of the arguments; small ones on request.
         configs: the configs.
         scale: the standard deviation of the arguments' elements.
         off_by: the largest distance between two outputs that agree, as a share of the output's norm.
@@ -53,14 +53,14 @@ def grid(**space: Sequence[Any]) -> list[Config]:
 
 
 def ways(*plain: str, **parted: Sequence[int]) -> list[Config]:
-    """Returns one config for each plain way, and one for each number of parts of the others."""
+    """Returns one config for each plain way, and for the other ways one for each number of parts."""
     return [{"way": way} for way in plain] + [
         {"way": way, "parts": parts} for way, counts in parted.items() for parts in counts
     ]
 
 
 def kinds(dtype: Any, large: Sequence[Sequence[int]], small: Sequence[Sequence[int]]) -> Callable[[bool], Any]:
-    """Returns a function that gives kinds of arrays of one dtype: large ones, or small ones if asked."""
+    """Returns a function that gives kinds of arrays of one dtype: large ones, or small ones on request."""
     return lambda is_small: tuple(
         jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype)) for shape in (small if is_small else large)
     )
@@ -113,7 +113,7 @@ def product(a: Any, b: Any, *, way: str = "whole", parts: int = 1, precision: An
 
 
 def transposed(a: Any, b: Any, *, way: str = "whole", parts: int = 1) -> Any:
-    """Multiplies two matrices that are both stored transposed."""
+    """Multiplies two matrices, both stored transposed."""
     return product(a.T, b.T, way=way, parts=parts)
 
 
@@ -308,7 +308,7 @@ def linear_attention(q: Any, k: Any, v: Any, *, chunk: int = 128, ahead: bool = 
 
 
 def library(name: str) -> Any:
-    """Returns a module; None if it cannot be imported, which an incompatible version may show by any exception."""
+    """Imports and returns a module; None if that fails: an incompatible version may raise any exception."""
     try:
         return importlib.import_module(name)
     except Exception:
@@ -433,7 +433,7 @@ def conv(x: Any, w: Any, *, way: str = "whole", parts: int = 1, groups: int = 1,
         case "blocks":  # for a stride as large as the window
             blocks = x.reshape(x.shape[0], x.shape[1] // height, height, x.shape[2] // width, width, x.shape[3])
             return jnp.einsum("nhiwjc,ijco->nhwo", blocks, w)
-        case "flat":  # for a window of one pixel, or one as large as the stride
+        case "flat":  # for a window of one pixel, or as large as the stride
             blocks = x.reshape(x.shape[0], x.shape[1] // height, height, x.shape[2] // width, width, x.shape[3])
             rows = blocks.transpose(0, 1, 3, 2, 4, 5).reshape(-1, math.prod(w.shape[:3]))
             return (rows @ w.reshape(rows.shape[1], -1)).reshape(*blocks.shape[:2], blocks.shape[3], -1)

@@ -1,8 +1,8 @@
-"""Replays the choice of configs to compile fully, on the times that fidelity.py has written.
+"""Replays the choice of configs to compile fully, on the times from fidelity.py.
 
     python examples/benchmarks/fidelity_replay.py examples/benchmarks/fidelity_h100.json.gz [--set cheap] [--at-once 4]
 
-For each program and margin it prints how many configs are compiled fully, and the regret: by how much the fastest of
+For each program and margin it prints the number of configs to compile fully, and the regret: by how much the fastest of
 them is slower than the fastest of all.
 """
 
@@ -26,7 +26,7 @@ class Replayed(NamedTuple):
     """One replay.
 
     Attributes:
-        taken: the indices of the configs that were compiled fully.
+        taken: the indices of the fully compiled configs.
         regret: by how much the fastest of them is slower than the fastest of all, as a share; None if none works.
         share: their share of the compile seconds of all full programs.
         paid: whether any config was ruled out.
@@ -42,10 +42,10 @@ def replay(configs: Sequence[Mapping[str, Any]], name: str, *, margin: float, at
     """Replays the choice among the configs of one program.
 
     Args:
-        configs: the program's configs as fidelity.py has written them.
+        configs: the program's configs from the file of fidelity.py.
         name: the set of compiler options that ranks them.
         margin: factor on the smallest ratio of full to cheap time.
-        at_once: how many configs are compiled at a time; they end in the order of their compile times.
+        at_once: the number of configs that compile at a time; they end in the order of their compile times.
     """
     full_ms = {index: config["ms"].get("full") for index, config in enumerate(configs)}
     full_s = {index: config["compile_s"].get("full") or 0.0 for index, config in enumerate(configs)}
@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--set", default="cheap", metavar="NAME", help="the compiler options that rank the configs")
-    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="how many configs are compiled at a time")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="configs that compile at a time")
     options = parser.parse_args()
     data = options.file.read_bytes()
     written = json.loads(gzip.decompress(data) if options.file.suffix == ".gz" else data)

@@ -1,7 +1,7 @@
 """Compares sweeps that rank configs by a cheap compile with sweeps that compile all of them fully, and with tonno.
 
-Each sweep is the first one of a fresh process, with caches of its own. The first full sweep is the oracle: if the two
-winners differ, other processes time both in turn.
+Each sweep is the first of a fresh process, with separate caches. The first full sweep is the oracle. If another sweep
+has another winner, other processes time both winners in turn.
 
     python examples/benchmarks/fidelity_sweeps.py --repeat 3 attention_24 mlp_18   # one NVIDIA GPU, about 4 minutes
     python examples/benchmarks/fidelity_sweeps.py                                  # all other programs
@@ -27,7 +27,7 @@ import jobs
 _ISSUE = {"attention_24": "attention", "mlp_18": "mlp"}
 """The programs of kernels.py by their names here."""
 _ORACLES = 3
-"""How many processes time two winners that differ."""
+"""Number of processes that time two different winners."""
 
 
 def _program(name: str) -> tuple[Any, list[dict[str, Any]], Any]:
@@ -80,7 +80,7 @@ def sweep(*, program: str, how: str) -> dict[str, Any]:
 
 
 def in_turn(*, program: str, configs: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the median milliseconds of configs that are timed in turn."""
+    """Times configs in turn, and returns their median milliseconds."""
     import jax
 
     fn, _, args = _program(program)
@@ -96,7 +96,7 @@ def _bound(fn: Any, config: dict[str, Any]) -> Any:
 
 
 def _compare(program: str, hows: Sequence[str], platform: str, oracle: dict[str, Any] | None) -> dict[str, Any]:
-    """Runs one sweep of each kind, and returns what they took and found; `oracle` is an earlier full sweep."""
+    """Runs one sweep of each kind, and returns their times and winners; `oracle` is an earlier full sweep."""
     found = {how: jobs.run("fidelity_sweeps", "sweep", platform=platform, program=program, how=how) for how in hows}
     best = (oracle or found["full"])["config"]
     found["regret"] = _regret(program, found["auto"]["config"], best, platform)
@@ -104,9 +104,9 @@ def _compare(program: str, hows: Sequence[str], platform: str, oracle: dict[str,
 
 
 def _regret(program: str, ours: dict[str, Any], best: dict[str, Any], platform: str) -> float:
-    """Returns by which share our winner is slower than another: the median of processes that compile them anew.
+    """Returns the share by which our winner is slower than another: the median of processes that compile both anew.
 
-    XLA times the kernels that it chooses among: a program that is compiled twice differed by 3% from itself.
+    XLA chooses kernels by their times: two compilations of one program differed by 3% in time.
     """
     if ours == best:
         return 0.0
@@ -134,7 +134,7 @@ def _row(program: str, rounds: Sequence[dict[str, Any]], hows: Sequence[str]) ->
 
 
 def main() -> None:
-    """Prints a row for each program as it is measured."""
+    """Measures the programs and prints a row for each."""
     from fidelity_programs import PROGRAMS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -159,7 +159,7 @@ def main() -> None:
             for _ in range(options.repeat):
                 if time.monotonic() - _BEGAN > options.budget:
                     break
-                # One full sweep suffices beside tonno.
+                # Next to tonno, one full sweep suffices.
                 now = [how for how in these if how != "full" or oracle is None or "tonno" not in these]
                 found = _compare(program, now, options.platform, oracle)
                 oracle = oracle or found["full"]

@@ -1,8 +1,8 @@
-"""Tunes on a fleet of fake machines, to see what a sweep over many machines costs the process that submits it.
+"""Tunes on a fleet of fake machines, to measure the cost of a sweep over many machines for the submitting process.
 
-The submitter is real: its claim, its journal, its shards, their connections, the finals. The fleet is one
-process that plays the engine and all of its workers; each has a connection of its own, sends the messages of a real
-shard at the times of a real one, and takes the next shard from the engine's queue. Only configs are not run.
+The submitter is real: its claim, its journal, its shards, their connections, the finals. The fleet is one process that
+plays the engine and all of its workers. Each worker has a separate connection, sends the messages of a real shard at
+the times of a real shard, and takes the next shard from the engine's queue. Only the configs do not run.
 
     python examples/benchmarks/fleet.py --workers 1000 --configs 100000
 """
@@ -39,7 +39,7 @@ _HEADER = struct.Struct("<QQ")
 _ROUNDS = 5
 _STEPS = ("compile", "check", "measure")
 _MOST_CPU_MS = 2.0
-"""The budget of the submitter, in milliseconds of CPU time for each config."""
+"""Budget of the submitter, in milliseconds of CPU time per config."""
 
 
 # --- the fleet's process ------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Fleet:
             worker.number, worker.task = self._queue.popleft()
             worker.at, worker.trials = 0, []
             now = time.monotonic()
-            if not worker.task["is_whole"]:  # before a final, workers have nothing to do
+            if not worker.task["is_whole"]:  # workers idle before a final
                 waits = self.idle_s if worker.idle_since else self.start_s
                 waits.append(now - (worker.idle_since or self._first_task or now))
             self._connect(worker)
@@ -218,7 +218,7 @@ class Fleet:
 
 
 def _proof(token: str, *said: str) -> str:
-    """Returns the proof of the last statement, as `quarantune.engine.contact` has it."""
+    """Returns the proof of the last statement, like `quarantune.engine.contact`."""
     *nonces, statement = said
     return hmac.new(token.encode(), json.dumps([statement, *nonces]).encode(), "sha256").hexdigest()
 
@@ -229,7 +229,7 @@ def time_of(index: int) -> float:
 
 
 def play(fd: int, workers: int, trial_s: float) -> None:
-    """Plays the fleet, and prints what it has seen."""
+    """Plays the fleet, and prints its measurements."""
     fleet = Fleet(socket.socket(fileno=fd), workers, trial_s)
     fleet.run()
     trips = fleet.round_trips_s or [0.0]
@@ -293,7 +293,7 @@ class FleetExecutor(Executor):
 
 
 def kernel(x: Any, a: int, b: int) -> Any:
-    """Stands for the function that is tuned; no machine of the fleet runs it."""
+    """Stands for the tuned function; no machine of the fleet runs it."""
     return x
 
 
@@ -302,16 +302,16 @@ class Report:
     """The cost of a sweep.
 
     Attributes:
-        configs: how many configs had a trial of their own.
+        configs: the number of different configs that had a trial.
         cpu_ms: the submitter's CPU time for each config, in milliseconds; of all its threads.
         wall_s: seconds.
-        growth_bytes: how much the submitter's memory grew for each config, from the first quarter of the trials on.
-        record_bytes: how much of that is the record of the trial itself, which the result holds.
+        growth_bytes: the growth of the submitter's memory per config, after the first quarter of the trials.
+        record_bytes: the part of this growth for the record of the trial itself, which the result holds.
         start_s: the longest time until a worker had its first shard, after the engine had one.
         idle_s: the longest time between two shards of a worker, before the final.
         round_trip_s: the median time of a message to the submitter and back.
-        longest_round_trip_s: the longest one.
-        shards: how many shards ran.
+        longest_round_trip_s: the longest such time.
+        shards: the number of shards that ran.
         is_best: whether the choice is the fastest config.
     """
 
@@ -333,8 +333,8 @@ def measure(workers: int, configs: int, trial_s: float) -> Report:
 
     Args:
         workers: the number of fake machines.
-        configs: the number of configs, of which a machine takes `trial_s` for each.
-        trial_s: seconds.
+        configs: the number of configs.
+        trial_s: seconds that each config takes a machine.
     """
     import quarantune
 
@@ -394,12 +394,12 @@ def cpu_s() -> float:
 
 
 def resident_bytes() -> int:
-    """Returns how much memory this process holds."""
+    """Returns the bytes of memory that this process holds."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> int:
-    """Prints the cost of a sweep; returns 1 where it is over the budget."""
+    """Prints the cost of a sweep; returns 1 if it exceeds the budget or the choice is not the fastest config."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1000, help="fake machines")
     parser.add_argument("--configs", type=int, default=100_000, help="configs of the space, in hundreds")

@@ -1,8 +1,7 @@
-"""Compares `auto` with trying all configs, on JAX's own kernels in spaces of which about half does not compile.
+"""Compares `auto` with trying all configs, on JAX's own kernels; about half of their configs do not compile.
 
-Each sweep has a fresh process, in which everything is imported and the arguments are on the device before the clock
-starts. Then another process sweeps over the winners alone, several times. It needs an NVIDIA GPU of compute capability
-9.0.
+Each sweep has a fresh process. Before the clock starts, all imports are done and the arguments are on the device. Then
+another process sweeps over the winners alone, several times. It needs an NVIDIA GPU of compute capability 9.0.
 """
 
 from __future__ import annotations

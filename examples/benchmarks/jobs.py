@@ -1,4 +1,4 @@
-"""Runs one job in a fresh process; this file is both the parent's and the child's side."""
+"""Runs one job in a fresh process; this file has the code of the parent and of the child."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def run(module: str, function: str, *, platform: str, **arguments: Any) -> Any:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a comparison; a job without which it cannot go on ends the program with one line."""
+    """Runs a comparison; if a necessary job fails, the program ends with one line."""
     try:
         main()
     except JobError as error:
-        sys.exit(f"the comparison cannot go on: {error}")
+        sys.exit(f"the comparison cannot continue: {error}")
 
 
 def _environment(platform: str, directory: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Compares the compile times of Triton and Mosaic kernels at several levels of optimisation; it needs no GPU.
 
-Each set of options has a process of its own, since JAX keeps what it has compiled for Mosaic.
+Each set of options has a separate process, because JAX keeps its compiled Mosaic kernels.
 
     JAX_PLATFORMS=cpu python examples/benchmarks/kernel_levels.py      # with the extra cuda-compile; about 2 minutes
 """
@@ -27,7 +27,7 @@ SETS: dict[str, dict[str, Any]] = {
 
 
 def compile_times(*, kernel: str, options: dict[str, Any]) -> list[float]:
-    """Returns the seconds that each config of a kernel took to compile, but for the first.
+    """Returns the compile time in seconds of each config of a kernel except the first.
 
     Args:
         kernel: `triton` or `mosaic`.

@@ -105,7 +105,7 @@ def step(x: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, r
         hidden = x
         for layer in layers:
             hidden = jax.nn.gelu(hidden @ layer)
-        summed = hidden.astype(jnp.float32)  # so that the gradients of all blocks are
+        summed = hidden.astype(jnp.float32)  # sums the gradients of all blocks in float32
 
         def of_rows(part: jax.Array) -> jax.Array:
             keys = summed.astype(hidden.dtype)
@@ -120,7 +120,7 @@ def step(x: jax.Array, a: jax.Array, b: jax.Array, c: jax.Array, d: jax.Array, r
 
 @functools.partial(jax.jit, static_argnames=["factor"])
 def trivial(a: jax.Array, b: jax.Array, factor: int = 1) -> jax.Array:
-    """Does next to nothing, so that only overhead is measured; each factor is another program."""
+    """Does next to nothing, to measure only overhead; each factor is another program."""
     return a + factor * b
 
 
@@ -130,12 +130,12 @@ class Problem:
 
     Attributes:
         kernel: a jitted function of matrices.
-        space: the values of each of its tunables; all their combinations are tried.
+        space: the values of each of its tunables; a sweep tries all combinations.
         dtype: of the matrices.
-        sizes: the sizes it is tuned for.
+        sizes: the problem sizes to tune for.
         quick_sizes: the same in quick mode.
         shapes: the shapes of the matrices for a size.
-        off_by: by how much of its largest element an output may differ from that of the default config.
+        off_by: the largest difference from the default config's output, as a share of the largest element.
         scale: the standard deviation of the matrices' elements.
     """
 
@@ -182,7 +182,7 @@ PROBLEMS = {
         sizes=(4096,),
         quick_sizes=(2048,),
         shapes=lambda size: [(size, 128)] * 3,
-        off_by=0.1,  # XLA rounds the logits of some of the programs to bfloat16, and not those of others
+        off_by=0.1,  # XLA rounds the logits to bfloat16 in some of the programs
     ),
     "mlp": Problem(
         kernel=mlp,

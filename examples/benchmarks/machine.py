@@ -35,7 +35,7 @@ def _processor() -> str:
 
 def _version(distribution: str) -> str:
     if distribution == quarantune.__name__:
-        return quarantune.__version__  # also known in a checkout that was not installed
+        return quarantune.__version__  # works in a checkout without installation
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

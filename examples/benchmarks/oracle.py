@@ -1,4 +1,4 @@
-"""Measures the true time of every config: all are compiled, then timed in turn, so that they share drift."""
+"""Measures the true time of every config: compiles all, then times them in turn, so that they share drift."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import kernels
 
 _ROUNDS = 3
-"""How often every config is timed."""
+"""Number of rounds that time every config."""
 _CLOSE = 2.0
-"""Configs up to this many times slower than the best are timed more often: only they can be mistaken for it."""
+"""Ratio to the best time up to which configs get more rounds: only these can be mistaken for the best."""
 _DEVICE_RUNS = 10
 _PLAUSIBLE_MS = 60_000
-"""The profiler's counter wraps now and then, which shows as a time of centuries."""
+"""Limit for times of the profiler: its counter wraps now and then, and then gives a time of centuries."""
 
 
 def exhaust(*, problem: str, size: int, rounds: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def exhaust(*, problem: str, size: int, rounds: int) -> dict[str, Any]:
     Args:
         problem: the problem's name.
         size: the problem's size.
-        rounds: how often the configs close to the best are timed.
+        rounds: the number of rounds for configs close to the best.
 
     Returns:
         `configs` and `times_ms`: for each config one value per round, or an empty list if the config does not work.

@@ -13,7 +13,7 @@ import kernels
 import quarantune
 
 _FEW, _MANY = 8, 40
-"""The numbers of configs of two sweeps; a config's cost is the slope between them, which leaves out one-time costs.
+"""The numbers of configs of two sweeps. A config's cost is the slope between them, without one-time costs.
 
 Their difference is the number of configs that one worker runs on an accelerator, so the cost includes a config's share
 of a worker's start.

@@ -1,4 +1,4 @@
-"""Compares the cost per config of a sweep of 1,000 trivial configs with that of a sweep of 100.
+"""Compares the cost per config of sweeps of 1,000 and of 100 trivial configs.
 
     python examples/benchmarks/scaling.py          # takes minutes
     python examples/benchmarks/scaling.py 20 200   # other numbers of configs

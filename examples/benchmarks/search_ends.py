@@ -1,7 +1,7 @@
-"""Replays `auto` on recorded spaces until it ends, without a device: after how many trials, and how near to the best?
+"""Replays `auto` on recorded spaces until it ends, without a device: after how many trials, how near to the best?
 
 python examples/benchmarks/search_ends.py                # the recordings in examples/spaces
-python examples/benchmarks/search_ends.py my.json.gz     # one's own, or those of Kernel Tuner and KTT
+python examples/benchmarks/search_ends.py my.json.gz     # your recordings, or Kernel Tuner's and KTT's
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _SPACES = _EXAMPLES / "spaces"
 
 
 def best_ms(trials: list[Trial]) -> float:
-    """Returns the best time among some trials."""
+    """Returns the best time of some trials."""
     return min(trial.merit or math.inf for trial in trials if trial.outcome is Outcome.OK)
 
 
 def ended(space: Space, recorded: dict[str, Trial], seed: int, batch: int) -> tuple[str, list[Trial]]:
-    """Returns why a search ended, and its trials."""
+    """Runs a search to its end; returns the reason for the end and the trials."""
     limits = SearchLimits.of(Options(seed=seed), Settings()).resolved(space)
     searching, trials = Searching(limits, space), []
     while taken := searching.take(batch):
@@ -46,9 +46,9 @@ def main() -> None:
     """Prints a row for each recording."""
     read = runpy.run_path(str(_EXAMPLES / "search_replay.py"))["read"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recorded", nargs="*", type=Path, help=f"recordings; without any, those in {_SPACES}")
+    parser.add_argument("recorded", nargs="*", type=Path, help=f"recordings; by default all in {_SPACES}")
     parser.add_argument("--seeds", type=int, default=20, help="searches of each recording")
-    parser.add_argument("--batch", type=int, default=8, help="configs that are asked before they are told")
+    parser.add_argument("--batch", type=int, default=8, help="configs that a search is asked for at a time")
     options = parser.parse_args()
     header = ["space", "configs", "fail", "trials, median and most", "ended", "within 0.5%", "within 1%", "worst"]
     for row in (header, ["---"] * len(header)):

@@ -19,7 +19,7 @@ def sweeps(runs: Runs, oracle: Mapping[str, Any], *, baseline: str) -> str:
     Args:
         runs: `sweep_s` and `config` of each run.
         oracle: `configs` and `times_ms`.
-        baseline: the contender with which the others' times are compared.
+        baseline: the contender to compare the others' times with.
     """
     medians = [(statistics.median(times), config) for times, config in _timed(oracle)]
     best_ms = min(median for median, _ in medians)
@@ -56,7 +56,7 @@ def about(oracle: Mapping[str, Any]) -> str:
     best_ms, _, best = min(timed, key=lambda entry: entry[0])
     worst_ms, _, _ = max(timed, key=lambda entry: entry[0])
     rounds = max(len(times) for _, times, _ in timed)
-    # Only the configs close to the best were timed in every round.
+    # Only configs close to the best have a time of every round.
     halves = [(times[::2], times[1::2]) for _, times, _ in timed if len(times) == rounds]
     noise = statistics.median(abs(statistics.median(a) / statistics.median(b) - 1) for a, b in halves)
     named = ", ".join(f"{name}={value}" for name, value in best.items())

@@ -1,8 +1,8 @@
 """Tunes tokamax's operations for Hopper GPUs with quarantune and with tokamax's own autotuner, over tokamax's configs.
 
-Each sweep has a fresh process, in which everything is imported and the arguments are on the device before the clock
-starts. Then another process times both choices in turn by device time. It needs tokamax (Python 3.12, JAX 0.11 or
-newer) and an NVIDIA GPU of compute capability 9.0.
+Each sweep has a fresh process. Before the clock starts, all imports are done and the arguments are on the device. Then
+another process times both choices in turn by device time. It needs tokamax (Python 3.12, JAX 0.11 or newer) and an
+NVIDIA GPU of compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
 
     Args:
         contender: `quarantune` or `tokamax`.
-        name: the operation's.
+        name: the operation's name.
         is_first: whether this is the process's first sweep; otherwise the contender has tuned one config before.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What estimates of the TPU compiler are worth: beside published times and published tables of tuned configs.
+"""Compares estimates of the TPU compiler with published times and published tables of tuned configs.
 
     pip install 'quarantune[tpu]'
     python examples/benchmarks/tpu_estimates.py documented
@@ -7,14 +7,14 @@
     python examples/benchmarks/tpu_estimates.py many matmul.json
     python examples/benchmarks/tpu_estimates.py search matmul.json
 
-Without a TPU. The first prints the estimates of a matmul beside the times in the guide "Matrix Multiplication" (Pallas
-on TPU, in JAX's documentation; a v5e by `timeit`, launches included). The second estimates the published config of
-problems from the tables of tuned configs in vLLM's tpu-inference and OpenXLA's tokamax, small problems first, beside
-random configs. It adds a line to a file for each problem, goes on where it was stopped, and takes hours for all. The
-third prints what the file says of each family of kernels. The fourth estimates some 400 configs of a matmul, among them
-two that abort or hang their process, and prints what that takes in time and on disk. The fifth replays searches of
-these that begin with the estimates and leave out those far behind, beside searches that know nothing: the times are the
-estimates with noise.
+No TPU is needed. The first prints estimates of a matmul and the times in the guide "Matrix Multiplication" (Pallas on
+TPU, in JAX's documentation; a v5e by `timeit`, launches included). The second takes problems from the tables of tuned
+configs in vLLM's tpu-inference and OpenXLA's tokamax, small problems first. It estimates the published config and
+random configs, adds a line to a file for each problem, and resumes after an interruption. All problems take hours. The
+third prints a summary of the file for each family of kernels. The fourth estimates some 400 configs of a matmul,
+including two that abort or hang their process, and prints the time and the disk space. The fifth replays searches over
+these configs, with the estimates plus noise as times. It compares searches that begin with the estimates, and leave out
+configs far behind, with searches without estimates.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PUBLISHED_MS = {
     (4096, "large"): 0.8891,
     (8192, "large"): 6.099,
 }
-"""JAX's guide, docs/pallas/tpu/matmul.ipynb: bfloat16, by the matrices' size and the blocks."""
+"""Times from JAX's guide, docs/pallas/tpu/matmul.ipynb: bfloat16, by the matrices' size and the blocks."""
 
 
 @functools.partial(jax.jit, static_argnames=["bm", "bk", "bn", "by_columns"])
@@ -93,7 +93,7 @@ def matmul(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128, by_colum
 
 
 def documented() -> None:
-    """Prints the estimates of JAX's documented matmuls beside their times."""
+    """Prints the estimates of JAX's documented matmuls and their times."""
     print("| size | blocks | estimate, ms | published, ms | ratio |\n|---|---|---|---|---|")
     estimates = {}
     for size in (1024, 4096, 8192):
@@ -118,7 +118,7 @@ class Problem:
         target: the device.
         sizes: the problem's sizes.
         published: the table's config.
-        published_ms: the table's time of it; None where it has none.
+        published_ms: the table's time of this config; None if unknown.
         make: makes the jitted function and its arguments.
         space: the configs to draw from.
     """
@@ -138,10 +138,10 @@ def struct(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
 
 
 def module_of(clone: Path, package: str, name: str, place: Path) -> Any:
-    """Imports a module from a clone without what its package imports."""
+    """Imports a module from a clone without the imports of its package."""
     if not (place / package).exists():
         shutil.copytree(clone / package, place / package)
-        for path in (place / package).rglob("*.py"):  # Python 3.11 has no such statements
+        for path in (place / package).rglob("*.py"):  # `type` statements need Python 3.12
             path.write_text(re.sub(r"^type (\w+) =", r"\1 =", path.read_text(), flags=re.MULTILINE))
         (place / package / "__init__.py").write_text("")
         if package == "tpu_inference":
@@ -161,7 +161,7 @@ def quantized_matmuls(clone: Path, place: Path) -> Iterator[Problem]:
     table = module_of(clone, "tpu_inference", "kernels.quantized_matmul.tuned_block_sizes", place)
     for key, blocks in sorted(table.TUNED_BLOCK_SIZES_RAW.items()):
         version, batch, out, into, x_dtype, w_dtype = key
-        if x_dtype != w_dtype or not 128 <= batch <= 1024:  # larger batches take the compiler long
+        if x_dtype != w_dtype or not 128 <= batch <= 1024:  # the compiler takes long for larger batches
             continue
 
         def make(batch: int = batch, out: int = out, into: int = into, dtype: str = x_dtype) -> Any:
@@ -185,7 +185,7 @@ def quantized_matmuls(clone: Path, place: Path) -> Iterator[Problem]:
             dict(zip(names, blocks[:3], strict=True)),
             None,
             make,
-            # Smaller blocks than these take the compiler long to simulate, and are slow.
+            # The compiler takes long to simulate smaller blocks, and they are slow.
             [dict(zip(names, each, strict=True)) for each in space if each[0] * each[1] * each[2] >= 1 << 22],
         )
 
@@ -235,7 +235,7 @@ def splash_attentions(clone: Path, place: Path) -> Iterator[Problem]:
             shape = [int(size) for size in call["q"].partition("[")[2].strip("]").split(",")]
             others = [call[name] for name in ("bias", "logits_soft_cap", "return_residuals")]
             others += [call["mask"]["bool_mask"], call["mask"]["is_causal"], call["k"] != call["q"]]
-            # Longer ones take the compiler long.
+            # The compiler takes long for longer sequences.
             if not entries or any(others) or shape[1] > 4096:
                 continue
             ((config, found),) = entries.items()
@@ -300,7 +300,7 @@ def splash_attentions(clone: Path, place: Path) -> Iterator[Problem]:
 
 
 def estimate_tables(results: Path, problems: list[Problem], number: int, most: int, seed: int) -> None:
-    """Adds to a file the estimates of each problem that it lacks, of all families in turn."""
+    """Adds the missing problems' estimates to a file, from all families in turn."""
     done = (
         {tuple(json.loads(line)["problem"]) for line in results.read_text().splitlines()} if results.exists() else set()
     )
@@ -317,7 +317,7 @@ def estimate_tables(results: Path, problems: list[Problem], number: int, most: i
             continue
         rng = random.Random(f"{seed} {name}")
         others = [config for config in problem.space if config != problem.published]
-        # A tenth more than are wanted, because some do not compile.
+        # A tenth more than needed, because some do not compile.
         drawn = [problem.published, *rng.sample(others, min(len(others), number + number // 10))]
         function, args = problem.make()
         report = quarantune.compile_check(
@@ -388,7 +388,7 @@ def show(results: Path) -> None:
 
 @functools.partial(jax.jit, static_argnames=["bm", "bk", "bn", "by_columns"])
 def unruly(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128, by_columns: bool = False) -> Any:
-    """Is the matmul above; two configs end or hold up the process that compiles them."""
+    """Runs the matmul above, except two configs, which abort or hang the process that compiles them."""
     if bm == 1:
         os.abort()
     if bm == 2:
@@ -397,9 +397,9 @@ def unruly(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128, by_colum
 
 
 def many(results: Path, target: str) -> None:
-    """Estimates all configs of a matmul, and watches what that leaves on disk meanwhile and in the end.
+    """Estimates all configs of a matmul, and watches the disk space in use during the run and at its end.
 
-    Those that an earlier run has estimated are not estimated again.
+    It does not repeat the estimates of an earlier run.
     """
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     sizes, names = divisors(1536, 1536), ("bm", "bk", "bn", "by_columns")
@@ -438,7 +438,7 @@ def many(results: Path, target: str) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Returns the bytes of a file, or of all files in a directory; 0 for one that is gone."""
+    """Returns the bytes of a file, or of all files in a directory; 0 for a deleted file."""
     total = 0
     with contextlib.suppress(OSError):
         for each in path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]:
@@ -447,7 +447,7 @@ def size_of(path: Path) -> int:
 
 
 def searches(results: Path, seeds: int) -> None:
-    """Replays searches on estimates that are disturbed by noise, with and without knowing the estimates."""
+    """Replays searches on estimates with noise; some searches know the estimates."""
     from quarantune.search.searches import make
     from quarantune.values.space import Space
     from quarantune.values.trial import Outcome, Trial
@@ -476,7 +476,7 @@ def searches(results: Path, seeds: int) -> None:
             kinds = ("surrogate", started("surrogate"), "random", started("random"))
             replayed = quarantune.replay(trials, kinds, seeds=[draw], max_trials=400, batch=8, within=0.05)
             rows.append({name: runs[0].evaluations for name, runs in replayed.runs.items()})
-        print(f"times are the estimates with {noise:.0%} of noise: trials until one within 5% of the best was found")
+        print(f"times are the estimates with {noise:.0%} of noise: trials until the first within 5% of the best")
         print("| search | median | worst of nine in ten | not found |\n|---|---|---|---|")
         for name in rows[0]:
             needed = sorted(math.inf if row[name] is None else row[name] for row in rows)
@@ -494,8 +494,8 @@ def main() -> None:
     tables.add_argument("results", type=Path)
     tables.add_argument("--tpu-inference", type=Path, metavar="CLONE", help="a clone of vLLM's tpu-inference")
     tables.add_argument("--tokamax", type=Path, metavar="CLONE", help="a clone of OpenXLA's tokamax")
-    tables.add_argument("--family", default="", help="only families whose name has this in it")
-    tables.add_argument("--problems", type=int, default=1000, help="at most so many of each family")
+    tables.add_argument("--family", default="", help="only families whose name contains this")
+    tables.add_argument("--problems", type=int, default=1000, help="the most problems of each family")
     tables.add_argument("--candidates", type=int, default=30)
     tables.add_argument("--seed", type=int, default=0)
     commands.add_parser("show").add_argument("results", type=Path)

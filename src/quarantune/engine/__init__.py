@@ -1,1 +1,1 @@
-"""Sweeps on the machines of a distributed engine, by way of its `concurrent.futures.Executor`."""
+"""Sweeps on the machines of a distributed engine, through its `concurrent.futures.Executor`."""

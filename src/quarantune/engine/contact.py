@@ -1,9 +1,9 @@
 """The connections of running shards to the submitter: trials one way, and the order to stop the other.
 
-Engines differ in how they report a dead worker, and most cannot stop work that runs. A connection does both alike on
-all of them. Only a submitter that has proven to know the secret of the sweep is heard, and only a proven order stops a
-shard: another service may have the submitter's address on the network of a shard, and a proxy may end a connection.
-After a connection has ended, the shard connects again. If it cannot, the submitter is gone.
+Engines differ in how they report a dead worker, and most cannot stop running work. A connection does both in the same
+way on all of them. A shard listens only to a submitter that has proven to know the secret of the sweep, and only a
+proven order stops it: another service may have the submitter's address on the shard's network, and a proxy may end a
+connection. After a connection has ended, the shard connects again. If it cannot, the submitter is gone.
 """
 
 from __future__ import annotations
@@ -28,30 +28,29 @@ from quarantune.values.codec import DamageError, JsonObject, Record, decode_json
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 2.0
-"""The longest wait for a connection to one address; a firewall may answer nothing."""
+"""Longest wait for a connection to one address; a firewall may never answer."""
 _REPLY_S = 20.0
-"""The longest wait until a message is taken, or until one of all peers has proven to be the submitter."""
+"""Longest wait until the peer takes a message, or until one of the addresses has proven to be the submitter."""
 _RETURNS_S, _RETURN_PAUSE_S = 8.0, 0.5
-"""How long a shard may take to connect again before either side takes the other for gone, and its pause between tries.
-"""
+"""Time in which a shard may connect again before both sides give up, and its pause between tries."""
 _MOST_BYTES = 16 << 20
-"""The longest message."""
+"""Longest message."""
 _UNKNOWN_MOST_BYTES = 1 << 14
-"""The longest message of a peer that has not named a shard."""
+"""Longest message of a peer that has not named a shard."""
 MOST_UNKNOWN = 32
-"""How many peers may be connected that have not named a shard; others wait until there is room."""
+"""Most connected peers that have not named a shard; others wait until there is room."""
 _GREETS_S = 10.0
-"""How long a peer may take to name its shard, which shards do at once."""
+"""Longest time for a peer to name its shard; shards do it at once."""
 _SILENT_S, _CHALLENGED_S = 0.25, 1.0
-"""How long a peer may take for its first message, and for its proof, while others wait."""
+"""Longest times for a peer's first message, and for its proof, while other peers wait."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_USER_TIMEOUT, 20_000))
-"""After 20 s without a sign of the other machine, a connection has ended, also while sent data is unacknowledged."""
+"""These options end a connection 20 s after the last sign of the other machine, even with unacknowledged data."""
 _BACKLOG = 1024
 
 
 @functools.cache
 def machine_id() -> str:
-    """Returns an id of this machine, or of the container with a network of its own."""
+    """Returns an id of this machine, or of this container if it has a separate network."""
     try:
         return f"{machine.boot_id()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
@@ -60,13 +59,13 @@ def machine_id() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Address(Record):
-    """The addresses of a submitter, as its shards get them.
+    """The addresses of a submitter, for its shards.
 
     Attributes:
         machine: the id of its machine.
         hosts: the addresses of its machine.
-        port: its port; 0 where it cannot be reached.
-        token: the secret by which it and its shards know each other; no connection carries it.
+        port: its port; 0 if it does not listen.
+        token: the secret that it and its shards share; they never send it through a connection.
     """
 
     machine: str
@@ -84,7 +83,7 @@ class Contacts:
         Args:
             may_go: receives the number of a shard that begins, and the description of its process; returns whether it
                 should run.
-            is_local: whether all shards run on this machine, so that no other one need reach this process.
+            is_local: whether all shards run on this machine, so other machines need not reach this process.
         """
         self._may_go = may_go
         self._is_local = is_local
@@ -102,29 +101,29 @@ class Contacts:
 
     @property
     def address(self) -> Address:
-        """Where shards find this process."""
+        """The address at which shards find this process."""
         port = self._listener.getsockname()[1] if self._listener is not None else 0
         hosts = () if self._is_local else _own_addresses()
         return Address(machine_id(), hosts, port, self._token)
 
     def poll(self, timeout_s: float) -> list[Said]:
-        """Returns what shards have said, in order; of one whose connection has ended for good, that is damage.
+        """Waits for messages of shards, and returns them in order.
 
-        It waits for the first of it. A shard that has connected again repeats all that it has said.
+        A shard whose connection has ended for good gives damage. A shard that connects again repeats all its messages.
 
         Args:
-            timeout_s: the longest wait.
+            timeout_s: the longest wait for the first message.
         """
         ready = [key.data for key, _ in self._selector.select(timeout_s)]
         events = [said for peer in ready if peer is not None for said in self._read(peer)]
         for shard in [shard for shard, until in self._lost.items() if time.monotonic() >= until]:
             self.stop(shard)
             events.append(Said(shard, DamageError("its connection has ended")))
-        self._make_room(is_asked=None in ready)  # only now, when those that have named a shard are known
+        self._make_room(is_asked=None in ready)  # last, because reading shows which peers have named a shard
         return events
 
     def stop(self, shard: int) -> None:
-        """Has a shard stop, if it runs, or once it connects again."""
+        """Stops a shard now if it runs, or once it connects again."""
         self._runs[shard] = ""
         self._lost.pop(shard, None)
         for peer in self._peers():
@@ -132,7 +131,7 @@ class Contacts:
                 self._drop(peer)
 
     def close(self) -> None:
-        """Has all shards stop, and listens no longer."""
+        """Stops all shards and no longer listens."""
         for peer in self._peers():
             self._drop(peer)
         if self._listener is not None:
@@ -140,11 +139,11 @@ class Contacts:
         self._selector.close()
 
     def _peers(self) -> list[_Peer]:
-        """Returns those that are connected, the first to connect first."""
+        """Returns the connected peers, the oldest connection first."""
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _make_room(self, *, is_asked: bool) -> None:
-        """Drops peers that do not name a shard in time, and accepts others, if any ask."""
+        """Drops peers that do not name a shard in time, and accepts waiting ones."""
         unknown = [peer for peer in self._peers() if peer.shard is None]
         now, is_full = time.monotonic(), len(unknown) >= MOST_UNKNOWN
         for peer in unknown:
@@ -158,7 +157,7 @@ class Contacts:
                 self._selector.register(connection, selectors.EVENT_READ, _Peer(connection))
 
     def _read(self, peer: _Peer) -> Iterator[Said]:
-        if peer.is_over:  # the shard has connected again since
+        if peer.is_over:  # the shard has a newer connection
             return
         for message in peer.receive():
             if peer.shard is not None:
@@ -172,7 +171,7 @@ class Contacts:
                 self._lost[peer.shard] = time.monotonic() + (0.0 if peer.is_here else _RETURNS_S)
 
     def _greet(self, peer: _Peer, message: JsonObject) -> bool:
-        """Answers a peer that has named no shard yet: its challenge, then its proof; returns whether it may go on."""
+        """Answers the challenge, then the proof, of a peer without a shard; returns whether to keep the connection."""
         nonce, shard, run, about = map(message.get, ("nonce", "shard", "run", "about"))
         if peer.proof is None and isinstance(nonce, str):
             ours = secrets.token_hex(16)
@@ -184,13 +183,13 @@ class Contacts:
         if not (self._runs[shard] == run if shard in self._runs else self._may_go(shard, about)):
             peer.say_proof("stop")
             return False
-        self.stop(shard)  # its former connection, which it reads no more
+        self.stop(shard)  # its former connection, which it no longer reads
         self._runs[shard], peer.shard, peer.is_here = run, shard, message.get("machine") == machine_id()
-        peer.say_proof("go")  # it has begun: if it cannot be answered, that is its end
+        peer.say_proof("go")  # it has begun: if the answer fails, its connection has ended
         return True
 
     def _drop(self, peer: _Peer) -> None:
-        """Ends a connection, and with it a shard; an order through one that has ended itself might still arrive."""
+        """Ends a connection and stops its shard. An ended connection gets no order: it might still arrive."""
         if peer.shard is not None and not peer.is_over:
             peer.say_proof("stop")
         peer.is_over = True
@@ -205,10 +204,10 @@ class _Peer:
     Attributes:
         connection: its socket.
         proof: returns the proof of a statement, such as `stop`; None until both sides have sent a challenge.
-        shard: the number of the shard; None until it has said so, and for the submitter.
-        is_here: whether it is on this machine, so that there is nothing between that could end the connection.
+        shard: the number of the shard; None until the peer names it, and for the submitter.
+        is_here: whether the peer is on this machine, so that only its own end can end the connection.
         since: when it connected, by the monotonic clock.
-        is_over: whether the connection has ended, or something other than messages came through it.
+        is_over: whether the connection has ended, or has carried something other than messages.
     """
 
     connection: socket.socket
@@ -257,7 +256,7 @@ class _Peer:
         return {}
 
     def say(self, message: JsonObject, timeout_s: float = 0.0) -> None:
-        """Sends a message; if that is not possible in time, the connection has ended."""
+        """Sends a message; if it cannot do so in time, the connection counts as ended."""
         try:
             self.connection.settimeout(timeout_s)
             self.connection.sendall(json.dumps(message).encode() + b"\n")
@@ -266,7 +265,7 @@ class _Peer:
             self.is_over = True
 
     def say_proof(self, statement: str, **more: Any) -> None:
-        """Sends the proof of a statement, which is all that most of its receivers need."""
+        """Sends the proof of a statement, with further fields."""
         assert self.proof is not None
         self.say({"proof": self.proof(statement), **more})
 
@@ -277,21 +276,21 @@ class _Peer:
 
 
 def _proof(token: str, of_shard: str, of_submitter: str, statement: str) -> str:
-    """Returns the proof of a statement, which nobody can make without the token.
+    """Returns the proof of a statement; only a holder of the token can make it.
 
-    It holds for one connection: both sides have chosen a part of it at random.
+    It is valid for one connection, because both sides have chosen a part of it at random.
     """
     return hmac.new(token.encode(), json.dumps([statement, of_shard, of_submitter]).encode(), "sha256").hexdigest()
 
 
 class Contact:
-    """The shard's end of its connection. Without a connection, messages are discarded and the shard continues."""
+    """The shard's end of its connection. Without a connection, it discards messages and the shard continues."""
 
     def __init__(self, peer: _Peer | None, again: Callable[[], _Peer | Literal[False] | None] = lambda: False) -> None:
-        """Takes a connection over; use `reach`.
+        """Takes over a connection; call `reach` instead.
 
         Args:
-            peer: the submitter; None if it cannot be reached.
+            peer: the submitter; None if no address reaches it.
             again: connects again after the connection has ended.
         """
         self._peer = peer
@@ -300,7 +299,7 @@ class Contact:
         self._is_over = False
 
     def say(self, message: JsonObject) -> bool:
-        """Sends a message; returns whether the shard should go on."""
+        """Sends a message; returns whether the shard should continue."""
         if self._peer is None:
             return True
         self._said.append(message)
@@ -316,7 +315,7 @@ class Contact:
         return self._is_over
 
     def _returns(self) -> bool:
-        """Connects again, and repeats all that was said; returns whether that was possible in time."""
+        """Connects again and repeats all messages; returns whether it connected in time."""
         until = time.monotonic() + _RETURNS_S
         while (found := self._again()) is None and time.monotonic() < until:
             time.sleep(_RETURN_PAUSE_S)
@@ -343,9 +342,9 @@ def reach(address: Address, shard: int, about: JsonObject) -> Contact | Literal[
         about: the description of this process.
 
     Returns:
-        The connection, without one if the submitter cannot be reached from here; False if the shard should not run.
+        The contact, which has no connection if the submitter is out of reach; False if the shard should not run.
     """
-    # The random id of this run tells it from a repetition of the shard by the engine.
+    # The random id distinguishes this run from a repetition of the shard by the engine.
     greeting = {"shard": shard, "run": secrets.token_hex(16), "about": about, "machine": machine_id()}
     again = functools.partial(_connect, address, greeting)
     found = again()
@@ -353,7 +352,7 @@ def reach(address: Address, shard: int, about: JsonObject) -> Contact | Literal[
 
 
 def _connect(address: Address, greeting: JsonObject) -> _Peer | Literal[False] | None:
-    """Returns the first of the peers that proves to be the submitter; None if none does, False as for `reach`."""
+    """Returns the first peer that proves to be the submitter; None without one; False if the shard should not run."""
     is_here, is_gone = address.machine == machine_id(), False
     hosts = (_LOOPBACK, *address.hosts) if is_here else address.hosts
     for host in hosts if address.port else ():
@@ -378,7 +377,7 @@ def _connect(address: Address, greeting: JsonObject) -> _Peer | Literal[False] |
 
 
 def _own_addresses() -> tuple[str, ...]:
-    """Returns the addresses of this machine that others may reach, those of IPv4 first."""
+    """Returns the addresses of this machine that others may reach, IPv4 first."""
     import psutil
 
     addresses = [each for of_one in psutil.net_if_addrs().values() for each in of_one]

@@ -30,18 +30,18 @@ _logger = logging.getLogger("quarantune")
 
 
 def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
-    """Runs every config to its outcome on the machines of an engine, then times the fastest together on one of them.
+    """Runs every config on the machines of an engine, then times the fastest together on one machine.
 
     Args:
-        request: as for `sweep.run`; its settings name the engine.
+        request: the request for `sweep.run`; its settings name the engine.
         configs: the configs by index.
 
     Returns:
-        The findings beside the trials.
+        Everything a sweep returns except its trials.
 
     Raises:
-        TypeError: a part of the call cannot be sent to another process; nothing was submitted.
-        ValueError: the settings want trials in this process, or the objective is not time.
+        TypeError: a part of the call cannot travel to another process; nothing was submitted.
+        ValueError: the settings demand trials in this process, or the objective is not time.
         EngineError: the engine, or its machines, cannot run the sweep.
     """
     problem, source = request.problem, request.source
@@ -81,9 +81,9 @@ def run(request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
 
 
 def _has_all(indices: Collection[int], problem: Problem, trials: Mapping[int, Trial]) -> bool:
-    """Returns whether a shard with some configs has all that the final needs: those that may win, and the defaults.
+    """Returns whether a shard with these configs has all that the final needs: possible winners and defaults.
 
-    Another shard that died with them, or an earlier sweep, may have measured them.
+    A shard that died, or an earlier sweep, may have measured other possible winners.
     """
     needed = {index for index, trial in trials.items() if trial.is_usable}
     needed.add(finals.default_among(trials, problem.default))
@@ -91,18 +91,18 @@ def _has_all(indices: Collection[int], problem: Problem, trials: Mapping[int, Tr
 
 
 def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], complaint: str) -> Swept:
-    """Returns the result of the final: the finalists run once more, as a local sweep on one machine.
+    """Runs the finalists once more as a local sweep on one machine, and returns the result of this final.
 
-    With many machines, the fastest configs of these are first compared in groups, on several machines at a time.
+    With many machines, several of them first compare groups of the fastest configs.
 
     Args:
         given: runs the shards.
         problem: the call.
         measured: the trials of all configs.
-        complaint: how outputs disagreed in a shard; else empty.
+        complaint: the disagreement of outputs in a shard; else empty.
     """
     default = problem.default if finals.default_among(measured, problem.default) == problem.default else None
-    has_untuned = problem.default is None and problem.untuned is not None  # they run beside the finalists
+    has_untuned = problem.default is None and problem.untuned is not None  # it runs with the finalists
     groups = of_machines(measured)
     if not groups:
         return Swept(complaint=complaint)
@@ -117,7 +117,7 @@ def _final(given: Shards, problem: Problem, measured: Mapping[int, Trial], compl
         if not winners:
             fastest = groups[0][0]
             _logger.warning(
-                "%s: the finalists could not be compared on one machine, so those of %s are",
+                "%s: the finalists could not be compared on one machine, so the winner is the fastest of %s",
                 problem.name,
                 machine_of(measured[fastest]) or "an earlier sweep",
             )
@@ -145,11 +145,11 @@ def _alone(index: int, trials: Mapping[int, Trial]) -> Final:
 
 
 MOST = 16
-"""The number of finalists: each is compiled, checked and measured again on the machine of the final."""
+"""Number of finalists: the machine of the final compiles, checks and measures each of them again."""
 
 
 def of_machines(trials: Mapping[int, Trial]) -> list[list[int]]:
-    """Returns for each machine the configs that may be the fastest, in the order of their times on that machine."""
+    """Returns the possible winners of each machine, in the order of their times on that machine."""
     machines: dict[str, dict[int, Trial]] = {}
     for index, trial in trials.items():
         machines.setdefault(machine_of(trial), {})[index] = trial
@@ -159,17 +159,17 @@ def of_machines(trials: Mapping[int, Trial]) -> list[list[int]]:
 
 
 def machine_of(trial: Trial) -> str:
-    """Returns the machine on which a config was measured; empty for the one of an earlier sweep without an engine."""
+    """Returns the machine that measured a config; empty for an earlier sweep without an engine."""
     return trial.device.partition(" on ")[2]
 
 
 def next_groups(groups: Sequence[Sequence[int]], default: int | None) -> list[list[int]]:
-    """Returns the configs to compare next: one list is the final; of several, the winners go on.
+    """Returns the configs to compare next: one list is the final; the winners of several lists meet in later rounds.
 
     Args:
         groups: the candidates of each machine, the fastest first.
-        default: the config of the function's own defaults, which is in the final so that its time is known there; None
-            where it cannot be.
+        default: the config of the function's own defaults, which joins the final to get its time there; None if it
+            cannot take part.
     """
     if len(groups) > MOST:
         leaders = [group[0] for group in groups]
@@ -180,7 +180,7 @@ def next_groups(groups: Sequence[Sequence[int]], default: int | None) -> list[li
 
 
 class WholeSweeps(Executor):
-    """An engine, in the place of an executor in the settings, each of whose machines gets whole sweeps.
+    """Takes the place of an engine in the settings; each machine of the engine then gets whole sweeps.
 
     Attributes:
         executor: the engine.
@@ -191,11 +191,11 @@ class WholeSweeps(Executor):
         self._is_over = threading.Event()
 
     def interrupt(self) -> None:
-        """Ends the sweeps that are running."""
+        """Ends the running sweeps."""
         self._is_over.set()
 
     def check(self) -> None:
-        """Raises `CancelledError` where the sweeps were interrupted."""
+        """Raises `CancelledError` after an interruption of the sweeps."""
         if self._is_over.is_set():
             raise CancelledError
 
@@ -203,25 +203,25 @@ class WholeSweeps(Executor):
 # --- the device of an engine's machines -----------------------------------------------------------------------
 
 _MOST_ASKED = 6
-"""How many further answers are asked for where a first machine cannot take part."""
+"""Number of further answers to ask for if the first machine cannot take part."""
 _LOOK_S = 0.2
-"""Ctrl-C ends a wait for an engine within this time."""
+"""Time within which Ctrl-C ends a wait for an engine."""
 
 _devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionary()
 
 
 def device(executor: Executor) -> Target:
-    """Returns the device of an engine's machines: that of the first one that answers.
+    """Returns the device of the first machine of an engine that answers.
 
     Raises:
-        EngineError: the engine cannot run anything, or its machine has other versions than this one.
+        EngineError: the engine cannot run anything, or its machines cannot take part.
     """
     executor = executor.executor if isinstance(executor, WholeSweeps) else executor
     try:
         known = _devices.get(executor)
     except TypeError:  # it has no hash, or no weak references
         return _ask(executor)
-    if known is None:  # without a lock, as an engine may take minutes to answer, and another one none
+    if known is None:  # without a lock: one engine may take minutes to answer, another may answer at once
         known = _devices[executor] = _ask(executor)
     return known
 
@@ -230,10 +230,10 @@ def _ask(executor: Executor) -> Target:
     """Returns the device of the first machine that can take part.
 
     Raises:
-        EngineError: none of those that answered can, or none answered.
+        EngineError: no machine answered, or no machine that answered can take part.
     """
     faults: dict[str, None] = {}
-    for count in (1, _MOST_ASKED):  # at a time, so that other machines get some of them
+    for count in (1, _MOST_ASKED):  # several at a time, so that other machines get some of them
         try:
             futures = [executor.submit(remote.describe) for _ in range(count)]
         except Exception as error:

@@ -22,11 +22,11 @@ class ThisMachine:
     """Whether the place is this machine."""
 
     def device(self) -> None:
-        """Returns None: the call says which device."""
+        """Returns None: the arguments of the call decide the device."""
 
     def run(self, request: SweepRequest, configs: Mapping[int, Config]) -> Swept:
         """Runs a sweep in workers of this machine, or in this process."""
-        from quarantune.sweep import sweep  # calls that are not tuned do not need it
+        from quarantune.sweep import sweep  # only calls that tune need it
 
         return sweep.run(request, configs)
 
@@ -56,5 +56,5 @@ class OnEngine:
 
 
 def place_of(settings: Settings) -> ThisMachine | OnEngine:
-    """Returns where the sweeps of a call run."""
+    """Returns the place where the sweeps of a call run."""
     return ThisMachine() if settings.executor is None else OnEngine(settings.executor)

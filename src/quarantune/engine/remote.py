@@ -1,4 +1,4 @@
-"""A shard: its sweep packed for an engine, and run where that has put it, in a sandbox of the machine."""
+"""A shard: its sweep, packed for an engine and run in a sandbox of the machine that the engine chose."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ from quarantune.values.options import Options
 from quarantune.values.trial import END, READY, TIME, EngineError, Outcome, Phase, ReferenceFailedError, Samples, Trial
 
 DONE, STOPPED, LATE, REFUSED, FAILED = "done", "stopped", "late", "refused", "failed"
-"""How a shard ends on its machine."""
+"""The ways in which a shard ends on its machine."""
 NO_CONFIG = -1
-"""The index in the message that a machine has the device, and begins."""
+"""Index in the message that a machine has the device and begins."""
 REFUSAL_S = 0.3
-"""A machine that cannot run a shard stays busy for this long, times the number of refusals, after it has said so: the
-machines that can run it should get it next."""
+"""Seconds, times the number of refusals, for which a machine stays busy after it refused a shard: another machine
+should get the shard next."""
 _LONGEST_REFUSAL_S = 2.0
 
 
-# --- the call as a shard has it -----------------------------------------------------------------------------
+# --- the call in a shard ------------------------------------------------------------------------------------
 
 _THREADS = ("OMP", "MKL", "OPENBLAS", "BLIS", "NUMEXPR")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parcel:
-    """One call as the shards of its sweep run it.
+    """One call in the form for the shards of its sweep.
 
     Attributes:
         problem: the call, without its arguments; a stand-in takes the place of the function.
         is_jitted: whether the function is jitted.
-        packed: the call as a sweep sends it to its workers; only these unpack it.
+        packed: the call as a sweep sends it to its workers; only workers unpack it.
         options: the author's options; stand-ins take the place of functions, which travel with the call.
-        settings: the settings that hold on every machine, by name.
+        settings: the settings for every machine, by name.
         threads: the variables that limit threads of numerical libraries, with their values in the submitter's process.
-        target: the device to compile for, which the machines need not have; None where configs are measured.
+        target: the device to compile for, which the machines need not have; None if configs are measured.
     """
 
     problem: Problem
@@ -82,23 +82,23 @@ def stand_in(*args: Any, **kwargs: Any) -> None:
     """Takes the place of a function that only the workers of a sandbox load.
 
     Raises:
-        RuntimeError: it was called.
+        RuntimeError: something called it.
     """
-    raise RuntimeError("this function stands for another one, and is never called")
+    raise RuntimeError("a stand-in for a function was called: only the workers of a sandbox have the function itself")
 
 
 _jitted_stand_in = jax.jit(stand_in)
 
 
 def pack(request: SweepRequest, configs: Sequence[Config]) -> tuple[bytes, Call]:
-    """Returns the call of a sweep as a pickled `Parcel`, and as it is in this process.
+    """Returns the call of a sweep as a pickled `Parcel`, and as its `Call` in this process.
 
     Args:
         request: the sweep.
-        configs: configs with all values that the configs of the space have.
+        configs: configs that together have all values of the space.
 
     Raises:
-        TypeError: a part of the call cannot be pickled.
+        TypeError: pickle cannot serialize a part of the call.
     """
     problem, options, settings, limits = request.problem, request.options, request.settings, request.limits
     packed = sweep.pack(problem, configs, options, with_values=given_inputs.are_given(options.supply))
@@ -141,7 +141,7 @@ def _values_of(packed: PackedCall) -> bytes:
 
 
 def _plain(options: Options) -> Options:
-    """Returns options without what only the submitter needs, and with stand-ins for functions of the user's."""
+    """Returns options without the fields that only the submitter needs, and with stand-ins for the user's functions."""
     return dataclasses.replace(
         options,
         key_fn=None,
@@ -158,13 +158,13 @@ def _plain(options: Options) -> Options:
     )
 
 
-# --- the messages of a shard, which are checked like any other input, and the errors of engines ---------------
+# --- the messages of a shard, checked like any other input, and the errors of engines -------------------------
 
 _MOST_TEXT = 20_000
 _DEATHS = ("Killed", "Crashed", "Died", "Lost", "Terminated", "Unreachable")
-"""Parts of the names of the errors by which engines report that a worker has died."""
+"""Parts of the names of errors with which engines report a dead worker."""
 ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError)}
-"""The errors of a sweep whose call itself is at fault, which is so on every machine."""
+"""The errors of a sweep that are the fault of the call itself, and so the same on every machine."""
 
 
 _Text: TypeAlias = Annotated[str, lambda text: text[:_MOST_TEXT]]
@@ -177,7 +177,7 @@ class ConfigEnded(Record):
 
     Attributes:
         index: its index.
-        trial: its trial, as `Trial.to_json` describes it.
+        trial: its trial, in the form of `Trial.to_json`.
     """
 
     index: int
@@ -187,16 +187,16 @@ class ConfigEnded(Record):
         """Returns the trial.
 
         Args:
-            configs: the configs by index; those of messages do not count.
-            is_check: whether configs are only compiled.
+            configs: the configs by index, used instead of the message's.
+            is_check: whether the sweep only compiles configs.
 
         Raises:
-            DamageError: the message describes none.
+            DamageError: the message does not describe a trial.
         """
         if self.index not in configs:
             raise DamageError(f"there is no config {self.index}")
         is_compiled = is_check and self.trial.get("outcome") == Outcome.OK
-        # In files, a trial that is ok has a time.
+        # `from_json` demands a time of an `ok` trial.
         found = Trial.from_json(self.trial | ({"outcome": Outcome.NOT_RUN.value} if is_compiled else {}))
         outcome = Outcome.OK if is_compiled else found.outcome
         return dataclasses.replace(found, config=configs[self.index], outcome=outcome)
@@ -229,15 +229,15 @@ class End(Record):
     """A shard has ended on its machine.
 
     Attributes:
-        end: how: `DONE` or another of these.
+        end: the way it ended: `DONE`, `STOPPED`, `LATE`, `REFUSED` or `FAILED`.
         host: the machine.
-        error: the reason, where it failed or was refused.
+        error: the reason for a failure or a refusal.
         kind: the type of the error if the call itself is at fault; else empty.
-        rounds_ms: the comparison of its fastest configs, where it was whole, as in `Final`.
-        warm_ms: as in `Final`.
-        untuned: as `Swept.untuned`.
-        complaint: as `Swept.complaint`.
-        trials: all that have ended, in the result of a shard.
+        rounds_ms: `Final.rounds_ms` of its fastest configs, if the shard was whole.
+        warm_ms: `Final.warm_ms` of its fastest configs, if the shard was whole.
+        untuned: `Swept.untuned` of its sweep.
+        complaint: `Swept.complaint` of its sweep.
+        trials: all its trials; only in the result that the engine returns.
     """
 
     end: str
@@ -260,7 +260,7 @@ def read(message: JsonObject) -> End | ConfigEntered | ConfigTraced | ConfigEnde
     """Returns the message of a shard.
 
     Raises:
-        DamageError: it is none.
+        DamageError: the message has another form.
     """
     if "end" in message:
         return End.from_json(message)
@@ -270,12 +270,12 @@ def read(message: JsonObject) -> End | ConfigEntered | ConfigTraced | ConfigEnde
 
 
 def means_death(error: BaseException) -> bool:
-    """Returns whether an engine's error says that a worker has died, and not only that it gave up the work."""
+    """Returns whether an engine's error means a dead worker, and not only that the engine gave up the work."""
     return isinstance(error, concurrent.futures.BrokenExecutor) or any(part in type(error).__name__ for part in _DEATHS)
 
 
 def cannot_import(error: BaseException) -> str | None:
-    """Returns the text of an error that says that a worker lacks this package; None for any other error."""
+    """Returns the text of an error if it means that a worker lacks this package; None for any other error."""
     found: BaseException | None = error
     while found is not None:
         if "No module named 'quarantune" in str(found):
@@ -285,7 +285,7 @@ def cannot_import(error: BaseException) -> str | None:
 
 
 def lacks_package(text: str) -> str:
-    """Returns the end of a sentence that says that a worker lacks this package, and the remedy.
+    """Returns the end of a sentence about a worker that lacks this package, with the remedy.
 
     Args:
         text: the worker's error.
@@ -295,17 +295,17 @@ def lacks_package(text: str) -> str:
 
 
 def check_description(found: Any) -> None:
-    """Raises if a worker's description of itself shows that it can take no part.
+    """Raises if a worker's description of itself shows that it cannot take part.
 
     Raises:
-        EngineError: it has other versions, or no device that could be found.
+        EngineError: it has other versions, or could not find its device.
     """
     if not isinstance(found, dict) or not isinstance(found.get("versions"), dict):
         raise EngineError(f"a worker of the executor described itself as {found!r:.80}: give it this quarantune")
     if reason := differing(versions_here(), found["versions"]):
         raise EngineError(f"{found['host']} cannot take part: {reason}; give all machines the same versions")
     if "kind" not in found:
-        raise EngineError(f"{found['host']} cannot take part, because its devices are not known: {found['error']}")
+        raise EngineError(f"{found['host']} cannot take part, because its devices are unknown: {found['error']}")
 
 
 # --- the shard on its machine ---------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class _EndError(Exception):
     """Ends a shard early.
 
     Attributes:
-        end: how it ends.
+        end: the shard's end.
     """
 
     def __init__(self, end: str, error: str = "") -> None:
@@ -330,9 +330,9 @@ def versions_here() -> dict[str, str]:
 
 
 def describe() -> JsonObject:
-    """Returns the platform and the kind of the device that this process would tune for, or how that failed.
+    """Returns the platform and the kind of the device that this process would tune for, or the error.
 
-    An engine runs it before there is a sweep, so that its result is plain data, and it raises nothing.
+    An engine runs it before any sweep, so its result is plain data. It raises nothing.
     """
     found: JsonObject = {"host": socket.gethostname(), "versions": versions_here()}
     try:
@@ -342,10 +342,10 @@ def describe() -> JsonObject:
 
 
 def run(task: Mapping[str, Any]) -> JsonObject:
-    """Runs a shard, and returns how it ended as plain data; raises nothing.
+    """Runs a shard, and returns its `End` as plain data; raises nothing.
 
     Args:
-        task: as `Shards.task` makes it, of plain data, so that machines with another version can say so.
+        task: the task from `Shards._task`; it is plain data, so that machines with another version can report that.
     """
     host = socket.gethostname()
     line = contact.reach(Address.from_json(task["address"]), task["shard"], {"host": host, "pid": os.getpid()})
@@ -355,17 +355,17 @@ def run(task: Mapping[str, Any]) -> JsonObject:
         shard = _ShardRun(task, line, host)
         end = dataclasses.replace(shard.run(), host=host)
         line.say(end.to_json())
-        if end.end == REFUSED:  # this machine stays busy, so that another one takes the shard
+        if end.end == REFUSED:  # stay busy, so that another machine takes the shard
             time.sleep(min(_LONGEST_REFUSAL_S, REFUSAL_S * (1 + task["refusals"])))
     return dataclasses.replace(end, trials=tuple(shard.trials)).to_json()
 
 
 def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
-    """Returns how the versions of a machine differ from the submitter's; empty if they do not.
+    """Returns the differences of a machine's versions from the submitter's; empty if there are none.
 
     Args:
         theirs: the submitter's versions by name.
-        ours: those of the machine.
+        ours: the machine's versions by name.
     """
     differ = [name for name in ours if theirs.get(name) != ours[name]]
     return "; ".join(f"it has {name} {ours[name]}, and the submitter {theirs.get(name)}" for name in differ)
@@ -382,7 +382,7 @@ class _ShardRun:
         self._ends_at = time.monotonic() + task["deadline_s"]
 
     def run(self) -> End:
-        """Returns how the shard ended."""
+        """Runs the shard and returns its end."""
         try:
             if self._task["versions"] != (here := versions_here()):
                 raise _EndError(REFUSED, differing(self._task["versions"], here))
@@ -405,7 +405,7 @@ class _ShardRun:
         return End(end=DONE, rounds_ms=rounds_ms, warm_ms=warm_ms, untuned=swept.untuned, complaint=swept.complaint)
 
     def _check_device(self, parcel: Parcel) -> None:
-        """Raises if this machine does not have the device."""
+        """Raises if this machine lacks the device."""
         if parcel.target is not None:
             return
         platform, kind = parcel.problem.platform, parcel.problem.device_kind
@@ -442,7 +442,7 @@ class _ShardRun:
 
     def _tell(self, index: int, trial: Trial) -> None:
         if trial.outcome is Outcome.ERROR and trial.phase is Phase.LOAD:
-            raise _EndError(REFUSED, f"it cannot load the function: {trial.message}")  # no config is to blame
+            raise _EndError(REFUSED, f"it cannot load the function: {trial.message}")  # not the fault of a config
         record = trial.to_json()
         if trial.device:
             record["device"] = f"{trial.device} on {self._host}"
@@ -466,7 +466,7 @@ def _listed(times_ms: Mapping[int, Sequence[float]]) -> _Rounds:
 
 
 _LINGER_S = 20.0
-"""A template that no shard has used for this long is ended."""
+"""Seconds without a shard after which the template ends."""
 
 _lock = new_lock()
 _running = 0
@@ -479,9 +479,9 @@ def _prepared(threads: Mapping[str, str | None]) -> Iterator[None]:
     """Prepares this process for a shard, and keeps its template for the next one unless the shard is interrupted.
 
     Args:
-        threads: the submitter's limits of threads, None for those that are not set. A numerical library reads them
-            when it is loaded, in the template, and engines set them to 1 for their own workers. Where shards of several
-            sweeps run in one process at a time, those of the first hold.
+        threads: the submitter's limits of threads; None for an unset variable. A numerical library reads them in the
+            template when it loads, and engines set them to 1 for their own workers. If shards of several sweeps run in
+            one process at a time, the limits of the first apply.
     """
     global _running, _timer
     with _lock:
@@ -499,7 +499,7 @@ def _prepared(threads: Mapping[str, str | None]) -> Iterator[None]:
             _running -= 1
             if not _running:
                 _variables.close()
-            is_worker = "quarantune.engine.distributed" not in sys.modules  # else this process tunes, too
+            is_worker = "quarantune.engine.distributed" not in sys.modules  # otherwise this process also tunes
             if is_worker and not _running and not is_interrupted:
                 _timer = threading.Timer(_LINGER_S, _end_template)
                 _timer.daemon = True

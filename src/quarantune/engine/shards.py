@@ -1,4 +1,4 @@
-"""The shards of one sweep on an engine: given out, followed, repeated once where they die, and ended together."""
+"""The shards of one sweep on an engine: submits and follows them, repeats dead ones, and ends all together."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ from quarantune.values.trial import END, READY, EngineError, Outcome, Trial
 _logger = logging.getLogger("quarantune")
 
 _ON_THIS_MACHINE = (ThreadPoolExecutor, ProcessPoolExecutor)
-"""Executors whose tasks run on this machine, unless a class of the user's submits them in another way."""
+"""Executors whose tasks run on this machine, unless a subclass overrides `submit`."""
 _PARTS = 4
-"""The configs that may have brought a shard down are repeated in so many parts, until each is alone."""
+"""Number of parts in which to repeat the configs that may have killed a shard, until each is alone."""
 _MOST_DEATHS = 2
 _MOST_FAILURES = 2
 _MOST_REFUSALS = 6
 _APPEARS_S = 60.0
-"""How long machines with the device are waited for while others refuse shards: they may just be starting."""
+"""Seconds to wait for machines with the device while others refuse shards: they may just be starting."""
 _WAITING = 64
-"""How many shards wait in the engine's queue, besides one for each that runs."""
+"""Least number of shards to keep waiting in the engine's queue; if more run, as many wait as run."""
 _UNSEEN, _UNSEEN_OF_SEARCH = 256, 2
-"""How many shards are with an engine until one of its machines reaches this process; with more, a search knows less."""
+"""Most submitted shards until a machine reaches this process: with all configs known, and in a search.
+
+With more shards, a search would choose configs from less knowledge.
+"""
 _TICK_S = 0.1
 _GRACE_S = 30.0
 
@@ -56,15 +59,15 @@ class Shards:
         *,
         check: Callable[[], None],
     ) -> None:
-        """Begins to listen for shards; none is submitted.
+        """Begins to listen for shards, without submitting any.
 
         Args:
             executor: the engine.
-            parcel: the call, packed.
+            parcel: the packed call.
             configs: the configs by index.
             request: the sweep.
             proof: compares the program of one config with the caller's.
-            check: called many times a second; its errors end all shards.
+            check: runs many times a second; its errors end all shards.
         """
         self._executor = executor
         self._proof, self._check = proof, check
@@ -98,11 +101,11 @@ class Shards:
             source: gives further configs.
 
         Returns:
-            The shards that came to their ends, with these.
+            The shards that ran to their ends, with these ends.
 
         Raises:
             EngineError: the engine, or its machines, cannot run shards.
-            ReferenceFailedError, ValueError, TypeError: a machine found that the call cannot be tuned.
+            ReferenceFailedError, ValueError, TypeError: a machine found a fault of the call itself.
             DifferentProgramError: the machines run another program than this process.
         """
         self._pending += shards
@@ -129,12 +132,12 @@ class Shards:
                 self._give_up(reason)
 
     def _deadline_s(self, count: int) -> float:
-        """Returns the longest time in seconds that a sweep of so many configs can take."""
+        """Returns the longest time in seconds that a sweep of a number of configs can take."""
         limits = self._request.limits
         return limits.compile_timeout_s + limits.longest_sweep_s(count)
 
     def close(self) -> None:
-        """Has all shards stop."""
+        """Stops all shards."""
         for shard in list(self._shards.values()):
             self._release(shard)
         self._contacts.close()
@@ -154,7 +157,7 @@ class Shards:
     def _exhausted(self, error: Exception) -> EngineError:
         return EngineError(
             f"{self._name}: {_shown(self._executor)} takes no further work: {type(error).__name__}: {error}; "
-            f"call again with one that does: the trials so far are kept"
+            f"call again with a working executor: the trials so far are kept"
         )
 
     def _may_submit(self) -> bool:
@@ -171,7 +174,7 @@ class Shards:
         return waiting < (max(_WAITING, running) if self._is_heard else _UNSEEN)
 
     def _next(self) -> Shard | None:
-        """Returns the next shard; None if there is none for now."""
+        """Returns the next shard; None if none is ready."""
         if self._pending:
             return joined(self._pending, self._largest, len(self._running()))
         if self._source.is_closed:
@@ -196,7 +199,7 @@ class Shards:
     # Following
 
     def _greet(self, number: int, about: JsonObject) -> bool:
-        """Returns whether a shard may go: not one that was given up before it began."""
+        """Returns whether a shard may begin: False if it was given up before."""
         shard = self._shards.get(number)
         if shard is None:
             return False
@@ -225,7 +228,7 @@ class Shards:
             self._die(shard)
 
     def _note(self, shard: Shard, ended: ConfigEnded) -> None:
-        """Takes the trial of a config, unless it has one."""
+        """Keeps the trial of a config, unless the config has one already."""
         trial = ended.read(self._configs, is_check=self._request.target is not None)
         self._took_part_at = time.monotonic()
         if ended.index in shard.indices:
@@ -237,7 +240,7 @@ class Shards:
         self._source.ended(index, trial)
 
     def _collect(self) -> None:
-        """Looks at the futures that are done; a shard in contact has said already how it ended."""
+        """Takes the results of futures that are done; a shard in contact has reported its end already."""
         for shard in [shard for shard in self._shards.values() if shard.future is not None and shard.future.done()]:
             future = shard.future
             assert future is not None
@@ -249,8 +252,8 @@ class Shards:
                 end = End.from_json(future.result())
                 for ended in end.trials:
                     self._note(shard, ended)
-                if end.end == remote.STOPPED:  # perhaps a repetition of the engine's, which may not go beside the first
-                    raise DamageError("its process was told to stop")
+                if end.end == remote.STOPPED:  # perhaps the engine repeated it while the first run continues
+                    raise DamageError("its process was ordered to stop")
                 shard.host = shard.host or end.host[:100]
                 self._finish(shard, end)
             except DamageError as damage:
@@ -265,7 +268,7 @@ class Shards:
                 self._die(shard)
         if running:
             self._silence.broken()
-        elif self._shards:  # where no connection is possible, a shard that runs is silent
+        elif self._shards:  # without connections, running shards are silent
             most = max(len(shard.indices) for shard in self._shards.values())
             self._silence.check(works_s=0.0 if self._is_heard else self._deadline_s(most))
 
@@ -275,20 +278,20 @@ class Shards:
     # Ending
 
     def _release(self, shard: Shard) -> None:
-        """Forgets a shard, which stops if it still runs."""
+        """Forgets a shard, and stops it if it still runs."""
         self._shards.pop(shard.number, None)
         self._contacts.stop(shard.number)
         if shard.future is not None:
-            # Parsl's futures cannot be cancelled; the shard learns by its connection that it is over.
+            # Parsl cannot cancel futures; the end of its connection stops the shard.
             with contextlib.suppress(NotImplementedError):
                 shard.future.cancel()
             shard.future = None
 
     def _finish(self, shard: Shard, end: End) -> None:
-        """Ends a shard as its machine says."""
+        """Ends a shard according to its machine's report."""
         self._silence.broken()
         if end.end == remote.REFUSED:
-            shard.future = None  # not cancelled: an engine would take the machine for idle, and give it the next one
+            shard.future = None  # no cancel: the engine would take the machine for idle, and give it the next shard
         self._release(shard)
         if end.end == remote.DONE and not shard.indices:
             self._ends.append((shard, end))
@@ -296,24 +299,24 @@ class Shards:
             self._refuse(shard, end.error)
         elif end.kind:
             raise remote.ERRORS[end.kind](f"{end.error} (on {shard.host})")
-        elif end.end == remote.FAILED or shard.began is None:  # unheard, it is no evidence against its configs
+        elif end.end == remote.FAILED or shard.began is None:  # unheard: no evidence against its configs
             self._repeat_failed(shard, f"on {shard.host}: {end.error or end.end}")
         else:
             self._repeat_dead(shard, " (past its deadline)" if end.end == remote.LATE else "")
 
     def _die(self, shard: Shard) -> None:
-        """Ends a shard whose process is gone, or does not answer."""
+        """Ends a shard whose process is gone or does not answer."""
         self._release(shard)
         self._repeat_dead(shard)
 
     def _repeat_dead(self, shard: Shard, how: str = "") -> None:
-        """Repeats the configs of a dead shard that have no trial; one that ran there alone, once again, has crashed.
+        """Repeats the configs of a dead shard that have no trial; a lone suspect of a second death has crashed.
 
-        Those that ran may have brought it down; where none is known to have run, each may.
+        The suspects are the configs that ran when the shard died; if none is known to have run, all configs are.
 
         Args:
             shard: the shard.
-            how: an addition to the host, for messages.
+            how: an addition to the host's name in messages.
         """
         deaths = (*shard.deaths, (shard.host or "an unknown host") + how)
         if shard.is_final:
@@ -334,22 +337,22 @@ class Shards:
             self._pending.appendleft(Shard(indices=others, is_whole=shard.is_whole))
 
     def _fail(self, shard: Shard, error: BaseException) -> None:
-        """Ends a shard after the engine has reported an error: a dead worker, or that it cannot run it at all.
+        """Ends a shard after the engine has reported an error: a dead worker, or a shard that it cannot run.
 
-        One that has begun tells by its connection how it goes on; an engine gives up work whose process lives, as where
-        its scheduler has died.
+        A shard that has begun continues: its connection reports its end. An engine may give up work while the process
+        lives, for example after its scheduler has died.
         """
         shard.future = None
         if shard.began is not None:
             return
         self._release(shard)
         if isinstance(error, concurrent.futures.BrokenExecutor):
-            # A broken pool stays broken, and may take work for a moment before it knows; no config is to blame for it.
+            # A broken pool stays broken, and may accept work for a moment longer. It is not the fault of a config.
             raise self._exhausted(error) from error
         text = remote.cannot_import(error)
         if text is not None or (self._is_heard and remote.means_death(error)):
-            # It ended before it could say that it begins, and so would every other shard that it gets at once: the
-            # other machines must have time to take some.
+            # Its worker ended before the shard began, and would end the next shards in the same way.
+            # Give the other machines time to take some.
             self._resumes_at = time.monotonic() + remote.REFUSAL_S
             shard.host = shard.process = f"a worker of {_shown(self._executor)}"
             ended = f"it ends before it begins to work; perhaps it {remote.lacks_package(str(error))}"
@@ -358,14 +361,14 @@ class Shards:
             self._repeat_failed(shard, f"{type(error).__name__}: {error}")
 
     def _repeat_failed(self, shard: Shard, reason: str) -> None:
-        """Repeats a shard that could not run, or a final that died, once.
+        """Repeats, once, a shard that could not run or a final that died.
 
         Raises:
-            EngineError: a shard could not run again.
+            EngineError: the shard failed for the second time.
         """
         if shard.failures + 1 >= _MOST_FAILURES:
             if shard.is_final:
-                return  # the trials from other machines stay
+                return  # trials from other machines remain
             raise EngineError(
                 f"{self._name}: {_shown(self._executor)} could not run a shard, twice; the last time {reason}; the "
                 f"trials so far are kept"
@@ -374,7 +377,7 @@ class Shards:
         self._pending.appendleft(again(shard, failures=shard.failures + 1))
 
     def _refuse(self, shard: Shard, reason: str) -> None:
-        """Gives a shard to another machine, because one cannot take part."""
+        """Gives a shard to another machine after a refusal."""
         if shard.host not in self._refused:
             _logger.warning("%s: %s takes no part: %s", self._name, shard.host, reason)
         self._refused[shard.host] = reason
@@ -389,7 +392,7 @@ class Shards:
         self._pending.append(again(shard, refusals=shard.refusals + 1))
 
     def _may_be_taken(self) -> bool:
-        """Returns whether a machine with the device works, and takes further shards later, or may still appear."""
+        """Returns whether a machine with the device is at work and can take a shard later, or may still appear."""
         others = self._shards.values()
         if any(
             other.is_accepted or (other.began is not None and other.process not in self._refusing) for other in others
@@ -399,7 +402,7 @@ class Shards:
         return may_appear and time.monotonic() < max(self._refused_at, self._took_part_at) + _APPEARS_S
 
     def _give_up(self, reason: str) -> None:
-        """Ends all configs without a trial."""
+        """Ends all configs that have no trial."""
         left = [*self._shards.values(), *self._pending]
         self._pending.clear()
         for shard in left:
@@ -414,35 +417,35 @@ def _shown(executor: Executor) -> str:
 
 
 LEAST, MOST = 16, 64
-"""How many configs a shard has, unless there are fewer: a shard costs a sandbox and one run of the defaults."""
+"""Bounds of the configs in a shard, if the sweep has enough: a shard costs a sandbox and one run of the defaults."""
 _SHARDS = 16
-"""A sweep has at least so many shards if it has enough configs: more machines can take part, and little is repeated."""
+"""Least number of shards of a sweep with enough configs: many machines can take part, and a death repeats little."""
 _PER_MACHINE = 2
-"""Shards become small while there are still so many for each machine, so that all machines end at about one time."""
+"""Number of waiting shards per machine below which shards stay small, so that all machines end at about one time."""
 _KEPT_DESCRIPTORS = 64
-"""Descriptors that are left to the journal, the engine and the user's program."""
+"""Descriptors to leave to the journal, the engine and the user's program."""
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Shard:
-    """Some configs that are tried on one machine.
+    """Some configs to try on one machine.
 
     Attributes:
         indices: the configs that have no trial yet.
         is_whole: whether the machine also compares the fastest of them.
-        is_final: whether they have trials from other machines; all of it is repeated, as a part is of no use.
-        may_grow: whether configs of other shards may join it, as nothing has happened to its own yet.
+        is_final: whether they have trials from other machines. A final is repeated as a whole: a part is useless.
+        may_grow: whether configs of other shards may join it; only before anything has happened to its configs.
         deaths: the hosts on which shards with these configs died.
-        failures: how many shards with these configs could not run.
-        refusals: how many machines did not have the device.
-        given: the configs that it was given.
+        failures: the number of shards with these configs that could not run.
+        refusals: the number of machines that refused it.
+        given: its configs when it was submitted.
         number: its number among the shards of the sweep.
-        future: the engine's handle of it; None before it is submitted.
-        host: the machine that it runs on; empty while that is not known.
-        process: the machine and the process that it runs in; empty while that is not known.
-        began: when it began, by the monotonic clock; None while that is not known.
-        is_accepted: whether the machine is known to have the device.
-        running: the configs that its process works on, and those that have ended.
+        future: the engine's handle of it; None before its submission.
+        host: the machine that it runs on; empty if unknown.
+        process: the machine and the process that it runs in; empty if unknown.
+        began: when it began, by the monotonic clock; None if unknown.
+        is_accepted: whether the machine has confirmed that it has the device.
+        running: the configs that its process works on, and the ended ones.
     """
 
     indices: list[int]
@@ -463,11 +466,11 @@ class Shard:
 
 
 def partition(indices: Sequence[int], last: Sequence[int] = ()) -> list[Shard]:
-    """Divides configs into small shards; each has configs from everywhere in the list, so that all take about as long.
+    """Divides configs into small shards of about equal duration: each has configs from everywhere in the list.
 
     Args:
         indices: the configs.
-        last: those of them that hung or crashed before, which come last and in shards of their own.
+        last: the configs that hung or crashed before; they come last, in separate shards.
     """
     troubled = set(last)
     shards: list[Shard] = []
@@ -479,22 +482,22 @@ def partition(indices: Sequence[int], last: Sequence[int] = ()) -> list[Shard]:
 
 
 def again(shard: Shard, **counts: Any) -> Shard:
-    """Returns a shard to run again, all of it if it is a final.
+    """Returns a shard to run again; a final runs again as a whole.
 
     Args:
         shard: the shard.
-        **counts: the fields that count why.
+        **counts: the new values of `failures` or `refusals`.
     """
     indices = list(shard.given) if shard.is_final else shard.indices
-    # Fields that the constructor does not take, which are about one run, are as in a new shard.
+    # `replace` resets the fields about one run, because they are not arguments of the constructor.
     return dataclasses.replace(shard, indices=indices, may_grow=False, **counts)
 
 
 def largest(configs: int) -> int:
-    """Returns how many configs a shard of a sweep has at most.
+    """Returns the most configs that a shard of a sweep has.
 
     Args:
-        configs: the configs of the sweep.
+        configs: the number of configs of the sweep.
     """
     return min(MOST, max(LEAST, -(-configs // _SHARDS)))
 
@@ -503,9 +506,9 @@ def joined(pending: collections.deque[Shard], most: int, running: int) -> Shard:
     """Returns the next shard, joined with those after it while enough are left for every machine.
 
     Args:
-        pending: the shards, at least one; those returned are removed.
+        pending: the shards, at least one; the returned ones are removed.
         most: the largest number of configs of one shard.
-        running: how many machines run a shard now; 0 where none has said so yet.
+        running: the number of machines that run a shard now; 0 before the first has reported.
     """
     shard = pending.popleft()
     enough = _PER_MACHINE * (running or _SHARDS)
@@ -520,7 +523,7 @@ def joined(pending: collections.deque[Shard], most: int, running: int) -> Shard:
 
 
 def most_at_a_time() -> int:
-    """Returns how many shards may be with an engine at a time: each that runs has a connection to this process."""
+    """Returns the most shards that an engine may have at a time: each that runs has a connection to this process."""
     left = machine.descriptors_left()
     return max(LEAST, left - _KEPT_DESCRIPTORS - MOST_UNKNOWN)
 
@@ -530,16 +533,16 @@ def warn_of_descriptors(name: str, most: int) -> None:
     """Warns once that more machines could take part."""
     _logger.warning(
         "%s: at most %d machines take part at a time, since each has a connection to this process: raise the limit of "
-        "open descriptors first, as with `ulimit -n 8192`",
+        "open descriptors first, for example with `ulimit -n 8192`",
         name,
         most,
     )
 
 
 _SAYS_S = 20.0
-"""A silence is reported after this time and, for as long as it lasts, again and again after twice as long."""
+"""Seconds after which a silence is reported; each further report comes after twice the time."""
 _ENDS_S = 600.0
-"""An engine without a sign of life for this long ends the call: perhaps its machines have left for good."""
+"""Seconds without a sign of life of the engine after which the call ends: its machines may be gone for good."""
 
 
 class Silence:
@@ -559,13 +562,13 @@ class Silence:
         self._since, self._says_s = time.monotonic(), _SAYS_S
 
     def check(self, *, works_s: float = 0.0) -> None:
-        """Says what is waited for, where that has taken long.
+        """Warns of a long silence.
 
         Args:
-            works_s: how long a machine that works may be silent.
+            works_s: the longest silence of a working machine.
 
         Raises:
-            EngineError: it has taken too long.
+            EngineError: the silence has lasted too long.
         """
         silent_s = time.monotonic() - self._since
         about = (

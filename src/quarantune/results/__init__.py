@@ -1,1 +1,1 @@
-"""Results as people look at them and keep them."""
+"""Results: shows them, saves them and makes them from the cache."""

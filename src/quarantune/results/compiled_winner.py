@@ -24,9 +24,9 @@ _WITHOUT_PARTS = (bool, int, str, type(None))
 class Winner:
     """A function with a config bound, and the executable that a worker compiled from the two.
 
-    It runs the executable for calls for which JAX would compile the same: outside of any trace, under the same settings
-    of JAX, with arguments of the same structure and types in the same places, and with the same static values. Any
-    other call goes to the function, which JAX compiles as usual.
+    A call runs the executable if JAX would compile the same program for it: outside of any trace, under the same
+    settings of JAX, with arguments of the same structure and types in the same places, and with the same static values.
+    Any other call goes to the function, which JAX compiles as usual.
     """
 
     def __init__(self, fn: Callable[..., Any], config: Config, compiled: Any, call: Arguments, key: str) -> None:
@@ -35,11 +35,11 @@ class Winner:
         Args:
             fn: the jitted function.
             config: the config.
-            compiled: the executable, callable or as read from its file. XLA may end a process that loads a damaged
-                program, so one that was read is loaded by the first call.
+            compiled: the executable: callable, or the parts from its file. The first call loads the parts, because XLA
+                may end a process that loads a damaged program.
             call: the arguments that it was compiled for, with arrays or placeholders; if the executable is callable,
                 only the places of arrays count.
-            key: the key of that call, which holds the settings of JAX.
+            key: the key of the call; it contains the settings of JAX.
 
         Raises:
             ValueError: the key is not JSON.
@@ -57,7 +57,7 @@ class Winner:
         self._interface: tuple[list[Any], list[Any], list[Any], bool] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the executable if JAX would compile the same for this call, and else the function."""
+        """Runs the executable if JAX would compile the same program for this call, else the function."""
         try:
             dynamic, statics = self._split(args, kwargs)
             leaves, tree = jax.tree.flatten(dynamic)
@@ -66,38 +66,38 @@ class Winner:
                 if isinstance(program, ExecutableParts):
                     out_tree = program.out_tree
                     if out_tree is None:
-                        # Its outputs hold classes that only the function can name: trace it, as any first call does.
+                        # Its outputs contain classes that only the function knows: trace it, like any first call.
                         out_tree = self._jitted.trace(*args, **kwargs, **self._keywords).out_tree
                     program = program.with_trees(tree, out_tree)
                 if self._takes(program, leaves):
                     outputs = program(*dynamic[0], **dynamic[1])
-                    self._program = program  # not before, as another call may be traced to another tree of outputs
+                    self._program = program  # not earlier: the trace of another call may give another output tree
                     return outputs
         except (TypeError, ValueError):
-            pass  # Other shapes, dtypes or layouts; if the call is wrong, the function raises a clearer error.
+            pass  # Other shapes, dtypes or layouts. For a wrong call, the function raises a clearer error.
         return self._bound(*args, **kwargs)
 
     def _is_same_state(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Returns whether JAX's settings are those that the executable was compiled under."""
+        """Returns whether JAX has the settings under which the executable was compiled."""
         mesh = jax.sharding.get_abstract_mesh()
         if jax_traces.is_tracing() or jax_options.is_debugging() or (mesh.size == 1 and not mesh.empty):
-            return False  # a mesh of one device is in no description, and outputs are then on it
+            return False  # descriptions omit a one-device mesh, and outputs are on it
         if (settings := jax_options.program_state()) != self._settings:
             if canonical_json(describe_jax_state(args, kwargs)) != self._state:
                 return False
-            # A mesh in force is described relative to the arguments: the next call may have others.
+            # The description of an active mesh depends on the arguments, and the next call may have others.
             self._settings = settings if mesh.empty else None
         return True
 
     def _takes(self, program: Any, leaves: list[Any]) -> bool:
         """Returns whether JAX would compile the executable for arguments of these types in these places.
 
-        The executable accepts weak types for strong ones and the reverse, and other arrays on its devices, but its
-        outputs have the types and the places that they were compiled with.
+        The executable also accepts weak types for strong types and the reverse, and other arrays on its devices. Its
+        outputs then keep the types and the places from its compilation.
         """
         self._interface = self._interface or interface_of(program)
         avals, places, devices, is_committed = self._interface
-        # Outputs are committed if an argument was. If the function did that itself, no argument fits, and JAX compiles.
+        # Outputs are committed if an argument was. If the function commits them, no argument fits, and JAX compiles.
         is_placed, is_any_committed = is_committed and any(place is not None for place in places), False
         for leaf, aval, place in zip(leaves, avals, places, strict=True):
             if type(kind := jax.typeof(leaf)) is not type(aval) or kind.weak_type != aval.weak_type:
@@ -120,8 +120,8 @@ class Winner:
 
 
 def _exact(static: Any) -> tuple[type, Any, str]:
-    """Returns a static value with its type, as in JAX, and with a text that also tells 1 from 1.0 inside it."""
+    """Returns a static value with its type, as in JAX, and a text that distinguishes 1 from 1.0 inside it."""
     text = ""
-    with contextlib.suppress(TypeError):  # a value without a description is equal or not
+    with contextlib.suppress(TypeError):  # without a description, only equality counts
         text = "" if type(static) in _WITHOUT_PARTS else canonical_json(describe_static(static))
     return type(static), static, text

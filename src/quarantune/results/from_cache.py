@@ -1,4 +1,4 @@
-"""Makes results from what the cache holds: entries, and the trials of their journals."""
+"""Makes results from the entries of the cache and the trials of its journals."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from quarantune.values.trial import Findings, Trial
 
 
 def cached_results(directory: Path, name: str, *, device: str | None = None) -> list[ResultData]:
-    """Returns the results of a function; of one call tuned under several versions of the function, the newest.
+    """Returns the results of a function; if versions of the function tuned the same call, the newest.
 
     Args:
-        directory: the cache directory, which is only read.
+        directory: the cache directory; it is only read.
         name: the function's name in the cache, or the stem of its file.
         device: the kind of device; None for all.
 
     Raises:
-        ValueError: nothing is cached for it; the message says what is.
+        ValueError: the cache has no result for it; the message helps to find the cached ones.
     """
     store = Store(directory, read_only=True)
     devices = None if device is None else [device]
     contents = dict(entries.chosen(store, names=[name], devices=devices)).get(safe_name(name))
-    if contents is None:  # its file is empty, or the name is a pattern for those of others
+    if contents is None:  # its file is empty, or the name is a pattern that matches others
         raise ValueError(f"no function {shown(name)} has results. `quarantune cache list` shows all names.")
-    # Of one call, the last one of these, which is the newest.
+    # Sorted by age: the newest entry of a call replaces earlier ones.
     found = sorted(entries.entries_of(name, contents), key=lambda it: str(it.entry.get("created", "")))
     newest = {(it.key.device, canonical_json(it.entry.get("key_values") or it.key.problem_size)): it for it in found}
     return [result_of(directory, *record) for record in newest.values()]
 
 
 def cached_result(directory: Path, key: CacheKey) -> ResultData | None:
-    """Returns the result of one problem, or None where nothing is cached for it."""
+    """Returns the result of one problem, or None if the cache has none."""
     entry = Store(directory, read_only=True).get(key.kernel_type, key.device, key.problem_size)
     return None if entry is None else result_of(directory, key, entry)
 
 
 def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
-    """Returns the result that an entry holds, with its trials where the journals have them."""
+    """Returns the result in an entry, with the trials that the journals have of it."""
     name, key, device = cache_key
     trials = {text_of(trial.config): trial for trial in Journal(directory, name, device, key).trials()}
     finalists, tie, default = [], [], None
@@ -77,9 +77,9 @@ def result_of(directory: Path, cache_key: CacheKey, entry: Entry) -> ResultData:
     if findings.is_estimate:
         origin = findings.text()
     elif not trials:
-        origin = "The cache holds its choice alone, without trials."
+        origin = "The cache holds only its choice, without trials."
     elif is_concluded:
         origin = ""
     else:
-        origin = "Times of the trials are from their first measurement, before the finalists were compared."
+        origin = "The times of the trials are from their first measurement, before the final."
     return ResultData(result, entry.get("key_values"), origin)

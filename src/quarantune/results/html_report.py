@@ -1,4 +1,4 @@
-"""Writes reports: one HTML file with the data, the styles and the program that draws the charts, and nothing else."""
+"""Writes reports: one HTML file with the data, the styles and the program that draws the charts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _SCRIPTS = [
     *("base", "model", "summary", "finals", "pareto", "progress"),
     *("map", "effects", "parallel", "table", "shapes", "main"),
 ]
-"""The parts of the page's program, each after those that it needs."""
+"""The parts of the page's program, each after the parts that it needs."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
-"""The dtypes in the description of a call; the table of devices has one name for those of 8 bits."""
+"""Finds dtypes in the description of a call; the table of devices has one name for all dtypes of 8 bits."""
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
 def render(results: Sequence[ResultData]) -> str:
     """Returns the report on some problems of one function as one self-contained HTML page.
 
-    The page needs no network, and its policy allows none. Texts of configs, messages and logs reach it as JSON, and it
-    inserts them as text.
+    The page needs no network, and its content policy forbids it. Texts of configs, messages and logs reach it as JSON,
+    and it inserts them as text.
 
     Args:
         results: at least one problem.
@@ -67,13 +67,13 @@ def write(path: str | os.PathLike[str], results: Sequence[ResultData]) -> None:
 
     Raises:
         ValueError: there is no problem.
-        OSError: the file cannot be written; an earlier one is as it was.
+        OSError: the file cannot be written; an earlier one is unchanged.
     """
     saved_files.write(path, render(results).encode())
 
 
 def _embedded(data: JsonObject) -> str:
-    """Returns JSON that cannot end the script element around it, nor begin a comment in it."""
+    """Returns JSON that cannot end the script element around it, or begin a comment in it."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
@@ -93,24 +93,24 @@ def _read(name: str) -> str:
 
 
 _TEXT_BYTES = 1_200_000
-"""The most bytes of messages and logs in one report. Where there are more, the longest are cut."""
+"""Most bytes of messages and logs in one report. Beyond this, the longest texts are cut."""
 _VALUE_BYTES = 300_000
-"""The same for the texts of config values."""
+"""Most bytes of the texts of config values in one report. Beyond this, the longest are cut."""
 _LONGEST_LABEL = 300
 _MOST_SAMPLES = 100_000
-"""The most samples in one report beside those of finalists; the slowest configs come without theirs."""
+"""Most samples in one report, not counting finalists'. Beyond this, the slowest configs lose theirs."""
 _MOST_TRIALS = 20_000
-"""The most trials in one report; of further problems it has the choice alone."""
+"""Most trials in one report. Beyond this, problems are shown with their choice only."""
 _PAUSE_S = 60.0
-"""No trial ending for this long, and for `_PAUSE_GAPS` typical gaps, is a pause of an interrupted sweep."""
+"""Time without the end of a trial that counts as a pause of the sweep, if it is also `_PAUSE_GAPS` typical gaps."""
 _PAUSE_GAPS = 20.0
 
 _TAGS = ("$enum", "$dtype", "$type")
-"""The keys of names, of which alone an enum's member, a dtype and an object without fields consist in JSON."""
+"""Keys of names in JSON. Enum members, dtypes and objects without fields have no other keys."""
 
 
 def page_data(results: Sequence[ResultData]) -> JsonObject:
-    """Returns the data of a report on some problems of one function, which are sorted by device and size."""
+    """Returns the data of a report on some problems of one function, sorted by device and size."""
     texts: _Texts = {"": 0}
     trials_left, samples_left = _MOST_TRIALS, _MOST_SAMPLES
     ordered = sorted(results, key=lambda data: (data.result.device, call_size(data.key_values)))
@@ -130,17 +130,17 @@ def page_data(results: Sequence[ResultData]) -> JsonObject:
 
 
 _Texts: TypeAlias = dict[str, int]
-"""Texts, each once, with their positions in the report."""
+"""Positions of texts in the report, which has each text once."""
 
 
 def _index(texts: _Texts, text: str) -> int:
-    """Returns the position of a text, which is added if it is new."""
+    """Returns the position of a text; a new text is added."""
     shown = "\n".join(map(printable, text.strip("\n").split("\n")))
     return texts.setdefault(shown, len(texts))
 
 
 def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: int, *, names_device: bool) -> JsonObject:
-    """Returns the data of one problem, with as many trials and samples as the report may still hold."""
+    """Returns the data of one problem, within the trials and samples that the report has left."""
     result, notes = data.result, [data.note] if data.note else []
     trials: Sequence[Trial] = result.trials
     if len(trials) > trials_left:
@@ -189,7 +189,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
 
 
 def _peaks(data: ResultData) -> JsonObject | None:
-    """Returns the peaks of the device, of operations for the dtype of the call if there is one; None if not known."""
+    """Returns the peaks of the device; TFLOP/s only if the dtypes of the call have one peak. None if unknown."""
     if (peaks := device_table.peaks_of(data.result.device)) is None:
         return None
     names = _DTYPE.findall(canonical_json(data.key_values))
@@ -203,7 +203,7 @@ def _places(configs: Iterable[Config], places: Mapping[str, int]) -> list[int]:
 
 
 def _columns(trials: Sequence[Trial]) -> tuple[list[JsonObject], list[list[int]]]:
-    """Returns the tunables with their values in order, and for each the positions of the trials' values."""
+    """Returns the tunables with their values in order, and the positions of the trials' values for each tunable."""
     flat = [_flat(trial.config) for trial in trials]
     names = list(dict.fromkeys(name for values in flat for name in values))
     tunables, columns = [], []
@@ -221,7 +221,7 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[JsonObject], list[list[int]]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> JsonObject:
-    """Returns a config without dicts and dataclasses in it: their parts are tunables, too."""
+    """Returns a config with the parts of dicts and dataclasses as tunables."""
     values: JsonObject = {}
     for name, value in config.items():
         plain = as_json(value)
@@ -234,7 +234,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> JsonOb
 
 
 def _order(value: Any) -> tuple[int, float, str]:
-    """Returns a sort key: numbers by size, then booleans, then all else."""
+    """Returns a sort key: numbers by size, then booleans, then other values."""
     if is_number(value):
         return 0, value, ""  # compared without conversion: a huge integer does not fit a float
     return (3 if value is report.UNSET else 1 if isinstance(value, bool) else 2), 0.0, text_of(value)
@@ -243,7 +243,7 @@ def _order(value: Any) -> tuple[int, float, str]:
 def _encoded(
     trials: Sequence[Trial], columns: list[list[int]], texts: _Texts, samples_left: int, finalists: set[int]
 ) -> JsonObject:
-    """Returns trials column by column, which takes less space than row by row."""
+    """Returns trials column by column, to take less space than row by row."""
     outcomes = list(Outcome)
     ended_s, paused_s = _ended(trials)
     return {
@@ -268,7 +268,7 @@ def _encoded(
 
 
 def _kept_samples(trials: Sequence[Trial], samples_left: int, finalists: set[int]) -> list[list[float | None]]:
-    """Returns the samples of the fastest trials, as far as the budget allows; those of finalists are elsewhere."""
+    """Returns the samples of the fastest trials within the budget; the samples of finalists are elsewhere."""
     kept: list[list[float | None]] = [[] for _ in trials]
     for index in sorted(range(len(trials)), key=lambda index: trials[index].time_ms or math.inf):
         if index not in finalists and len(trials[index].samples_ms) <= samples_left:
@@ -282,14 +282,14 @@ def _samples(trial: Trial) -> list[float | None]:
 
 
 def _ended(trials: Sequence[Trial]) -> tuple[list[float | None], float]:
-    """Returns when trials ended, in seconds since the first began, and the seconds of pauses that are left out."""
+    """Returns when trials ended, in seconds since the first began without pauses, and the seconds of the pauses."""
     known = sorted((trial.ended_s, index) for index, trial in enumerate(trials) if trial.ended_s is not None)
     ended: list[float | None] = [None] * len(trials)
     if not known:
         return ended, 0.0
     gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(known)]
     longest_s = max(_PAUSE_S, _PAUSE_GAPS * statistics.median(gaps)) if gaps else _PAUSE_S
-    # The first trial began before it ended, by at least the time that its compilation took.
+    # The first trial began at least its compile time before it ended.
     passed_s, paused_s, last_s = trials[known[0][1]].compile_s or 0.0, 0.0, known[0][0]
     for ended_s, index in known:
         gap_s = ended_s - last_s
@@ -301,7 +301,7 @@ def _ended(trials: Sequence[Trial]) -> tuple[list[float | None], float]:
 
 
 def _rounded(value: float | None, digits: int = 6) -> float | None:
-    """Returns a number with few significant digits; None where there is none."""
+    """Returns a number with few significant digits; None if it is unknown or not finite."""
     return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
 
 
@@ -311,7 +311,7 @@ def _label(text: str) -> str:
 
 
 def _fitted(texts: Sequence[str], budget_bytes: int) -> list[str]:
-    """Returns texts, the longest cut so that all together fit a number of bytes."""
+    """Returns texts; the longest are cut so that all together fit a number of bytes."""
     sizes = [len(text.encode()) for text in texts]
     if sum(sizes) <= budget_bytes:
         return list(texts)
@@ -325,7 +325,7 @@ def _fitted(texts: Sequence[str], budget_bytes: int) -> list[str]:
 
 
 def _cut(text: str, limit_bytes: int) -> str:
-    """Returns the beginning and the end of a text, which say the most."""
+    """Returns the beginning and the end of a text, its most useful parts."""
     half = max(0, limit_bytes - 5) // 2
     data = text.encode()
     tail = data[len(data) - half :].decode(errors="ignore") if half else ""

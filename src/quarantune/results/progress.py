@@ -1,7 +1,7 @@
 """The progress of a sweep: how many configs wait, compile, measure and are done, the best so far, and the last line.
 
-It is shown in lines of a terminal that are redrawn, in a cell of a notebook, or in a log. A thread draws, so that there
-is news at least every second, whatever the thread that tunes is doing.
+It appears in redrawn lines of a terminal, in a cell of a notebook, or in a log. A thread draws it, so it stays current
+even if the tuning thread is busy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("quarantune")
 
 _STATES = {Phase.LOAD: "compiling", Phase.COMPILE: "compiling", READY: "ready"}
-"""The states of configs by their phases; any other one is measuring."""
+"""The states of configs by phase; in any other phase a config is measuring."""
 _VERBS = {Phase.LOAD: "loads", Phase.COMPILE: "compiles", Phase.CHECK: "is checked", Phase.MEASURE: "is measured"}
 _MOST_RUNNING = 8
 _FEWEST_FOR_ESTIMATE = 3
@@ -40,21 +40,21 @@ _FEWEST_FOR_ESTIMATE = 3
 
 @dataclasses.dataclass(eq=False)
 class Progress:
-    """Shows the progress of one sweep from when it is made, and its end in one line; a context manager.
+    """Shows the progress of one sweep from its creation, and its end in one line; a context manager.
 
     Events may come from any thread.
 
     Attributes:
         label: the tuned function, and the shapes of the call.
-        total: how many configs there are; 0 where that is not known.
+        total: the number of configs; 0 if unknown.
         shown: the setting `progress`: False shows nothing, True writes a line every 10 s even without a terminal.
         name: the name in log records; empty for the label.
         config_of: returns the config at an index.
-        default: the config that equals the function's own defaults; None where there is none.
-        is_timed: whether the fastest configs are timed at the end; not where all are compiled only.
-        may_redraw: whether lines on a terminal may be replaced; not while a debugger may use it.
+        default: the config that equals the function's own defaults; None without such a config.
+        is_timed: whether the fastest configs are timed at the end; False if configs are only compiled.
+        may_redraw: whether to replace lines on a terminal; False if a debugger may use the terminal.
         stream: the stream to write to; None for stderr.
-        clock: seconds.
+        clock: returns seconds.
     """
 
     label: str
@@ -93,13 +93,13 @@ class Progress:
     def expect(
         self, total: int, *, is_bound: bool = False, budget_s: float | None = None, why_ended: Callable[[], str] = str
     ) -> None:
-        """Sets how many configs are to be tried.
+        """Sets the number of configs to try.
 
         Args:
             total: the number.
-            is_bound: whether that is only the most that a search may ask.
+            is_bound: whether the number is only an upper limit of a search.
             budget_s: seconds after which the search ends; None for no limit.
-            why_ended: returns why the search has ended, as `the search ended after 200 trials`; empty until it has.
+            why_ended: returns why the search ended, such as `the search ended after 200 trials`; empty until then.
         """
         self.total, self._is_bound, self._budget_s, self._why_ended = total, is_bound, budget_s, why_ended
 
@@ -127,7 +127,7 @@ class Progress:
             _logger.info("%s: %d of %d configs are known already", self.name, len(trials), self.total)
 
     def note_default(self, time_ms: float | None) -> None:
-        """Notes the time of the function's own defaults, where they are no config of the sweep."""
+        """Notes the time of the function's own defaults, if they are not a config of the sweep."""
         self._default_ms = time_ms
 
     def say(self, text: str) -> None:
@@ -138,12 +138,12 @@ class Progress:
     # The end
 
     def conclude(self, best: Config, told: str, *, saved: str) -> None:
-        """Sets the last line to that of a sweep that has succeeded.
+        """Sets the last line of a sweep that has succeeded.
 
         Args:
             best: the winner.
-            told: its time and that of the defaults, as text.
-            saved: what became of the result, as `saved`.
+            told: its time and the time of the defaults, as text.
+            saved: what became of the result, such as `saved`.
         """
         why, failed = self._why_ended(), sum(trial.outcome.is_failure for trial in self._trials)
         recalled = sum(trial.recalled_from is not None for trial in self._trials)
@@ -152,7 +152,7 @@ class Progress:
         self.end(f"{tried}, {why and f'{why}, '}best {format_config(best)}, {told}; {saved}")
 
     def conclude_compiling(self) -> None:
-        """Sets the last line to that of configs that were only compiled."""
+        """Sets the last line of a sweep that only compiled its configs."""
         good = sum(trial.outcome is Outcome.OK for trial in self._trials)
         self.end(f"{good:,} of {self._tried()} compile, in {_duration(self._gone_s())}")
 
@@ -161,7 +161,7 @@ class Progress:
         self._last_line = text
 
     def on_interrupt(self, text: str) -> None:
-        """Sets what the last line says of the configs that are kept if the sweep is interrupted."""
+        """Sets the words of an interrupted sweep's last line about the trials that are kept."""
         self._on_interrupt = text
 
     def __enter__(self) -> Progress:
@@ -170,7 +170,7 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # which shows its notes below its traceback
+        if isinstance(error, KeyboardInterrupt):  # Python shows the notes below the traceback
             error.add_note(f"{self.label}: {self._interrupted()}")
         self.close()
 
@@ -185,7 +185,7 @@ class Progress:
         """Returns the progress as it is now."""
         with self._lock:
             running, trials, now = dict(self._running), list(self._trials), self.clock()
-        begun = sum(index >= 0 for index in running)  # the untuned function is none of the configs
+        begun = sum(index >= 0 for index in running)  # the untuned function is not a config
         states = collections.Counter(_STATES.get(phase, "measuring") for phase, _ in running.values())
         states["waiting"] = 0 if self._is_bound else max(0, self.total - len(trials) - begun)
         shown_states = [state for state in ("waiting", "compiling", "ready", "measuring") if states[state]]
@@ -223,7 +223,7 @@ class Progress:
         )
 
     def _before_or_after(self, done: int) -> str:
-        """Returns the step of the sweep where no config runs; empty where no sweep is under way."""
+        """Returns the step of a sweep while no config runs; empty if no sweep is under way."""
         if not self.total or self._notice or (done == self.total and not self.is_timed):
             return ""
         if done == self._recalled:
@@ -232,7 +232,7 @@ class Progress:
         return "; ".join([*ended, "the fastest are timed once more, in turn"]) if ended or done >= self.total else ""
 
     def _running_text(self, running: dict[int, tuple[str, float]], now: float) -> str:
-        """Returns the configs that run, the longest first."""
+        """Returns the running configs, the longest first."""
         parts = []
         for index, (phase, since) in sorted(running.items(), key=lambda item: item[1][1])[:_MOST_RUNNING]:
             if phase != READY:
@@ -254,7 +254,7 @@ class Progress:
         return f"{budget}, about {_duration(left_s)} to go"
 
     def _best_text(self, trials: Sequence[Trial]) -> str:
-        """Returns the best of the trials so far, and its gain; empty where none was measured."""
+        """Returns the best trial so far, and its gain; empty without a measured trial."""
         timed = [trial for trial in trials if trial.is_usable]
         if not timed:
             return ""
@@ -284,12 +284,12 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-# --- the places where it is shown -----------------------------------------------------------------------------
+# --- the places that show it -----------------------------------------------------------------------------------
 
 _MOST_SWEEPS = 4
 _BAR_WIDTH = 60
 _hooked = contextlib.ExitStack()
-"""Gives streams back their own methods when it is closed."""
+"""Restores the streams' own methods when it is closed."""
 
 
 class View(NamedTuple):
@@ -297,11 +297,11 @@ class View(NamedTuple):
 
     Attributes:
         label: the function and its shapes.
-        done: how many configs are done; one that is compiled counts half.
-        total: how many there are, at most; 0 where that is not known.
-        counts: the numbers of configs that are done, by outcome; empty where there is no total.
-        more: further lines: the time; and, where there is something to say: what other job is waited for, the numbers
-            of configs by state, the best so far, and the configs that run.
+        done: the number of configs that are done; a compiled config counts half.
+        total: the number of configs, at most; 0 if unknown.
+        counts: the numbers of configs that are done, by outcome; empty without a total.
+        more: further lines: the time; then, if known, the job that the sweep waits for, the numbers of configs by
+            state, the best so far, and the running configs.
     """
 
     label: str
@@ -311,24 +311,24 @@ class View(NamedTuple):
     more: list[str]
 
     def lines(self, *, width: int = sys.maxsize) -> list[str]:
-        """Returns the progress as lines; where the first one is too long for the width, the label is cut."""
+        """Returns the progress as lines; if the first line is too long for the width, its label is cut."""
         room = max(16, width - len(self.counts) - len(": "))
         label = self.label if len(self.label) <= room else f"{self.label[: room - 1]}…"
         return [f"{label}: {self.counts}" if self.counts else label, *self.more]
 
 
 _harmless = functools.partial(contextlib.suppress, Exception)
-"""A display that fails does not end the sweep: the terminal may be gone, or no thread can be started."""
+"""Ignores errors of a display, so that the sweep continues: the terminal may be gone, or no thread can start."""
 
 Sweep: TypeAlias = Callable[[], View]
-"""A sweep that is under way, by the method that returns its progress."""
+"""A sweep under way, represented by the method that returns its progress."""
 
 
 class Screen:
-    """Shows all sweeps of this process that are under way, which may be several: in threads, or one inside another.
+    """Shows all sweeps under way in this process; several may run in threads or inside each other.
 
-    This one is for places without a terminal: a line every 10 s, on the stream where somebody reads along, and else in
-    the log.
+    This class is for places without a terminal. It writes a line every 10 s: to the stream if somebody reads along, or
+    to the log.
     """
 
     interval_s = 10.0
@@ -338,14 +338,14 @@ class Screen:
 
         Args:
             stream: the stream to write to; None for stderr.
-            in_log: whether lines go to the log until the last one.
+            in_log: whether all lines except the last go to the log.
         """
         self._stream = stream
         self._in_log = in_log
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all sweeps, in a child that was forked: it has no thread that draws them, and may find locks held."""
+        """Forgets all sweeps in a forked child: it has no thread that draws them, and its locks may be held forever."""
         self.sweeps: list[Sweep] = []
         self._lock = threading.Lock()
         self._writing = threading.RLock()
@@ -360,20 +360,20 @@ class Screen:
                 with _harmless():
                     self._begin()
                     stop = threading.Event()
-                    context = contextvars.copy_context()  # by which a notebook knows the cell
+                    context = contextvars.copy_context()  # from this a notebook knows the cell
                     threading.Thread(
                         target=context.run, args=(self._keep_drawing, stop), name="quarantune-progress", daemon=True
                     ).start()
                     self._stop = stop
 
     def remove(self, sweep: Sweep, last_line: str) -> None:
-        """Ends to show a sweep, and writes its last line, if it has one."""
+        """Stops showing a sweep, and writes its last line, if it has one."""
         with self._lock:
             if sweep not in self.sweeps:
                 return
             self.sweeps.remove(sweep)
             if not self.sweeps and self._stop is not None:
-                self._stop.set()  # the thread draws nothing from now on, and ends by itself
+                self._stop.set()  # the thread draws nothing more, and ends
                 self._stop = None
             with self._writing, _harmless():
                 if not self.sweeps:
@@ -388,8 +388,8 @@ class Screen:
                 self.draw(list(self.sweeps), stop)
 
     def draw(self, sweeps: Sequence[Sweep], stop: threading.Event | None = None) -> None:
-        """Shows the sweeps as they are now, unless an event has been set meanwhile."""
-        views = [sweep() for sweep in sweeps]  # before the lock is held, as they wait for other locks
+        """Shows the sweeps as they are now, unless the event is set."""
+        views = [sweep() for sweep in sweeps]  # before taking the lock, because they wait for other locks
         with self._writing:
             if stop is None or not stop.is_set():
                 self._show(views)
@@ -398,7 +398,7 @@ class Screen:
         """Prepares for the first sweep."""
 
     def _show(self, views: Sequence[View]) -> None:
-        """Shows the sweeps, in place of what was drawn before where lines can be replaced."""
+        """Shows the sweeps, in place of the former lines if these can be replaced."""
         for view in views:
             line = "; ".join(view.lines())
             if self._in_log:
@@ -407,10 +407,10 @@ class Screen:
                 self._write_line(line)
 
     def end(self) -> None:
-        """Removes what was drawn, where lines can be replaced."""
+        """Removes the drawn lines, if they can be replaced."""
 
     def _write_line(self, line: str) -> None:
-        """Writes a line that stays, above those that are redrawn."""
+        """Writes a line that stays, above the redrawn lines."""
         if (stream := self._target()) is not None:
             encoding = getattr(stream, "encoding", None) or "utf-8"
             stream.write(f"{line.encode(encoding, 'backslashreplace').decode(encoding)}\n")
@@ -445,7 +445,7 @@ class _Notebook(Screen):
 
     @staticmethod
     def _data(lines: list[str]) -> dict[str, str]:
-        import html  # needed here only, and no part of the import of this package
+        import html  # only notebooks need it: keep it out of the package's import
 
         text = "\n".join(lines)
         styled = f'<pre style="white-space:pre-wrap;margin:0">{html.escape(text)}</pre>'
@@ -453,15 +453,15 @@ class _Notebook(Screen):
 
 
 class Terminal(Screen):
-    """Draws with rich, which is imported when the first line is drawn."""
+    """Draws with rich, and imports it for the first line."""
 
     interval_s = 0.25
 
-    # The cursor's way up is computed when the lines' number is known and written later: nothing may come between, so
-    # that whatever others write to the terminal waits for the lock of the screen, too.
+    # rich computes the cursor's way up from the number of lines, and writes it later. Nothing may come between, so all
+    # other writes to the terminal wait for the lock of the screen.
     def _show(self, views: Sequence[View]) -> None:
         live = self._live = self._live or self._open()
-        # As wide as the terminal is now; rich alone would trust `COLUMNS`, and wider lines would wrap.
+        # The current width of the terminal: rich alone would trust `COLUMNS`, and wider lines would wrap.
         with contextlib.suppress(OSError, ValueError):
             size = os.get_terminal_size(self._target().fileno())
             if size.columns > 0:
@@ -502,15 +502,15 @@ def _rendered(views: Sequence[View], width: int) -> Any:
         parts.append(Text(title, style="bold", no_wrap=True, overflow="ellipsis"))
         if view.total:
             bar = ProgressBar(total=view.total, completed=view.done, width=min(_BAR_WIDTH, width))
-            parts += [bar, Text()]  # which ends the line of the bar
+            parts += [bar, Text()]  # ends the bar's line
         parts += [Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in lines]
     return Group(*parts)
 
 
 class _Raw:
-    """A stream as it is without a hook; the terminal shows each piece at once, and no cursor that runs through it.
+    """A stream without its hook. The terminal shows each piece at once, without a cursor running through it.
 
-    Between two pieces the cursor is visible, because a program that is killed or stopped could not show it again.
+    Between two pieces the cursor is visible, because a killed or stopped program could not show it again.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -525,15 +525,15 @@ class _Raw:
 
 
 def _hook(stream: TextIO, console: Console, writing: threading.RLock) -> None:
-    """Has whole lines that anybody writes to a stream appear above the lines that are redrawn.
+    """Makes whole lines written to a stream appear above the redrawn lines.
 
-    The stream object itself is changed and not `sys.stderr`, because handlers of `logging` keep the object.
+    It changes the stream object itself and not `sys.stderr`, because handlers of `logging` keep the object.
     """
     from rich.ansi import AnsiDecoder
     from rich.text import Text
 
     raw, rest, pid = stream.write, "", os.getpid()
-    decoder = AnsiDecoder()  # a colour lasts until it is reset, whether or not that is in another line
+    decoder = AnsiDecoder()  # a colour lasts until its reset, also in a later line
 
     def write(text: str) -> int:
         nonlocal rest
@@ -541,13 +541,13 @@ def _hook(stream: TextIO, console: Console, writing: threading.RLock) -> None:
             whole, newline, rest = f"{rest}{text}".rpartition("\n")
             rest = rest[max(0, rest.rfind("\r", 0, -1)) :]
             if newline:
-                # Of the parts of a line that overwrite each other, the last one shows.
+                # Parts of a line overwrite each other: only the last one shows.
                 lines = ([*map(decoder.decode_line, line.rstrip("\r").split("\r"))][-1] for line in whole.split("\n"))
                 console.print(Text("\n").join(lines), soft_wrap=True)
         return len(text)
 
     def release() -> None:
-        """Gives the stream back its own method, and writes the rest of a line."""
+        """Restores the stream's own method, and writes an unfinished line."""
         with contextlib.suppress(AttributeError):
             del stream.write
         if rest and os.getpid() == pid:
@@ -559,7 +559,7 @@ def _hook(stream: TextIO, console: Console, writing: threading.RLock) -> None:
 
 
 def _after_fork() -> None:
-    """Has a forked child show its own sweeps, and wait for no lock that a thread of the parent held."""
+    """Makes a forked child show only its own sweeps, with new locks: threads of the parent may hold the old ones."""
     global _making
     _making = threading.Lock()
     for screen in list(_shared.values()):
@@ -571,23 +571,23 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 _shared: weakref.WeakValueDictionary[object, Screen] = weakref.WeakValueDictionary()
-"""The screens that some sweep shows itself on, by their kinds and streams."""
+"""The screens in use by sweeps, by kind and stream."""
 _making = threading.Lock()
 
 
 def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -> Screen | None:
-    """Returns the place to show progress; None for nowhere.
+    """Returns the screen to show progress on; None to show nothing.
 
     Args:
         shown: the setting `progress`.
         stream: the stream to write to; None for stderr.
-        may_redraw: whether lines on a terminal may be replaced.
+        may_redraw: whether to replace lines on a terminal.
     """
     if shown is False:
         return None
     target = sys.stderr if stream is None else stream
     is_terminal = False
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # there may be no stderr, or a closed one
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr may be missing or closed
         is_terminal = target.isatty()
     kind: type[Screen]
     in_log = False

@@ -39,18 +39,18 @@ _MOST_REASON_CHARS = 1500
 _LEAST_CONFIG_WIDTH = 16
 _COMPILE_HEADING, _OVER = "compile s", ("over VMEM", "over shared memory")
 _DISPENSABLE = (_COMPILE_HEADING, "device MiB", "temp MiB", "GFLOP", *_OVER)
-"""The columns of numbers that make room for others, the first one first."""
+"""The columns of numbers that a narrow table leaves out, in this order."""
 _OWN_LINE = re.compile(r"^  (\S.*):(\d+), in ", re.MULTILINE)
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d[\d.,]*")
 _GAP = "  "
 UNSET: JsonObject = {"$unset": None}
-"""The value of a key that a config lacks, so that the function's default holds."""
+"""Stands for the value of a key that a config lacks; the function's default then holds."""
 Figures: TypeAlias = Mapping[str, Sequence[str]]
-"""Columns of numbers as texts, by their headings."""
+"""Columns of numbers as texts, by heading."""
 _MOST_NAMED = 4
 _WHY = {
     "total": "has the least total time over the calls below",
-    "worst": "is the one that is never far behind the best for each of the calls below",
+    "worst": "is never far behind the best for any of the calls below",
 }
 
 
@@ -69,7 +69,7 @@ def table(
     Args:
         result: the result, whose winner gets a star.
         trials: its trials, in the order of the rows.
-        width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
+        width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
         flops: floating-point operations of one call, for a column of TFLOP/s.
         moved_bytes: bytes that one call must move, for a column of GB/s.
     """
@@ -81,7 +81,7 @@ def table(
 def _with_notes(
     trials: Sequence[Trial], marks: Sequence[str], figures: Figures, width: int, notes: Iterable[str] = ()
 ) -> str:
-    """Returns a table of trials with some notes, and with the reasons of failures, below it."""
+    """Returns a table of trials; notes and the reasons of failures follow below it."""
     alike = _alike(trials)
     below = [_wrapped(note, "  ", width) for note in map(printable, notes)]
     below += [_wrapped(note, "    ", width) for note in itertools.starmap(_note, enumerate(alike, 1))]
@@ -89,7 +89,7 @@ def _with_notes(
 
 
 def columns_for(width: int | None) -> int:
-    """Returns the columns that a table may fill, at least 1; for None those of the terminal, or 120 without one.
+    """Returns the columns that a table may fill, at least 1; None means the width of the terminal, 120 without one.
 
     Raises:
         TypeError: the width is not a whole number.
@@ -101,7 +101,7 @@ def columns_for(width: int | None) -> int:
 
 
 def by_time(result: PlainResult) -> list[Trial]:
-    """Returns the winner, the other finalists by their figures, the rest by theirs, and those without, by outcome."""
+    """Returns the winner, then finalists and then other trials by figure, then trials without a figure by outcome."""
     outcomes = list(Outcome)
 
     def rank(trial: Trial) -> tuple[bool, bool, bool, float, int]:
@@ -113,12 +113,12 @@ def by_time(result: PlainResult) -> list[Trial]:
 
 
 def shown_ms(trial: Trial) -> float | None:
-    """Returns the time of a trial in milliseconds; for one that was stopped early, the time of its fastest run."""
+    """Returns the time of a trial in milliseconds; of a trial that was stopped early, the time of its fastest run."""
     return trial.merit if trial.outcome is Outcome.SLOW else trial.time_ms
 
 
 def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, moved_bytes: float | None) -> Figures:
-    """Returns the table's columns of numbers, by their headings; device memory has one where it differs."""
+    """Returns the table's columns of numbers, by heading; device memory has a column if it differs."""
     figures = {"ms": [_time_text(trial) for trial in trials]}
     if any(trial.is_ruled_out for trial in trials):
         figures["cheap ms"] = [_number(trial.cheap_ms) for trial in trials]
@@ -137,7 +137,7 @@ def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, 
 
 
 def _time_text(trial: Trial) -> str:
-    """Returns the time of a trial, as `> 23.8` for one that was stopped early."""
+    """Returns the time of a trial as text, such as `> 23.8` for a trial that was stopped early."""
     time_ms = shown_ms(trial)
     return "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}"
 
@@ -152,21 +152,21 @@ def _number(value: float | None, unit: float = 1, form: str = ".4g") -> str:
 
 
 def _numbers(values: Sequence[float | None], unit: float = 1, form: str = ".4g") -> list[str]:
-    """Returns a column of numbers; empty where all are zero or not known."""
+    """Returns a column of numbers; empty if all are zero or unknown."""
     return [_number(value, unit, form) for value in values] if any(values) else []
 
 
 def beside_time(trials: Sequence[Trial]) -> dict[str, tuple[str, str, list[float | None]]]:
-    """Returns figures beside time that some trial has: by name a heading, a sentence, and a value for each trial."""
-    about = dict(figure for name in observing.OBSERVERS for figure in observing.named(name).FIELDS.items())
-    if any(ranked_by(trial) not in (TIME, ENERGY) for trial in trials):  # a score that is an energy counts once
+    """Returns figures other than times that some trial has: by name a heading, a sentence, and each trial's value."""
+    about = dict(figure for name in observers.OBSERVERS for figure in observers.named(name).FIELDS.items())
+    if any(ranked_by(trial) not in (TIME, ENERGY) for trial in trials):  # a score by energy is already in a column
         about["score"] = "objective", "the value of the author's objective"
     columns = {name: [getattr(trial, name, trial.observed.get(name)) for trial in trials] for name in about}
     return {name: (*about[name], values) for name, values in columns.items() if values.count(None) < len(values)}
 
 
 def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
-    """Returns trials with a reason, by that; messages that differ in nothing but numbers are one reason."""
+    """Groups the trials that have a reason by it; messages that differ only in numbers are one reason."""
     groups: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
         if (message := _reason(trial)) and (trial.outcome is not Outcome.SLOW or trial.is_ruled_out):
@@ -175,7 +175,7 @@ def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
 
 
 def _note(number: int, alike: Sequence[Trial]) -> str:
-    """Returns the note on trials of one reason."""
+    """Returns the note on trials with the same reason."""
     one = alike[0]
     how_many = f", {len(alike)} configs" if len(alike) > 1 else ""
     first = f", for {format_config(one.config)}" if len(set(map(_reason, alike))) > 1 else ""
@@ -184,16 +184,16 @@ def _note(number: int, alike: Sequence[Trial]) -> str:
 
 
 def _ending(trial: Trial) -> str:
-    """Returns how and in what phase a trial ended."""
+    """Returns the outcome of a trial and its phase."""
     return f"{trial.outcome.value}{f' ({trial.phase.value})' if trial.phase is not None else ''}"
 
 
 def _grid(
     trials: Sequence[Trial], marks: Sequence[str], figures: Figures, alike: Sequence[Sequence[Trial]], width: int
 ) -> list[str]:
-    """Returns the lines of the table itself: tunables of one value above it, and a column for each other one.
+    """Returns the lines of the table itself: tunables with one value in a line above it, the others in columns.
 
-    Where the width demands it, each row takes several lines, and several tunables share a column.
+    In a narrow table each row takes several lines, and several tunables share a column.
     """
     notes = {id(trial): f" [{number}]" for number, group in enumerate(alike, 1) for trial in group}
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
@@ -236,7 +236,7 @@ def _width(column: Iterable[str]) -> int:
 
 
 def _lines(cells: Sequence[str], widths: Sequence[int], figures: int) -> list[str]:
-    """Returns a row's lines; a value that is too long for its column goes on in the next line."""
+    """Returns a row's lines; a value that is too long for its column continues in the next line."""
     parts = [
         [part for line in cell.split("\n") for part in textwrap.wrap(line, max(width, 1)) or [""]]
         for cell, width in zip(cells, widths, strict=True)
@@ -281,13 +281,13 @@ def _reason(trial: Trial) -> str:
 
 
 def _place(trial: Trial) -> str:
-    """Returns the line of the author's own files where an exception was raised, as its log tells it."""
+    """Returns the line of the author's file that raised the exception, from the trial's log; empty if unknown."""
     found = _OWN_LINE.search(trial.log_tail) if trial.outcome is Outcome.ERROR else None
     return f" ({os.path.basename(found[1])}:{found[2]})" if found else ""
 
 
 def explain(trials: Sequence[Trial], result: PlainResult) -> list[str]:
-    """Returns sentences for below a table: why the winner won, and how the defaults did.
+    """Returns sentences to put below a table: why the winner won, and how the defaults did.
 
     Args:
         trials: the trials of the table.
@@ -309,18 +309,18 @@ def explain(trials: Sequence[Trial], result: PlainResult) -> list[str]:
     if timed is not None and best is not None and not result.is_default(best):
         if len(timed.samples_ms) < len(best.samples_ms):
             rounds = f"{len(timed.samples_ms)} of the {len(best.samples_ms)} rounds of the final"
-            notes.append(f"{result.default_label} are far behind, so that they took part in {rounds}")
+            notes.append(f"{result.default_label} are far behind, so they took part in {rounds}")
         if interval := finals.speedup_interval(best.samples_ms, timed.samples_ms):
-            notes.append(f"speed-up of *: {interval_text(interval)}, as far as the noise of the final tells")
+            notes.append(f"speed-up of *: {interval_text(interval)}, within the noise of the final")
     if any(trial.is_ruled_out for trial in trials):
-        notes.append("cheap ms: the time of a program that was compiled cheaply, to find the configs that may win")
+        notes.append("cheap ms: the time of a cheaply compiled program, to find the configs that may win")
     if any(trial.outcome is Outcome.SLOW and trial.merit is not None for trial in trials):
         notes.append("> stopped early: even its fastest run took this long")
     return notes
 
 
 def why_best(trials: Sequence[Trial], result: PlainResult) -> str:
-    """Returns the reason why the winner won, as the rest of a sentence about it; empty where it has no trial."""
+    """Returns the reason why the winner won, as the rest of a sentence about it; empty if it has no time."""
     best = next(filter(result.is_best, trials), None)
     if best is None or best.time_ms is None:
         return ""
@@ -363,7 +363,7 @@ Row: TypeAlias = dict[str, Any]
 
 
 def to_dicts(result: PlainResult) -> list[Row]:
-    """Returns a flat dict for each trial; all have the same keys, also figures beside time that only some have.
+    """Returns a flat dict for each trial; all have the same keys, even for figures that only some have.
 
     Args:
         result: the result with the trials.
@@ -408,9 +408,9 @@ _OVERFLOWS = (
     (re.compile(r"Shared memory size limit exceeded: requested (\d+), available: (\d+)"), "shared memory"),
     (re.compile(r"exceeds available shared memory: smem_bytes=(\d+) > max_smem_bytes=(\d+)"), "shared memory"),
 )
-"""The complaints of compilers about memory on the chip, with the amounts that were needed and there."""
+"""Compilers' complaints about on-chip memory, with the amounts needed and available."""
 _LARGE_BYTES = 4 << 20
-"""Amounts are told in MiB if there is as much, and else in KiB."""
+"""Size of the memory from which amounts are in MiB, not KiB."""
 _CYCLES = "Mcycles"
 _SIZES = (
     ("VMEM MiB", "vmem_bytes", 1 << 20, ".4g"),
@@ -421,7 +421,7 @@ _SIZES = (
     ("temp MiB", "temporary_bytes", 1 << 20, ".4g"),
     ("GFLOP", "flops", 1e9, ".4g"),
 )
-"""The columns of a compile check that are figures: the heading, the figure's name, its unit and its form."""
+"""The figures in a compile check's table: heading, the figure's name, its unit and its format."""
 _HONESTLY = (
     "Estimated by the compiler from its static schedule and the bytes to move, for comparing configs; nothing ran."
 )
@@ -434,9 +434,9 @@ class CompileReport:
     Attributes:
         name: the function's name in the cache.
         target: the device.
-        trials: the trial of every config, in their order; `compile_s` and `figures` are set where it compiled.
-        key: the key that a sweep of the same call on that device has in the cache.
-        known: how many of the configs were not compiled, because an earlier job has the verdict on the same code,
+        trials: the trial of every config, in their order; configs that compiled have `compile_s` and `figures`.
+        key: the cache key of a sweep of the same call on that device.
+        known: the number of configs that were not compiled, because an earlier job has the verdict for the same code,
             device and versions.
     """
 
@@ -448,7 +448,7 @@ class CompileReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every config compiles that `prune_fn` did not drop."""
+        """Whether every config compiles, except those that `prune_fn` dropped."""
         return not any(trial.outcome.is_failure for trial in self.trials)
 
     @property
@@ -457,10 +457,10 @@ class CompileReport:
         return tuple(trial.config for trial in self.trials if trial.outcome is Outcome.OK)
 
     def estimated_ms(self, trial: Trial) -> float | None:
-        """Returns the time of a config in milliseconds as the compiler estimates it; None where that is not known.
+        """Returns the compiler's estimate of a config's time in milliseconds; None if unknown.
 
-        It is the larger one of two: that of the cycles at the target's clock, as if all operations ran one after
-        another, and the time that main memory takes to move what the program reads and writes.
+        It is the larger of two times: the cycles at the target's clock, as if all operations ran one after another; and
+        the time that main memory takes to move the bytes that the program reads and writes.
         """
         return device_table.estimated_ms(trial.figures, self.target.device_kind)
 
@@ -472,14 +472,14 @@ class CompileReport:
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many configs failed with each outcome that occurred."""
+        """The number of configs with each failing outcome that occurred."""
         return count_outcomes([trial for trial in self.trials if trial.outcome.is_failure])
 
     def raise_if_all_failed(self) -> None:
-        """Raises where no config compiles.
+        """Raises if no config compiles.
 
         Raises:
-            TuningFailedError: no config compiles; the message has the reason of each.
+            TuningFailedError: no config compiles; the message lists the reasons.
         """
         if not self.compiled:
             message = failure_message(f"{self.name} on {self.target.name}", self._briefly())
@@ -488,10 +488,10 @@ class CompileReport:
     def table(self, *, width: int | None = None) -> str:
         """Returns a table of the configs: outcome, compile time, the compiler's figures, and reason for a failure.
 
-        Where cycles were asked for, the config with the fewest is first.
+        The config with the least estimated time comes first, if there are estimates.
 
         Args:
-            width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
+            width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
         """
         trials, columns, same = self._briefly(), self._columns(), []
         notes = [_HONESTLY] if _CYCLES in columns else []
@@ -514,7 +514,7 @@ class CompileReport:
         )
 
     def _columns(self) -> dict[str, list[str]]:
-        """Returns the table's columns of numbers by their headings, without those that have none."""
+        """Returns the table's columns of numbers by heading, without empty ones."""
         trials = self.ranked
         figures = [trial.figures or NO_FIGURES for trial in trials]
         columns = {
@@ -525,7 +525,7 @@ class CompileReport:
         columns |= {
             title: _numbers([getattr(it, name) for it in figures], unit, form) for title, name, unit, form in _SIZES
         }
-        # Each config's own, because one note below the table covers all that fail alike.
+        # Amounts are columns: one note below the table covers all configs that fail alike.
         overflows = [_overflow(trial.message).partition(": ") for trial in trials]
         for memory in filter(None, dict.fromkeys(memory for memory, *_ in overflows)):
             columns[f"over {memory}"] = [amounts if name == memory else "" for name, _, amounts in overflows]
@@ -533,17 +533,17 @@ class CompileReport:
 
 
 def briefly(message: str) -> str:
-    """Returns a compiler's message, or the gist of it in front where that is at its end."""
+    """Returns a compiler's message; if it reports too little memory, the amounts come first."""
     over = _overflow(message)
     return f"over {over}; {message}" if over and not message.startswith(f"over {over}; ") else message
 
 
 def _overflow(message: str) -> str:
-    """Returns the memory that a config needs more of than there is, as `VMEM: 73.39 of 16.00 MiB`; empty for others."""
+    """Returns the memory that a config exceeds, such as `VMEM: 73.39 of 16.00 MiB`; empty if it exceeds none."""
     for pattern, memory in _OVERFLOWS:
         if (found := pattern.search(message)) is not None:
             wanted, there = (float(number) * _UNITS[unit] for number, unit in _AMOUNT.findall(" ".join(found.groups())))
-            if wanted > there:  # else it was one of several that do not fit together
+            if wanted > there:  # else only several allocations together do not fit
                 unit, size, form = ("KiB", 1 << 10, ".4g") if there < _LARGE_BYTES else ("MiB", 1 << 20, ".2f")
                 return f"{memory}: {wanted / size:{form}} of {there / size:{form}} {unit}"
     return ""

@@ -24,7 +24,7 @@ from quarantune.values.trial import (
 )
 
 _SHARED = ("time_ms", "default_time_ms", "speedup_interval", "created", "commit", *SCORES)
-"""What a result has of the findings under the same name."""
+"""The fields of `Findings` that a result has under the same name."""
 FromCache: TypeAlias = bool | Literal["nearest", "default"]
 _Config: TypeAlias = Annotated[Config, frozen]
 
@@ -35,9 +35,9 @@ class CallShare(Record):
 
     Attributes:
         call: its arguments as text.
-        weight: how much it counts.
-        time_ms: the time of the config in this call, in milliseconds.
-        best_ms: that of the best config for this call alone.
+        weight: its weight in the mean.
+        time_ms: the time of the shared config in this call, in milliseconds.
+        best_ms: the time of the best config for this call alone, in milliseconds.
     """
 
     call: str
@@ -60,7 +60,7 @@ class PlainResult(Record):
         default_label: a name for the defaults in tables.
     """
 
-    # In the order of the file of a saved result.
+    # In the order of the JSON file of a saved result.
     name: str = ""
     best_config: _Config
     time_ms: Milliseconds = math.nan
@@ -102,12 +102,12 @@ class PlainResult(Record):
         return Findings(trials=self.counts, search=searched, **{name: getattr(self, name) for name in _SHARED})
 
     def speedup_of(self, trial: Trial) -> float | None:
-        """Returns the time of the defaults divided by a trial's; None unless they were timed side by side."""
+        """Returns the time of the defaults divided by a trial's time; None unless they were timed side by side."""
         is_alike = trial.outcome is Outcome.OK and (not self.finalists or self.is_finalist(trial))
         return self.default_time_ms / trial.time_ms if is_alike and trial.time_ms and self.default_time_ms else None
 
     def is_finalist(self, trial: Trial) -> bool:
-        """Whether a trial's times are those of the final, where its config or one with its program was in it."""
+        """Whether a trial has times of the final: its config, or another with the same program, took part."""
         return trial.samples_ms in [finalist.samples_ms for finalist in self.finalists]
 
     def is_best(self, trial: Trial) -> bool:
@@ -115,18 +115,18 @@ class PlainResult(Record):
         return equal(trial.config, self.best_config)
 
     def is_tie(self, trial: Trial) -> bool:
-        """Whether the noise cannot tell a trial's config from the winner."""
+        """Whether a trial's config ties with the winner."""
         return any(equal(trial.config, config) for config in self.tie)
 
     def is_default(self, trial: Trial) -> bool:
-        """Whether a trial is that of the function's own defaults."""
+        """Whether a trial ran the function's own defaults."""
         return equal(trial.config, self.default_config)
 
     def pareto(self) -> tuple[Trial, ...]:
         """Returns the configs that no other beats in time and device memory, the fastest first.
 
-        Each further one is slower and takes less memory. One that was stopped early counts with the time that it had by
-        then. Configs whose device memory is not known are left out; a result from the cache has no trials.
+        Each further config is slower and takes less memory. A config that was stopped early counts with the time it had
+        then. Configs of unknown device memory are left out; a result from the cache has no trials.
         """
         sized = [
             (trial.time_ms, size, trial)
@@ -142,13 +142,13 @@ class PlainResult(Record):
 
 @dataclasses.dataclass(frozen=True)
 class ResultData:
-    """The result of tuning one problem, as a report takes it.
+    """The result of tuning one problem, in the form for a report.
 
     Attributes:
-        result: the result, whose trials have the times of the final where they took part in it.
-        key_values: the description of the call, as an entry of the cache holds it.
+        result: the result; the trials of finalists have the times of the final.
+        key_values: the description of the call, as in an entry of the cache.
         note: a sentence on the origin of the data; may be empty.
-        when: `before` or `after`, where two are compared; else empty.
+        when: `before` or `after` in a comparison of two results; else empty.
     """
 
     result: PlainResult

@@ -46,42 +46,59 @@ def _refuse(folder: Path, *_: object, **__: object) -> None:
 class TuningResult(PlainResult):
     """The result of tuning one problem.
 
+    None means unknown, NaN an unknown time. An empty text also means unknown.
+
+    The winner:
+
     Attributes:
-        best_config: the fastest config.
+        best_config: the fastest config, or the best by the author's objective.
         time_ms: its median time in milliseconds.
-        speedup_interval: the least and the largest speed-up that the noise of the final allows; None where not known.
-        noise: how far the defaults' output moves when their inputs move by up to half a unit in the last place,
-            relative to its RMS: the noise that configs were judged by. None where this process did not measure it.
-        finalists: the trials of the configs that were timed in turn in the end, that of the defaults among them; their
-            times and samples are those of that final.
-        trials: the trial of every config, in their order; of a search, the trial of every config that it asked, in the
-            order of their ends; empty for a result from the cache.
-        name: the function's name in the cache; empty for a result that an earlier version saved.
+        energy_mj: the energy of one call with it, in millijoules.
+        score: its value by the author's objective, less is better; None if the objective is time.
+        tie: the configs that are as good as the best within the noise, without the best.
+        finalists: the trials of the final, with its times; it timed the best configs and the defaults in turn.
+        calls: the calls of `tune_for` that share the config; all times are weighted means over them.
+        by: the figure that the config of `tune_for` minimizes: `total` or `worst`; empty for other results.
+
+    The defaults:
+
+    Attributes:
+        default_config: the function's own defaults, listed as a config or not; None if it cannot run with them.
+        default_time_ms: the time of the function with its own defaults, in milliseconds.
+        default_score: their value by the author's objective.
+        speedup_interval: the least and the largest speed-up that the noise of the final allows.
+
+    The search:
+
+    Attributes:
+        trials: the trial of every config, in the order of the configs; a search has only the trials of the configs
+            that it asked, in the order of their ends. A result from the cache has none.
+        counts: the number of configs with each outcome; a result from the cache has the saved numbers.
+        stopped: why the search ended: `exhausted`, `no_gain`, `max_trials`, `time_budget` or `patience`.
+        seen: the number of configs that were tried, or dropped by `prune_fn`.
+        space_size: the number of configs in the space.
+        noise: the noise that configs were judged by: how far the defaults' output moves, relative to its RMS, if their
+            inputs move by up to half a unit in the last place. Only the process that measured it knows it.
+
+    The provenance:
+
+    Attributes:
+        name: the function's name in the cache; earlier versions did not save it.
         key: the problem's key in the cache.
         device: the kind of device it was tuned on.
-        from_cache: whether it was found in the cache and not measured now; `"nearest"` for the config of another call
-            that stands in for one that was never tuned, and `"default"` for the function's own defaults that do, whose
-            times are not known (NaN).
-        tie: the configs that the noise cannot tell from the best, without the best.
-        default_config: the function's own defaults, be they a config or not; None where it cannot run with them.
-        default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
-        counts: how many configs ended in each outcome; of a result from the cache, as it was saved.
-        created: when it was tuned, in UTC, as `2026-11-22T09:30:00+00:00`; empty where that is not known.
-        commit: the commit of the repository with the function's file; empty where there is none.
-        stopped: why the search ended: `exhausted`, `no_gain`, `max_trials`, `time_budget` or `patience`; empty where
-            that is not known.
-        seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
-        space_size: how many configs there are; None where that is not known.
-        versions: the versions of JAX and others under which it was tuned.
-        score: what the author's objective makes of the best config, less being better; None where that is its time.
-        default_score: the same of the defaults; None where it is not known.
-        energy_mj: the energy of one call, in millijoules; None where it was not measured.
-        calls: for a result of `tune_for`, the calls that share the config, whose weighted means all times are.
-        by: what that result has least of: `total` or `worst`; empty for others.
+        from_cache: whether the cache had it, so that nothing was measured. For a call that was never tuned, `"nearest"`
+            means the config of another call, `"default"` the function's own defaults (whose time is NaN).
+        created: when it was tuned, in UTC, as `2026-11-22T09:30:00+00:00`.
+        commit: the commit of the repository with the function's file; empty without a repository.
+        versions: the versions of JAX and other packages at that time.
+
+    In memory, and not in the JSON file of a saved result:
+
+    Attributes:
         fn: the tuned function with the best config bound.
-        executable: the executable that a worker compiled from the two, for `save`; None where there is none.
-        call: the call that it was compiled for, without its arrays.
-        structs: the call with a `jax.ShapeDtypeStruct` for each array; None for a result that was loaded.
+        executable: the executable that a worker compiled for `call`, for `save`; None without one.
+        call: the call that was tuned, without its arrays.
+        structs: the call with a `jax.ShapeDtypeStruct` for each array; None for a loaded result.
     """
 
     fn: Callable[..., Any] = dataclasses.field(default=_refuse, compare=False, metadata=IN_MEMORY)
@@ -91,12 +108,12 @@ class TuningResult(PlainResult):
 
     @property
     def speedup(self) -> float | None:
-        """The time of the defaults divided by that of the best config; None where the former is not known."""
+        """The time of the defaults divided by the time of the best config; None if the former is unknown."""
         return self.findings.speedup
 
     @property
     def config_text(self) -> str:
-        """The best config as people read it."""
+        """The best config as readable text."""
         return format_config(self.best_config)
 
     @property
@@ -106,15 +123,15 @@ class TuningResult(PlainResult):
         return {outcome: count for outcome, count in counts.items() if outcome != "ok"}
 
     def lowered_text(self) -> str:
-        """Returns the text of the winner's compiled program for the call that was tuned, compiled in this process.
+        """Compiles the winner in this process for the call that was tuned, and returns the text of the program.
 
         Raises:
-            TypeError: the function is not jitted, so that there is no such text.
-            SavedResultError: the result was loaded, and shapes to compile for are not saved.
+            TypeError: the function is not jitted, so it has no compiled program.
+            SavedResultError: the result was loaded, and a saved result holds no shapes to compile for.
         """
         if self.structs is None:
             raise SavedResultError(
-                "shapes are not saved with a result: lower its function for yours, "
+                "shapes are not saved with a result: lower its function for your arguments, "
                 "as in jax.jit(result.fn).lower(x).compile().as_text()"
             )
         fn = function_inside(self.fn)
@@ -128,10 +145,10 @@ class TuningResult(PlainResult):
         """Returns the trials as a table, the fastest first, with the reasons for the winner and for each failure.
 
         The winner has a star, the configs that tie with it have an equals sign. `> 23.8` is the time of a `slow`
-        config: even its fastest run took so long. For a result from the cache, the text says what is cached.
+        config: even its fastest run took that long. A result from the cache shows the cached winner.
 
         Args:
-            width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
+            width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
             flops: floating-point operations of one call, for a column of TFLOP/s.
             bytes: bytes that one call must move, for a column of GB/s.
         """
@@ -158,9 +175,8 @@ class TuningResult(PlainResult):
     def to_dicts(self) -> list[Row]:
         """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
 
-        Beside the fields of `Trial` there are `speedup`, against the defaults, `is_best`, `is_tie` and `is_default`. A
-        tunable with the name of such a column is under `config.<name>`. Of a result from the cache, which has no
-        trials, there is the winner alone.
+        Further columns are `speedup` (against the defaults), `is_best`, `is_tie` and `is_default`. A tunable with the
+        name of another column is under `config.<name>`. A result from the cache has one row, its winner.
         """
         shown = self._shown
         if not shown.trials:
@@ -171,13 +187,13 @@ class TuningResult(PlainResult):
         return report.to_dicts(shown)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the rows of `to_dicts` as CSV in UTF-8, with a header; values that are no scalars are JSON.
+        """Writes the rows of `to_dicts` as CSV in UTF-8, with a header; values other than scalars are JSON.
 
         Args:
-            path: the file, which is replaced if it exists.
+            path: the file; an earlier one is replaced.
 
         Raises:
-            OSError: the file cannot be written; an earlier one is as it was.
+            OSError: the file cannot be written; an earlier one is unchanged.
         """
         rows, text = self.to_dicts(), io.StringIO(newline="")
         writer = csv.DictWriter(text, list(rows[0]))
@@ -207,41 +223,41 @@ class TuningResult(PlainResult):
         Args:
             flops: floating-point operations of one call.
             bytes: bytes that one call must move.
-            dtype: the dtype that it computes in, which decides the device's peak; None gives no share of the peak.
+            dtype: the dtype of its arithmetic, for the share of the device's peak; None leaves the share out.
         """
         return from_counts(self.time_ms, flops=flops, bytes=bytes, dtype=dtype, device=self.device)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Writes the result as one self-contained HTML page: the winner, all trials and charts of them.
 
-        For a result from the cache, the trials are read from the journals in the cache directory, if they are there.
+        For a result from the cache, it reads the trials from the journals in the cache directory, if they exist.
 
         Args:
-            path: the file, such as `matmul.html`; it is replaced.
+            path: the file, such as `matmul.html`; an earlier one is replaced.
 
         Raises:
-            OSError: the file cannot be written; an earlier one is as it was.
+            OSError: the file cannot be written; an earlier one is unchanged.
         """
         html_report.write(path, [self._report_data()])
 
     def with_trials(self) -> Self:
-        """Returns the same; of a result from the cache, with the trials of its journal, if that is there."""
+        """Returns the result; a result from the cache gets the trials of its journal, if that exists."""
         found = self._cached()
         return self if found is None else dataclasses.replace(self, **vars(found.result))
 
     def _cached(self) -> ResultData | None:
-        """Returns the data that the cache holds of a result from it; None if there are none, or it has its trials."""
+        """Returns the cache's data of a result from the cache; None for other results, or if nothing is cached."""
         if self.from_cache is not True or self.trials or not self.name:
             return None
         return cached_result(blocks.current().cache_dir, CacheKey(self.name, self.key, self.device))
 
     @property
     def _shown(self) -> PlainResult:
-        """The result as tables and reports show it."""
+        """The result in the form for tables and reports."""
         return self._as_shown(self)
 
     def _as_shown(self, result: PlainResult) -> PlainResult:
-        """Returns this result, or the cache's data of it, in the form of tables."""
+        """Returns this result, or the cache's data of it, in the form for tables and reports."""
         return result
 
     def _report_data(self) -> ResultData:
@@ -259,19 +275,19 @@ class TuningResult(PlainResult):
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
 
         Args:
-            directory: made if necessary; a result in it is replaced as a whole, or stays if that fails.
+            directory: created if necessary. An earlier result in it is replaced as a whole, or kept if saving fails.
 
         Raises:
-            TypeError: the function cannot travel; the message says why.
-            SavedResultError: the result was loaded without its function, or the directory has a `result.json` of
-                another program.
-            OSError: the directory cannot be written to.
+            TypeError: the function cannot be pickled; the message names the reason.
+            SavedResultError: the result was loaded without its function, or the directory has another program's
+                `result.json`.
+            OSError: writing to the directory failed.
         """
         folder = Path(directory)
         if isinstance(self.fn, functools.partial) and self.fn.func is _refuse:
             raise SavedResultError(
-                f"this result was loaded without its function, which {str(folder)!r} would lack: copy the directory it "
-                "is from, or load it with trusted=True and save that"
+                f"this result was loaded without its function, so {str(folder)!r} would lack it: copy the saved "
+                "directory, or load it with trusted=True and save that"
             )
         plain = function_inside(self.fn)
         configs = [self.best_config, self.default_config or {}, *self.tie, *(trial.config for trial in self.trials)]
@@ -289,20 +305,20 @@ class TuningResult(PlainResult):
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
-        """Reads a result that `save` wrote; that of a contextual result describes the whole function and no kernel.
+        """Reads a result that `save` wrote; a contextual result comes back without its kernels.
 
         Args:
             directory: the directory.
-            trusted: whether code from the directory may run. Only then is `fn` the function. It has the winner's
-                executable, if one was saved under the same versions on the same kind of device; otherwise it is
-                compiled again, with a warning. For a plain callable, and for a result from the cache, no executable is
-                saved.
+            trusted: whether code from the directory may run; without it, `fn` raises. With it, `fn` is the function. It
+                runs the saved executable under the versions and the kind of device that it was saved on; elsewhere JAX
+                compiles it again, with a warning. Plain callables and results from the cache are saved without an
+                executable.
 
         Returns:
-            The result; untrusted, its `fn` raises.
+            The result.
 
         Raises:
-            SavedResultError: the directory holds no result, a damaged one, or one of a newer version.
+            SavedResultError: the directory holds no result, a damaged result, or a result of a newer version.
         """
         folder = Path(directory)
         about, contents = saved_files.load(folder)
@@ -314,9 +330,9 @@ class TuningResult(PlainResult):
         return loaded._with_function(contents) if trusted else loaded
 
     def _with_function(self, contents: dict[str, bytes]) -> TuningResult:
-        from quarantune.results.compiled_winner import Winner  # and with it jax.extend
+        from quarantune.results.compiled_winner import Winner  # it imports jax.extend
 
-        plain, call, *rest = pickling.loads(contents[FUNCTION])  # results of earlier versions hold no config values
+        plain, call, *rest = pickling.loads(contents[FUNCTION])  # earlier versions saved no config values
         values = rest[0] if rest else {}
         best = restore(self.best_config, values)
 
@@ -355,7 +371,7 @@ def _cell(value: object) -> object:
 
 
 def _key_values(key: str) -> Any:
-    """Returns the description of the call in a key, which is canonical JSON; the key itself where it is not."""
+    """Returns the description of the call in a key; the key itself if it is not JSON."""
     try:
         parts = decode_json(key.encode())
     except ValueError:
@@ -372,7 +388,7 @@ def _winner(result: TuningResult) -> str:
 
 
 def _sweep(result: TuningResult) -> str:
-    """Returns the number of configs with each outcome, and where the result is from."""
+    """Returns the number of configs with each outcome, and the origin of the result."""
     parts = []
     if result.counts:
         total = sum(result.counts.values())
@@ -403,9 +419,9 @@ class KernelChoice:
         name: the kernel's name in the cache.
         key: the key of its call, as canonical JSON.
         config: the config it uses inside the function.
-        time_ms: the median time of the whole function once this kernel was decided, in milliseconds.
-        trials: the trials of the kernel's configs there; empty for a result from the cache.
-        tie: the configs that the noise cannot tell from the chosen one, without it.
+        time_ms: the median time of the whole function once this kernel had its config, in milliseconds.
+        trials: the trials of the kernel's configs inside the function; empty for a result from the cache.
+        tie: the configs that are as good as the chosen one within the noise, without it.
     """
 
     name: str
@@ -420,12 +436,12 @@ class KernelChoice:
 class ContextualResult(TuningResult):
     """The result of tuning a function's kernels in their context.
 
-    `trials` holds every trial in order; in its configs each kernel has an entry with the config that it used. All times
-    are those of the whole function.
+    `trials` holds every trial in order. Each trial's config maps the kernels to the configs that they used. All times
+    are times of the whole function.
 
     Attributes:
         kernels: the choice for each kernel, in the order of the decisions.
-        baseline_ms: the median time with every kernel at the first of its configs; None where that failed.
+        baseline_ms: the median time with every kernel at the first of its configs; None if that failed.
     """
 
     kernels: tuple[KernelChoice, ...] = dataclasses.field(default=(), metadata=IN_MEMORY)
@@ -435,9 +451,9 @@ class ContextualResult(TuningResult):
         """Returns a table for each kernel, with a star at its choice, and the gain of the whole function.
 
         Args:
-            width: columns, as far as the texts can be broken; None for those of the terminal, 120 without one.
+            width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
             flops: floating-point operations of one call of the whole function, for a column of TFLOP/s.
-            bytes: bytes that one such call must move, for a column of GB/s.
+            bytes: bytes that one call of the whole function must move, for a column of GB/s.
         """
         parts, width = [], report.columns_for(width)
         for name, choice in zip(self.labels, self.kernels, strict=True):
@@ -452,16 +468,16 @@ class ContextualResult(TuningResult):
 
     @property
     def config_text(self) -> str:
-        """The choices for all kernels as people read them."""
+        """The choices for all kernels as readable text."""
         return "; ".join(f"{name}: {text}" for name, text in self._together.items())
 
     @property
     def _together(self) -> Config:
-        """The choices for all kernels as one config, as trials have it."""
+        """The choices for all kernels as one config, in the form of the trials' configs."""
         return {name: format_config(it.config) for name, it in zip(self.labels, self.kernels, strict=True)}
 
     def _as_shown(self, result: PlainResult) -> PlainResult:
-        """Returns the result of the whole function: its kernels are tunables, whose first configs are the defaults."""
+        """Returns the result of the whole function: kernels are its tunables, their first configs the defaults."""
         return dataclasses.replace(
             result,
             best_config=self._together,
@@ -479,7 +495,7 @@ class ContextualResult(TuningResult):
 
 
 def labels(names: list[str]) -> list[str]:
-    """Returns the last part of each name, with a number where several are equal."""
+    """Returns the last part of each name; equal ones get numbers."""
     short = [name.rpartition(".")[2] for name in names]
     return [
         f"{name} #{short[: at + 1].count(name)}" if short.count(name) > 1 else name for at, name in enumerate(short)

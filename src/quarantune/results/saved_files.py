@@ -1,7 +1,7 @@
-"""The files of a saved result, which may be damaged or anything else; and single files that a user names.
+"""The files of a saved result, whose content is checked; and single files that a user names.
 
-`result.json` names the other files, whose names are new for every save, and takes its place last. So a directory holds
-one whole result at any time, whoever saves to it and whatever ends a save.
+`result.json` names the other files. Every save gives them new names and replaces `result.json` last. So a directory
+holds one whole result at any time, even if several processes save to it or a save is cut short.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from quarantune.values.codec import JsonObject, decode_json
 JSON = "result.json"
 FUNCTION, WINNER = "function", "winner"
 _SCHEMA = 2
-"""The version of the layout of `TuningResult.save`; in the first, the files had the same names in every save."""
+"""The version of the layout of `TuningResult.save`; in version 1, files had the same names in every save."""
 _PART = re.compile(rf"({FUNCTION}|{WINNER})(-[0-9a-f]+)?\.bin")
 _NEW_PART = rf"({FUNCTION}|{WINNER})-[0-9a-f]{{16}}\.bin"
 _REMAINS = re.compile(rf"{_NEW_PART}|\.({_NEW_PART}|{re.escape(JSON)})\.[0-9a-f]+\.tmp")
-"""The names that a save makes, and no other: a user may have a `function.bin` or a `winner-2.bin` there."""
+"""The names that a save creates. Only these are removed: a user may have a `function.bin` or a `winner-2.bin`."""
 _LARGEST_BYTES = 1 << 31
 _IRREPLACEABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
-"""A file cannot be replaced: its directory is not writable, or it is a mount."""
+"""Errors for a file that cannot be replaced: its directory is not writable, or it is a mount."""
 _SAVING_S = 24 * 3600.0
-"""No save takes longer than this, in seconds, whatever the clocks of its host and of this one."""
+"""Seconds after which a save has surely ended, even if its host's clock differs from ours."""
 
 
 class SavedResultError(ValueError):
-    """A directory holds no saved result, or a damaged one; the message says how it is damaged."""
+    """A directory holds no saved result, or a damaged one; the message names the damage."""
 
 
 class ForeignFileError(SavedResultError):
-    """The JSON file of a directory is from another program, so that it is not replaced."""
+    """The JSON file of a directory is from another program, so it is not replaced."""
 
 
 def load(folder: Path) -> tuple[JsonObject, dict[str, bytes]]:
-    """Returns the content of a result's JSON file, and that of its other files by `FUNCTION` and `WINNER`.
+    """Returns the content of a result's JSON file, and the contents of its other files by `FUNCTION` and `WINNER`.
 
     Raises:
-        SavedResultError: one is missing, damaged, or of a newer version.
+        SavedResultError: a file is missing, damaged, or of a newer version.
     """
     while True:
         about = _read_json(folder / JSON)
@@ -56,20 +56,20 @@ def load(folder: Path) -> tuple[JsonObject, dict[str, bytes]]:
             return about, {kind: _read_checked(folder / name, digest) for kind, name, digest in _parts(folder, about)}
         except SavedResultError:
             if _read_json(folder / JSON) == about:
-                raise  # else it was saved again meanwhile
+                raise  # otherwise another save replaced the files: read them again
 
 
 def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
-    """Makes a result that of a directory, all of it or nothing.
+    """Replaces the result in a directory as a whole, or not at all.
 
     Args:
-        folder: the directory, made if necessary.
+        folder: the directory; created if necessary.
         about: the content of the JSON file, without `schema` and `files`.
-        parts: the content of the other files, by `FUNCTION` and `WINNER`.
+        parts: the contents of the other files, by `FUNCTION` and `WINNER`.
 
     Raises:
-        ForeignFileError: the JSON file is there, and from another program.
-        OSError: the directory cannot be written to; an earlier result is as it was.
+        ForeignFileError: the directory has a JSON file from another program.
+        OSError: the directory cannot be written to; an earlier result is unchanged.
     """
     token = secrets.token_hex(8)
     named = {f"{kind}-{token}.bin": part for kind, part in parts.items()}
@@ -83,11 +83,11 @@ def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
             place.replace(JSON, text.encode())
             unneeded |= earlier
             with contextlib.suppress(OSError):
-                # Those that are not of the earlier result are left by a process that was killed.
+                # Old files outside the earlier result are leftovers of killed processes.
                 remains = [name for name in place.names() if _REMAINS.fullmatch(name)]
                 unneeded.update(name for name in remains if place.status(name).st_mtime < long_ago)
         finally:
-            # If it failed, only ours: the result that is there may be of a newer version, with files of unknown names.
+            # After a failure, only our files: the result may be of a newer version, with files that we do not know.
             with contextlib.suppress(OSError, ForeignFileError):
                 if (needed := _names(folder)) is not None:
                     for name in unneeded - needed:
@@ -95,13 +95,13 @@ def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
-    """Makes `content` that of a file which a user names, all of it or none; a link leads to the file to replace.
+    """Replaces the content of a file that a user names, as a whole or not at all; it follows a link.
 
-    A pipe or a terminal takes the bytes as they come, and so does a file that no other can take the place of, because
-    its directory is not writable or it is mounted alone into a container.
+    It writes directly into a pipe, a terminal, or a file that cannot be replaced. Such files are in a directory that is
+    not writable, or are mounted alone into a container.
 
     Raises:
-        OSError: the file cannot be written; one that can be replaced is as it was.
+        OSError: the file cannot be written; it is unchanged if it can be replaced.
     """
     try:
         if not os.path.exists(path) or os.path.isfile(path):
@@ -115,13 +115,13 @@ def write(path: str | os.PathLike[str], content: bytes) -> None:
                     raise
         Path(path).write_bytes(content)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # not with the name of the draft
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error  # without the temporary file's name
 
 
 def _names(folder: Path) -> set[str] | None:
-    """Returns the names of the other files of the result that is there; None if the disk does not say.
+    """Returns the names of the other files of the directory's result; None if the JSON file cannot be read.
 
-    A damaged result, or one of a newer version, has no files that are known.
+    The names are empty for a damaged result or a result of a newer version.
 
     Raises:
         ForeignFileError: the JSON file is from another program.
@@ -158,24 +158,24 @@ def _read_json(path: Path) -> JsonObject:
     if not isinstance(schema, int):
         raise ForeignFileError(f"{path} is not from TuningResult.save: give another directory, or remove the file")
     if schema > _SCHEMA:
-        raise SavedResultError(f"{path} was saved by a newer quarantune (schema {schema}): install that one")
+        raise SavedResultError(f"{path} was saved by a newer quarantune (schema {schema}): install that version")
     return dict(about)
 
 
 def _read_checked(path: Path, digest: str) -> bytes:
-    """Returns the content of a file, if its SHA-256 checksum is the given one.
+    """Returns the content of a file, if it has the given SHA-256 checksum.
 
     Raises:
         SavedResultError: it is missing or damaged.
     """
     found = _read(path, f"{path} is missing: save the result again")
     if hashlib.sha256(found).hexdigest() != digest:
-        raise SavedResultError(f"{path} is damaged: its checksum is not what was saved; save the result again")
+        raise SavedResultError(f"{path} is damaged: its checksum differs from the saved one; save the result again")
     return found
 
 
 def _read(path: Path, if_missing: str) -> bytes:
-    """Returns the content of a file of the directory, which may hold anything.
+    """Returns the content of a file of the directory.
 
     Raises:
         SavedResultError: the file is a link, not a regular file, unreadable or missing.
