@@ -9,15 +9,15 @@ from typing import Any, Protocol
 from quarantune.measure import observers
 
 OBSERVERS = ("energy",)
-"""The names of all observers, which are those of their files."""
+"""The names of all observers, which are also the names of their files."""
 
 
 class Observer(Protocol):
-    """What a file of an observer holds."""
+    """The interface of an observer's file."""
 
     @property
     def WHAT(self) -> str:
-        """What it measures, in words, as `the energy of a call`."""
+        """The measured quantity in words, for example `the energy of a call`."""
 
     @property
     def FIELDS(self) -> Mapping[str, tuple[str, str]]:
@@ -36,11 +36,11 @@ class Observer(Protocol):
 
         Args:
             dispatch: queues one run and returns its outputs without waiting; it may be called any number of times.
-            ordinal: the number of the device among those of this process.
+            ordinal: the number of the device in this process.
             run_s: about the seconds that a run takes.
 
         Raises:
-            RuntimeError: it could not measure.
+            RuntimeError: the observer could not measure.
         """
 
 

@@ -158,7 +158,7 @@ def _numbers(values: Sequence[float | None], unit: float = 1, form: str = ".4g")
 
 def beside_time(trials: Sequence[Trial]) -> dict[str, tuple[str, str, list[float | None]]]:
     """Returns figures other than times that some trial has: by name a heading, a sentence, and each trial's value."""
-    about = dict(figure for name in observers.OBSERVERS for figure in observers.named(name).FIELDS.items())
+    about = dict(figure for name in observing.OBSERVERS for figure in observing.named(name).FIELDS.items())
     if any(ranked_by(trial) not in (TIME, ENERGY) for trial in trials):  # a score by energy is already in a column
         about["score"] = "objective", "the value of the author's objective"
     columns = {name: [getattr(trial, name, trial.observed.get(name)) for trial in trials] for name in about}

@@ -499,7 +499,7 @@ class ContextualFunction(TunedFunction):
             chosen = assignment.chosen_from(entry["config"]["assignment"])
             offered = [_is_offered(str(kernel["name"]), kernel["space"]) for kernel in entry["kernels"]]
         except (KeyError, TypeError, ValueError):
-            cache.report_once(
+            problems.report_once(
                 f"{self.name}: the cached entry does not say which config each kernel uses and is ignored"
             )
             return None
