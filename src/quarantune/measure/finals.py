@@ -133,12 +133,14 @@ class Final:
             that was not needed, or without a device clock.
         observed: the observers' figures for one run of each, round by round; empty without observers.
         objective: the author's objective, which decides the rounds.
+        processes: how many rounds each process took, in the order of the samples; empty if one took all.
     """
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     warm_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     observed: Mapping[int, Sequence[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
     objective: Objective = TIME
+    processes: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -175,6 +177,24 @@ class Final:
                 raise ValueError("the finalists have different numbers of rounds")
 
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many rounds each process took."""
+        return self.processes or (max(map(len, self.rounds_ms.values()), default=0),)
+
+    @property
+    def lasting(self) -> list[int]:
+        """The indices of the finalists that took part in every round."""
+        return [index for index, each in self.rounds_ms.items() if len(each) == sum(self.counts)]
+
+    def joined(self, other: Final) -> Final:
+        """Returns this final with the rounds that another process took of `lasting`; without, if they are uneven."""
+        if list(other.rounds_ms) != self.lasting or other.lasting != self.lasting:
+            return self
+        rounds_ms = {index: (*each, *other.rounds_ms.get(index, ())) for index, each in self.rounds_ms.items()}
+        return dataclasses.replace(self, rounds_ms=rounds_ms, processes=(*self.counts, *other.counts))
+
+
 def decide(
     rounds: Mapping[int, Sequence[float]],
     *,
@@ -204,24 +224,6 @@ def decide(
     if default is not None and behind.get(default, 1.0) <= _PREFERENCE:
         winner = default
     return [winner, *(index for index in tied if index not in (winner, UNTUNED))]
-
-
-def speedup_interval(best_ms: Sequence[float], default_ms: Sequence[float]) -> tuple[float, float] | None:
-    """Returns an interval of about 95% confidence for the speed-up of a winner over the defaults.
-
-    Args:
-        best_ms: the winner's samples in the final.
-        default_ms: the samples of the defaults.
-
-    Returns:
-        Its ends; None if there are too few rounds to estimate the noise.
-    """
-    ratios = _ratios(best_ms, default_ms)
-    if len(ratios) < FEW:
-        return None
-    speedup = statistics.median(default_ms) / statistics.median(best_ms)
-    error = max(NOISE_FLOOR, 2 * standard_error(ratios))
-    return speedup * max(0.0, 1 - error), speedup * (1 + error)
 
 
 def level(rounds: Mapping[int, Sequence[float]], *, floor: float = NOISE_FLOOR) -> list[int]:
@@ -351,6 +353,7 @@ def take_turns(
     floor: float = NOISE_FLOOR,
     is_exact: bool = True,
     budget_s: float = _BUDGET_S,
+    busy_budget_s: float = _BUSY_BUDGET_S,
     rep: int = _MAX_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
@@ -362,6 +365,7 @@ def take_turns(
         is_exact: whether samples are free of the effects of other processes. If not, the fastest of several rounds
             stands for all of them, because other processes only make rounds longer.
         budget_s: seconds after which the rounds so far must do.
+        busy_budget_s: the same if other processes disturb the rounds.
         rep: the largest number of samples of a contender. Short runs get several times as many rounds, which count
             together.
         clock: returns seconds.
@@ -399,7 +403,7 @@ def take_turns(
                 break
             folded = _folded(taken)
             is_settled = count >= _BUSY_ROUNDS and is_clear({index: folded[index] for index in racing}, floor=floor)
-            if is_over or (count >= ENOUGH and (is_settled or passed_s > _BUSY_BUDGET_S)):
+            if is_over or (count >= ENOUGH and (is_settled or passed_s > busy_budget_s)):
                 rounds = folded
                 break
             continue

@@ -183,9 +183,15 @@ class Finalist:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare(Task):
-    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of saved finalists."""
+    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of saved finalists.
+
+    Attributes:
+        entries: the configs.
+        budget_s: seconds after which a few rounds must do; None for the usual time of a final.
+    """
 
     entries: tuple[Finalist, ...]
+    budget_s: _Duration | None = None
 
 
 TASKS = (Probe, Prepare, Expect, Compile, CompileAlone, Proceed, Measure, ComputeReference, Compare)

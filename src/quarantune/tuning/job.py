@@ -21,7 +21,7 @@ from quarantune.engine.place import place_of
 from quarantune.host.interruptions import is_interruption
 from quarantune.host.locks import lazy
 from quarantune.host.process import in_sandbox
-from quarantune.measure import finals, model
+from quarantune.measure import finals, intervals, model
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
@@ -421,8 +421,7 @@ class TuningJob:
         assert best.time_ms is not None
         findings = findings_now(self._call, Findings.of(best, defaults), trials, self._searched())
         if defaults is not None and defaults.outcome is Outcome.OK:  # not ruled out after a sample or two
-            interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
-            findings = dataclasses.replace(findings, speedup_interval=interval)
+            findings = dataclasses.replace(findings, speedup_interval=self._interval(best, defaults, swept.final))
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
@@ -446,6 +445,13 @@ class TuningJob:
             executable=executable,
             noise=swept.noise,
         )
+
+    def _interval(self, best: Trial, defaults: Trial, final: finals.Final) -> tuple[float, float] | None:
+        """Returns the interval of the speed-up; None without a final, or if both are one program."""
+        rounds = best.samples_ms, defaults.samples_ms
+        if len(final.rounds_ms) < 2 or rounds[0] == rounds[1]:
+            return None
+        return intervals.speedup_interval(*rounds, clock=best.clock or "wall", processes=final.counts)
 
     def _error(self, swept: Swept) -> Exception:
         """Returns the error if every config failed. Waiting jobs also get it; later jobs tune again."""

@@ -342,8 +342,12 @@ class Bench:
             and self.options.warmup <= 1  # else its author knows that it takes several
         )
 
-    def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], ...]:
+    def compare(self, programs: Sequence[Program], budget_s: float | None = None) -> tuple[list[list[float]], ...]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
+
+        Args:
+            programs: the programs.
+            budget_s: seconds after which a few rounds must do; None for the usual time of a final.
 
         Returns:
             The samples of each program in milliseconds, one per round. And the samples with warm device caches, because
@@ -352,7 +356,8 @@ class Bench:
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
         rep = self.options.rep
-        rounds_ms = finals.take_turns([clock.take for clock in each], is_exact=is_exact, rep=rep)
+        limits = {} if budget_s is None else {"budget_s": budget_s, "busy_budget_s": budget_s}
+        rounds_ms = finals.take_turns([clock.take for clock in each], is_exact=is_exact, rep=rep, **limits)
         warm_ms: list[list[float]] = [[] for _ in programs]
         near = finals.level(dict(enumerate(rounds_ms)))
         if len(near) > 1 and self._has_own_clock():

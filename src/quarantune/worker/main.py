@@ -335,7 +335,7 @@ class TaskRunner:
         for program in programs:
             bench.run(program)
         yield self.entered(Phase.MEASURE)
-        rounds_ms, warm_ms = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs))
+        rounds_ms, warm_ms = (tuple(map(tuple, rounds)) for rounds in bench.compare(programs, task.budget_s))
         observed = tuple(map(tuple, bench.observe(programs, [*map(min, rounds_ms)])))
         yield messages.Compared(**self._heading(), rounds_ms=rounds_ms, warm_ms=warm_ms, observed=observed)
 
