@@ -134,6 +134,7 @@ class Final:
         observed: the observers' figures for one run of each, round by round; empty without observers.
         objective: the author's objective, which decides the rounds.
         processes: how many rounds each process took, in the order of the samples; empty if one took all.
+        typical_ms: each finalist's median time in each process, with waits and interruptions; empty if unknown.
     """
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
@@ -141,6 +142,7 @@ class Final:
     observed: Mapping[int, Sequence[Mapping[str, float]]] = dataclasses.field(default_factory=dict)
     objective: Objective = TIME
     processes: tuple[int, ...] = ()
+    typical_ms: Mapping[int, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -176,7 +178,6 @@ class Final:
             if any(len(each) < len(leader) and statistics.median(each) <= least_ms for each in rounds.values()):
                 raise ValueError("the finalists have different numbers of rounds")
 
-
     @property
     def counts(self) -> tuple[int, ...]:
         """How many rounds each process took."""
@@ -191,8 +192,12 @@ class Final:
         """Returns this final with the rounds that another process took of `lasting`; without, if they are uneven."""
         if list(other.rounds_ms) != self.lasting or other.lasting != self.lasting:
             return self
-        rounds_ms = {index: (*each, *other.rounds_ms.get(index, ())) for index, each in self.rounds_ms.items()}
-        return dataclasses.replace(self, rounds_ms=rounds_ms, processes=(*self.counts, *other.counts))
+        rounds_ms, typical_ms = (
+            {index: (*each, *more.get(index, ())) for index, each in first.items()}
+            for first, more in ((self.rounds_ms, other.rounds_ms), (self.typical_ms, other.typical_ms))
+        )
+        counts = (*self.counts, *other.counts)
+        return dataclasses.replace(self, rounds_ms=rounds_ms, processes=counts, typical_ms=typical_ms)
 
 
 def decide(
@@ -352,8 +357,7 @@ def take_turns(
     *,
     floor: float = NOISE_FLOOR,
     is_exact: bool = True,
-    budget_s: float = _BUDGET_S,
-    busy_budget_s: float = _BUSY_BUDGET_S,
+    budget_s: float | None = None,
     rep: int = _MAX_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
@@ -364,8 +368,7 @@ def take_turns(
         floor: the smallest difference that can separate two contenders, as a share.
         is_exact: whether samples are free of the effects of other processes. If not, the fastest of several rounds
             stands for all of them, because other processes only make rounds longer.
-        budget_s: seconds after which the rounds so far must do.
-        busy_budget_s: the same if other processes disturb the rounds.
+        budget_s: seconds after which the rounds so far must do; None for more of them if other processes disturb them.
         rep: the largest number of samples of a contender. Short runs get several times as many rounds, which count
             together.
         clock: returns seconds.
@@ -403,11 +406,11 @@ def take_turns(
                 break
             folded = _folded(taken)
             is_settled = count >= _BUSY_ROUNDS and is_clear({index: folded[index] for index in racing}, floor=floor)
-            if is_over or (count >= ENOUGH and (is_settled or passed_s > busy_budget_s)):
+            if is_over or (count >= ENOUGH and (is_settled or passed_s > (budget_s or _BUSY_BUDGET_S))):
                 rounds = folded
                 break
             continue
-        if count >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > budget_s):
+        if count >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > (budget_s or _BUDGET_S)):
             break
         if is_over or (count >= FEW and is_clear(marks, floor=FAR - 1)):
             break

@@ -6,13 +6,17 @@ how much processes differ, so the scatter that `model.BETWEEN` states counts lik
 of it. The predictive distribution of the next observation is then Student's t (Gelman et al., Bayesian Data Analysis,
 sections 3.2 and 3.3; Smyth, Linear Models and Empirical Bayes Methods, 2004, has the same moderated variance for few
 replicates of many experiments). A single process gets the widest interval, and needs no other rule.
+
+A wall clock's samples lack waits for a CPU, and the fastest of them count: they are the times of a machine that has
+nothing else to do. If other processes run, now and later, programs are slowed down unevenly. So the interval also
+encloses the interval of the typical times, with waits and interruptions. On a quiet machine, the two are the same.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from quarantune.measure.model import BETWEEN, FEW, standard_error
@@ -25,17 +29,20 @@ _T95 = (2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179)
 Rounds: TypeAlias = Sequence[float]
 
 
-def later_run(figures: Sequence[float], clock: str, *, within: float = 0.0) -> tuple[float, float]:
+def later_run(
+    figures: Sequence[float], clock: str, *, within: float = 0.0, between: Mapping[str, float] = BETWEEN
+) -> tuple[float, float]:
     """Returns the interval that the figure of a later run falls into in 95 of 100 cases.
 
     Args:
         figures: the figure of each process, above zero: a speed-up, or a time.
         clock: the clock that measured them.
         within: the standard error of one figure within its process, as a share.
+        between: the stated scatter between processes, by clock.
     """
     logs = [math.log(figure) for figure in figures]
     count, middle = len(logs), statistics.fmean(logs)
-    stated = BETWEEN[clock] ** 2 + within**2
+    stated = between[clock] ** 2 + within**2
     freedom = _PRIOR_WEIGHT + count - 1
     variance = (_PRIOR_WEIGHT * stated + sum((log - middle) ** 2 for log in logs)) / freedom
     quantile = _T95[min(count, len(_T95)) - 1]
@@ -44,7 +51,7 @@ def later_run(figures: Sequence[float], clock: str, *, within: float = 0.0) -> t
 
 
 def speedup_interval(
-    best_ms: Rounds, default_ms: Rounds, *, clock: str, processes: Sequence[int] = ()
+    best_ms: Rounds, default_ms: Rounds, *, clock: str, processes: Sequence[int] = (), typical: Sequence[float] = ()
 ) -> tuple[float, float] | None:
     """Returns the interval that the speed-up of a winner over the defaults falls into in a later run.
 
@@ -53,6 +60,7 @@ def speedup_interval(
         default_ms: the samples of the defaults.
         clock: the clock that measured them.
         processes: how many rounds each process has, in the order of the samples; empty for one process.
+        typical: the ratio of their typical times in each process; empty if unknown.
 
     Returns:
         Its ends, which enclose the ratio of the medians; None if there are too few rounds.
@@ -64,9 +72,9 @@ def speedup_interval(
     pairs = list(_by_process(best_ms, default_ms, processes))
     figures = [statistics.median(theirs) / statistics.median(ours) for ours, theirs in pairs]
     errors = [standard_error([b / a for a, b in zip(*pair, strict=False)]) for pair in pairs]
-    low, high = later_run(figures, clock, within=statistics.fmean(errors))
-    speedup = statistics.median(default_ms) / statistics.median(best_ms)
-    return min(low, speedup), max(high, speedup)
+    within, speedup = statistics.fmean(errors), statistics.median(default_ms) / statistics.median(best_ms)
+    found = [later_run(ratios, clock, within=within) for ratios in (figures, typical) if ratios]
+    return min(speedup, *(low for low, _ in found)), max(speedup, *(high for _, high in found))
 
 
 def _by_process(best_ms: Rounds, default_ms: Rounds, processes: Sequence[int]) -> Iterator[tuple[Rounds, Rounds]]:

@@ -53,6 +53,8 @@ MARGINS = {"device": 1.15, "queued": 1.5, "wall": 1.5}
 """Factor to the fastest config above which a config cannot win, by clock; the final decides between the rest."""
 BETWEEN = {"device": 0.005, "queued": 0.02, "wall": 0.06}
 """Scatter, by clock, of the ratio of two programs' times between fresh processes, as a share."""
+TIMES_BETWEEN = {"device": 0.02, "queued": 0.05, "wall": 0.1}
+"""The same for the time of one program, which clock rates and neighbours change more than a ratio."""
 PROCESSES = {"device": 1, "queued": 3, "wall": 3}
 """The most processes of a final, by clock: between processes, a device's own clock scatters hardly more than within."""
 BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}

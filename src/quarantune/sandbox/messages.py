@@ -377,11 +377,13 @@ class Compared(Reply):
     Attributes:
         rounds_ms: the samples of each, in milliseconds.
         warm_ms: the same with warm caches; empty for finalists that are far behind.
+        typical_ms: the median time of each, with waits and interruptions.
         observed: for each round, the observers' figures for each finalist; empty without observers.
     """
 
     rounds_ms: tuple[Samples, ...]
     warm_ms: tuple[tuple[Milliseconds, ...], ...]
+    typical_ms: tuple[Milliseconds, ...] = ()
     observed: tuple[tuple[Observed, ...], ...] = ()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease
@@ -238,7 +238,8 @@ class Scheduler:
                     each.lease.release()
             if isinstance(reply := worker.reply, Compared):
                 rounds = reply.rounds_ms, reply.warm_ms, reply.observed
-                return finals.Final.of(configs, *rounds, objective=run.plan.objective)
+                typical_ms = {index: (ms,) for index, ms in zip(configs, reply.typical_ms, strict=False)}
+                return finals.Final.of(configs, *rounds, typical_ms=typical_ms, objective=run.plan.objective)
             self._check_time(ends_at)
             assert worker.verdict is not None
             if ends_at is not None or not may_be_repeated(run, worker.verdict, tries):

@@ -44,6 +44,7 @@ from quarantune.values.trial import (
     UNTUNED,
     DifferentProgramError,
     Findings,
+    Interval,
     Outcome,
     Phase,
     Searched,
@@ -416,12 +417,14 @@ class TuningJob:
         best, tie = settled[winner], tuple(settled[index].config for index in level)
         self._log_winner(best, tie, usable, tried=len(trials), is_untuned=winner == UNTUNED)
         finalists = tuple(settled[index] for index in swept.final.rounds_ms)
-        defaults = settled.get(finals.default_among(settled, default))
+        own_index = finals.default_among(settled, default)
+        defaults = settled.get(own_index)
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
         findings = findings_now(self._call, Findings.of(best, defaults), trials, self._searched())
         if defaults is not None and defaults.outcome is Outcome.OK:  # not ruled out after a sample or two
-            findings = dataclasses.replace(findings, speedup_interval=self._interval(best, defaults, swept.final))
+            interval = self._interval(swept.final, known, (winner, best), (own_index, defaults))
+            findings = dataclasses.replace(findings, speedup_interval=interval)
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
@@ -446,12 +449,26 @@ class TuningJob:
             noise=swept.noise,
         )
 
-    def _interval(self, best: Trial, defaults: Trial, final: finals.Final) -> tuple[float, float] | None:
-        """Returns the interval of the speed-up; None without a final, or if both are one program."""
-        rounds = best.samples_ms, defaults.samples_ms
-        if len(final.rounds_ms) < 2 or rounds[0] == rounds[1]:
+    def _interval(self, final: finals.Final, before: Mapping[int, Trial], *both: tuple[int, Trial]) -> Interval | None:
+        """Returns the interval of the speed-up; None without a final, or if both are one program.
+
+        Args:
+            final: the final.
+            before: the trials by index, as before the final.
+            *both: the winner and the defaults: the index, and the trial after the final.
+        """
+        (winner, best), (default, defaults) = both
+        if len(final.rounds_ms) < 2 or best.samples_ms == defaults.samples_ms:
             return None
-        return intervals.speedup_interval(*rounds, clock=best.clock or "wall", processes=final.counts)
+        typical_ms = finals.with_same_program(final.typical_ms, before)
+        pairs = zip(typical_ms.get(winner, ()), typical_ms.get(default, ()), strict=False)
+        return intervals.speedup_interval(
+            best.samples_ms,
+            defaults.samples_ms,
+            clock=best.clock or "wall",
+            processes=final.counts,
+            typical=[theirs / ours for ours, theirs in pairs],
+        )
 
     def _error(self, swept: Swept) -> Exception:
         """Returns the error if every config failed. Waiting jobs also get it; later jobs tune again."""
