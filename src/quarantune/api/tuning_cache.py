@@ -280,8 +280,9 @@ class TuningCache:
             retune: whether a call whose winner is stale, or was only estimated, is tuned again, and the result saved.
 
         Returns:
-            One verdict for each entry: `current`, `stale`, `retuned`, `unused` (no call finds it any more) or `unknown`
-            (for another device, without its function, or without its arguments).
+            One verdict for each entry: `current`, `stale`, `unclear` (the measurements do not suffice), `retuned`,
+            `unused` (no call finds it any more) or `unknown` (for another device, without its function, or without its
+            arguments).
 
         Raises:
             TypeError: a function is neither of these.

@@ -259,6 +259,7 @@ COMMANDS: Mapping[str, Command] = {
             *_COMMON,
         ),
         "The winners of the functions that are named are measured again, each against its function's own defaults. "
+        "A winner is measured several times before it is called stale. "
         "The exit code is 1 if a file is damaged, or if a winner is stale and was not tuned again.",
         ("quarantune cache verify", "quarantune cache verify kernels:matmul --max-loss 10 --retune"),
     ),

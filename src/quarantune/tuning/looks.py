@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from quarantune.measure import intervals
-from quarantune.measure.model import BETWEEN, TIMES_BETWEEN
+from quarantune.measure.model import TIMES_BETWEEN
 from quarantune.results.result import TuningResult
 from quarantune.values.configs import Config, as_given
 from quarantune.values.trial import TIME, Findings, Trial, interval_text, ranked_by, ratio_text
@@ -18,8 +18,6 @@ MOST_LOOKS = 4
 """Most sweeps of one winner."""
 _LEAST_LOOKS = 2
 """Fewest sweeps before a winner is accused."""
-_SUSPICIOUS = 1.5
-"""Multiple of the scatter between processes that a gain may fall by until it is measured once more."""
 
 
 class Verdict(enum.StrEnum):
@@ -100,10 +98,13 @@ def judge(
         return Judged(Verdict.CURRENT, "it is the defaults, and works" if config == default else _works(last), *about)
     gains = [theirs / ours for ours, theirs in zip(times_ms, defaults_ms, strict=True)]
     gain, later = statistics.geometric_mean(gains), intervals.later_run(gains, clock)
-    then, then_interval = _saved_gain(saved, clock)
-    if gain * (1 + _SUSPICIOUS * BETWEEN[clock]) >= then:
+    then, then_low = _saved_gain(saved, clock)
+    if gain >= math.sqrt(then * then_low):  # well within the saved interval
         return Judged(Verdict.CURRENT, _works(last), *about, later)
-    is_excluded = math.log(then / gain) > math.hypot(_half(later), _half(then_interval))
+    # A later run's interval allows for the scatter of two runs. That of the one that was saved counts here.
+    is_excluded = math.log(then / gain) > math.hypot(
+        math.log(later[1] / gain), math.log(then / then_low) / math.sqrt(2)
+    )
     if is_excluded and accused is Verdict.STALE:
         how = (
             "the defaults are faster"
@@ -132,16 +133,14 @@ def _slower(
     return Judged(Verdict.UNCLEAR, f"{lost}, but a later run may take {low:.4g} to {high:.4g} ms", now_ms)
 
 
-def _saved_gain(saved: Findings, clock: str) -> tuple[float, tuple[float, float]]:
-    """Returns the saved speed-up and its interval; 1 if it is unknown: a winner is no slower than the defaults."""
+def _saved_gain(saved: Findings, clock: str) -> tuple[float, float]:
+    """Returns the saved speed-up and the lower end of its interval.
+
+    An unknown one is 1: a winner is no slower than the defaults.
+    """
     gain = (saved.speedup if ranked_by(saved) == TIME else None) or 1.0
-    interval = saved.speedup_interval
-    return gain, interval if interval is not None and interval[0] > 0 else intervals.later_run([gain], clock)
-
-
-def _half(interval: tuple[float, float]) -> float:
-    """Returns half the width of an interval of ratios, as a logarithm."""
-    return math.log(interval[1] / interval[0]) / 2
+    low, _ = saved.speedup_interval or (0.0, 0.0)
+    return gain, low if 0 < low <= gain else intervals.later_run([gain], clock)[0]
 
 
 def _median(values: Sequence[float]) -> float | None:

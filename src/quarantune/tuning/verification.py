@@ -155,7 +155,7 @@ def _verify(
     try:
         given = None if arguments is None else arguments(record.key)
         args, kwargs = rebuilt(record.key.problem_size, function) if given is None else given
-        call = BoundCall(function, tuple(args), kwargs)
+        call = saved_program.as_spelt(record.entry, BoundCall(function, tuple(args), kwargs))
         now = keyed(call)
     except CannotRebuildError as error:
         return _verified(record, Verdict.UNKNOWN, f"{error}: give its arguments, as in verify(..., arguments=...)")
