@@ -62,7 +62,9 @@ def test_an_interval_encloses_the_typical_times_of_a_busy_machine() -> None:
     quiet = intervals.speedup_interval([1.0] * 5, [9.0] * 5, clock="wall", typical=[9.0])
     busy = intervals.speedup_interval([1.0] * 5, [9.0] * 5, clock="wall", typical=[4.0, 6.25])
     assert quiet is not None
-    assert busy == pytest.approx((intervals.later_run([5.0], "wall")[0], quiet[1]))
+    assert busy is not None
+    assert busy[0] == pytest.approx(intervals.later_run([4.0, 6.25], "wall")[0])
+    assert busy[1] >= quiet[1]
     assert quiet == pytest.approx(intervals.later_run([9.0], "wall"))
 
 

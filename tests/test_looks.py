@@ -11,7 +11,7 @@ import pytest
 from quarantune import Outcome, Trial, TuningResult
 from quarantune.measure import intervals
 from quarantune.measure.model import BETWEEN
-from quarantune.tuning.looks import MOST_LOOKS, Judged, Verdict, judge
+from quarantune.tuning.looks import MOST_LOOKS, Review, Verdict, judge
 from quarantune.values.trial import ClockName, Findings
 
 WINNER, DEFAULT = {"n": 1}, {"n": 2}
@@ -39,7 +39,7 @@ def failed(message: str = "RuntimeError: no") -> Trial:
     return Trial(config=WINNER, outcome=Outcome.ERROR, message=message)
 
 
-def judged(saved: Findings, *looks: Any, most: float = math.inf) -> Judged:
+def judged(saved: Findings, *looks: Any, most: float = math.inf) -> Review:
     return judge(looks, saved, config=WINNER, default=DEFAULT, max_loss_percent=most)
 
 

@@ -73,9 +73,7 @@ def speedup_interval(
     figures = [statistics.median(theirs) / statistics.median(ours) for ours, theirs in pairs]
     errors = [standard_error([b / a for a, b in zip(*pair, strict=False)]) for pair in pairs]
     within, speedup = statistics.fmean(errors), statistics.median(default_ms) / statistics.median(best_ms)
-    found = [later_run(figures, clock, within=within)]
-    if typical:  # they scatter with the moments in which they were taken; their mean counts
-        found.append(later_run([statistics.geometric_mean(typical)], clock))
+    found = [later_run(ratios, clock, within=within) for ratios in (figures, typical) if ratios]
     return min(speedup, *(low for low, _ in found)), max(speedup, *(high for _, high in found))
 
 

@@ -38,7 +38,7 @@ class Verdict(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Judged:
+class Review:
     """A verdict, with the figures behind it.
 
     Attributes:
@@ -63,7 +63,7 @@ def judge(
     config: Config,
     default: Config | None,
     max_loss_percent: float,
-) -> Judged:
+) -> Review:
     """Returns the verdict on a winner.
 
     Args:
@@ -77,7 +77,7 @@ def judge(
     if failures := [look for look in looks if isinstance(look, Trial)]:
         is_steady = len(failures) == len(looks)
         prefix = "" if is_steady else f"in {len(failures)} of {len(looks)} measurements, "
-        return Judged(accused if is_steady else Verdict.UNCLEAR, prefix + _failure(failures[0]))
+        return Review(accused if is_steady else Verdict.UNCLEAR, prefix + _failure(failures[0]))
     results = [look for look in looks if isinstance(look, TuningResult)]
     winners, last = [result.trials[0] for result in results], results[-1]
     times_ms = [winner.time_ms for winner in winners if winner.time_ms]
@@ -85,22 +85,22 @@ def judge(
     about = _median(times_ms), _median(defaults_ms)
     if ranked_by(last.findings) != TIME:
         if any(as_given(config) in (result.best_config, *result.tie) for result in results):
-            return Judged(Verdict.CURRENT, f"it works, {_compared(last)}", *about)
+            return Review(Verdict.CURRENT, f"it works, {_compared(last)}", *about)
         figure = winners[-1].figure
         told = "ruled out at once" if figure is None else f"{figure:.4g} against {last.findings.figure:.4g}"
-        return Judged(accused, f"the defaults are better: {told}", *about)
+        return Review(accused, f"the defaults are better: {told}", *about)
     if len(times_ms) < len(looks):
-        return Judged(accused, "the defaults are faster: it was ruled out at once", *about)
+        return Review(accused, "the defaults are faster: it was ruled out at once", *about)
     clock = winners[-1].clock or "wall"
     if ranked_by(saved) == TIME and (slower := _slower(times_ms, saved.time_ms, clock, accused, max_loss_percent)):
         return dataclasses.replace(slower, default_time_ms=about[1])
     if config == default or len(defaults_ms) < len(looks):
-        return Judged(Verdict.CURRENT, "it is the defaults, and works" if config == default else _works(last), *about)
+        return Review(Verdict.CURRENT, "it is the defaults, and works" if config == default else _works(last), *about)
     gains = [theirs / ours for ours, theirs in zip(times_ms, defaults_ms, strict=True)]
     gain, later = statistics.geometric_mean(gains), intervals.later_run(gains, clock)
     then, then_low = _saved_gain(saved, clock)
     if gain >= math.sqrt(then * then_low):  # well within the saved interval
-        return Judged(Verdict.CURRENT, _works(last), *about, later)
+        return Review(Verdict.CURRENT, _works(last), *about, later)
     # A later run's interval allows for the scatter of two runs. That of the one that was saved counts here.
     is_excluded = math.log(then / gain) > math.hypot(
         math.log(later[1] / gain), math.log(then / then_low) / math.sqrt(2)
@@ -111,17 +111,17 @@ def judge(
             if gain < 1
             else f"it has lost gain, from {ratio_text(then)} to {ratio_text(gain)}"
         )
-        return Judged(accused, f"{how}: {about[0]:.4g} ms against {about[1]:.4g}", *about, later)
+        return Review(accused, f"{how}: {about[0]:.4g} ms against {about[1]:.4g}", *about, later)
     reason = (
         f"its speed-up is {interval_text(later)} now, and was {ratio_text(then)}; the scatter between processes may "
         "explain the difference"
     )
-    return Judged(Verdict.UNCLEAR, reason, *about, later)
+    return Review(Verdict.UNCLEAR, reason, *about, later)
 
 
 def _slower(
     times_ms: Sequence[float], saved_ms: float, clock: str, accused: Verdict, max_loss_percent: float
-) -> Judged | None:
+) -> Review | None:
     """Returns the verdict on a winner that takes longer than its bound; None if it does not."""
     now_ms, bound_ms = statistics.median(times_ms), saved_ms * (1 + max_loss_percent / 100)
     if not now_ms > bound_ms:
@@ -129,8 +129,8 @@ def _slower(
     lost = f"it takes {100 * (now_ms / saved_ms - 1):.3g}% longer than when it was saved"
     low, high = intervals.later_run(times_ms, clock, between=TIMES_BETWEEN)
     if low > bound_ms:
-        return Judged(accused, f"{lost}: {now_ms:.4g} ms against {saved_ms:.4g} ms", now_ms)
-    return Judged(Verdict.UNCLEAR, f"{lost}, but a later run may take {low:.4g} to {high:.4g} ms", now_ms)
+        return Review(accused, f"{lost}: {now_ms:.4g} ms against {saved_ms:.4g} ms", now_ms)
+    return Review(Verdict.UNCLEAR, f"{lost}, but a later run may take {low:.4g} to {high:.4g} ms", now_ms)
 
 
 def _saved_gain(saved: Findings, clock: str) -> tuple[float, float]:

@@ -20,7 +20,7 @@ from quarantune.calls.key import KeyedCall, keyed
 from quarantune.calls.rebuilt import CannotRebuildError, rebuilt
 from quarantune.functions.binding import Arguments
 from quarantune.results.result import TuningResult
-from quarantune.tuning.looks import MOST_LOOKS, Judged, Verdict, judge
+from quarantune.tuning.looks import MOST_LOOKS, Review, Verdict, judge
 from quarantune.values.blocks import settings
 from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config
@@ -191,7 +191,7 @@ def _measured(
     configs = [config, *([default] if default not in (None, config) else [])]
     saved, most = Findings.from_json(record.entry), max_loss_percent or math.inf
     looks = list[TuningResult | Trial]()
-    judged = Judged(Verdict.UNCLEAR, "")
+    judged = Review(Verdict.UNCLEAR, "")
     try:
         while judged.verdict is Verdict.UNCLEAR and len(looks) < MOST_LOOKS:
             looks.append(_looked_at(call, configs, tune))
