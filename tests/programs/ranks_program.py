@@ -1,4 +1,4 @@
-"""One rank of a `jax.distributed` program, each with a cache of its own; `test_ranks.py` starts four.
+"""One rank of a `jax.distributed` program, each with a cache of its own; `test_rank_programs.py` starts four.
 
 Prints, for each case, the config with which this rank runs. The ranks pass files to each other to bring the cases
 about; nothing that they compute depends on these.

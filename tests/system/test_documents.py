@@ -49,7 +49,7 @@ def first_column(text: str) -> list[str]:
 
 def known_tests() -> set[str]:
     names = set()
-    for file in (ROOT / "tests").glob("test_*.py"):
+    for file in (ROOT / "tests").rglob("test_*.py"):
         for name in re.findall(r"^def (test_\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE):
             names |= {name, f"{file.name}::{name}"}
     return names

@@ -222,7 +222,8 @@ def test_a_call_that_is_found_is_bound_described_and_situated_once(monkeypatch: 
 def test_the_tunables_of_made_configs_are_found_in_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
     whole = entry_file.decode_entries
-    monkeypatch.setattr(entry_file, "decode_entries", lambda data, path: decoded.append(len(data)) or whole(data, path))
+    for module in (entry_file, store_module):
+        monkeypatch.setattr(module, "decode_entries", lambda data, path: decoded.append(len(data)) or whole(data, path))
 
     def make() -> quarantune.Autotuned:
         @quarantune.autotune(lambda x: [{"n": 1}, {"n": 2}], warmup=0, rep=1, ref_fn=None, name="made")

@@ -388,7 +388,7 @@ def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(run_scri
 
 def test_the_message_for_a_mesh_that_is_too_large_says_how_many_devices() -> None:
     spec = AbstractMesh((64, 2), ("a", "b"), axis_types=(AxisType.Auto, AxisType.Explicit))
-    with pytest.raises(ValueError, match=r"over 128 devices.*has \d+: set devices_per_trial=128"):
+    with pytest.raises(ValueError, match=r"need 128 devices.*has \d+: set devices_per_trial=128"):
         arrays.mesh_like(spec)
 
 

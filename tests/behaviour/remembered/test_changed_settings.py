@@ -193,7 +193,7 @@ def test_a_config_that_is_put_elsewhere_or_is_none_of_the_space_is_not_used(tmp_
     TuningCache(tmp_path / "elsewhere").put(result.name, result.key, result.device, other)
     assert fn.lookup(X) == result.best_config
     TuningCache().put(result.name, result.key, result.device, {"n": 7})
-    with pytest.warns(CacheWarning, match=r"\{'n': 7\} is not in the config space"):
+    with pytest.warns(CacheWarning, match=r"\{'n': 7\} is no longer in the config space"):
         assert fn.lookup(X) is None
     assert len(sweeps) == 1
 

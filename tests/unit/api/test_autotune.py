@@ -498,7 +498,7 @@ def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list
         assert isinstance(caught.value, RuntimeError)
         message = str(caught.value)
         assert message.startswith("All 2 configs failed")
-        assert "n=1 and 1 more: error (compile) ArithmeticError: n=1 is no good (test_decorator.py:" in message
+        assert "n=1 and 1 more: error (compile) ArithmeticError: n=1 is no good (test_autotune.py:" in message
         assert [trial.outcome for trial in caught.value.trials] == [Outcome.ERROR] * 2
         assert "shape" in caught.value.key
     assert len(sweeps) == 1
@@ -785,7 +785,7 @@ def test_a_new_function_object_finds_the_cached_result_of_another(sweeps: list[s
 def test_the_cache_file_is_named_after_module_and_qualname(cache_dir: Path) -> None:
     choosy()(X)
     (file,) = cache_dir.glob("*.json")
-    assert file.name.startswith("test_decorator.choosy")
+    assert file.name.startswith("test_autotune.choosy")
     assert "scale" in file.name
 
 

@@ -126,7 +126,7 @@ def test_what_a_function_space_cannot_have_made_is_not_taken_from_a_file(cache_d
     for config in ({"zz": 3}, {"a": {"$type": "Plan"}}, {"x": 1}):
         entry["config"] = config
         path.write_text(json.dumps(data))
-        with pytest.warns(quarantune.CacheWarning, match="is not in the config space"):
+        with pytest.warns(quarantune.CacheWarning, match="is no longer in the config space"):
             assert tuned().lookup(jnp.ones(8)) is None
 
 
