@@ -1,4 +1,4 @@
-"""Arrays of JAX, their types, and keys of its random numbers."""
+"""JAX arrays, their types, and the keys of random numbers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def aval(shape: Sequence[int], dtype: Any, *, weak_type: bool) -> Any:
 
 
 def is_plain_aval(item: Any) -> bool:
-    """Returns whether `aval` can make a type: that of an array in device memory, without explicit mesh axes."""
+    """Returns whether `aval` can make this type: an array in device memory, without explicit mesh axes."""
     if type(item) is not core.ShapedArray:
         return False
     mesh = item.sharding.mesh

@@ -51,9 +51,9 @@ class JitOptions:
         static_argnames: names of static parameters, resolved by jit.
         donate_argnums: positions of donated parameters.
         donate_argnames: names of donated parameters.
-        keep_unused: as for `jax.jit`.
-        inline: as for `jax.jit`.
-        compiler_options: as for `jax.jit`, as pairs.
+        keep_unused: the option of `jax.jit`.
+        inline: the option of `jax.jit`.
+        compiler_options: the option of `jax.jit`, as pairs.
         cannot_travel: the names of the given options that are tied to devices of this process.
         takes_no_keywords: whether the function refuses keyword arguments, because `in_shardings` was given.
     """
@@ -217,10 +217,10 @@ def custom_rule_types() -> tuple[type, ...]:
 
 
 def custom_rules(fn: object) -> Mapping[str, Any]:
-    """Returns the rules of a function of one of these classes, such as its derivative, by name; empty for any other.
+    """Returns the custom rules of a function, such as its derivative, by name; empty if it has none.
 
     Private because JAX has no public way to read the rules back. A rule is a callable, or a dict of plain values for
-    a sharding rule that was given as text. `fun` is the function itself, where `__wrapped__` does not lead to it.
+    a sharding rule that was given as text. `fun` is the function itself, if `__wrapped__` does not lead to it.
 
     Args:
         fn: any object.
