@@ -29,9 +29,9 @@ from quarantune.values.codec import (
 SCHEMA = 1
 """The version of an entry's layout. A file with an entry of a later version is neither used nor changed."""
 LARGEST_ENTRIES_BYTES = 1 << 28
-"""Largest size of a file of entries that is written."""
+"""Largest size of a file of entries that we write."""
 LARGEST_READ_ENTRIES_BYTES = 1 << 29
-"""Largest size of a file of entries that is read: earlier versions wrote larger files."""
+"""Largest size of a file of entries that we read: earlier versions wrote larger files."""
 _SEARCHED_BYTES = 1 << 20
 """Size of a file above which a look-up of one entry does not decode the others."""
 _STALE_S = 30.0
@@ -290,7 +290,7 @@ def encode(contents: Contents) -> bytes:
     Raises:
         CacheWriteError: the content would be larger than any file may be.
     """
-    # One line for each entry: people can read and grep it, and the fast encoder can be used for each.
+    # One line for each entry: people can read and grep it, and the fast encoder works for each.
     text_of = json.JSONEncoder(allow_nan=False).encode
     devices = (
         f"{text_of(device)}: {{\n"

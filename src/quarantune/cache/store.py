@@ -41,7 +41,7 @@ class Store:
     thousand. An entry stays in its file. If both hold it, the main file's version counts.
 
     Every method takes a function's unmodified name; `safe_name` turns it into the name of a file. Reading takes no
-    lock, changes nothing and never raises: an unreadable file is reported once and counts as empty.
+    lock, changes nothing and never raises: it reports an unreadable file once, and counts it as empty.
 
     When a write returns, the entry is in the file and on the disk, and later writers read it. A write is read back
     before it counts, and repeated if another writer has overwritten it. A crash at any instant leaves the
@@ -51,7 +51,7 @@ class Store:
     def __init__(
         self, directory: Path, *, lock_timeout_s: float = 60.0, read_only: bool = False, label: str = ""
     ) -> None:
-        """Makes a store; nothing is touched on disk until the first write.
+        """Makes a store, which touches nothing on disk until the first write.
 
         Args:
             directory: the directory of the files.
@@ -93,7 +93,7 @@ class Store:
         return None
 
     def entries_with(self, name: str, text: str) -> Iterator[Entry]:
-        """Yields a function's entries that contain a text, each decoded when it is asked for, and no others.
+        """Yields a function's entries that contain a text, each decoded on demand, and no others.
 
         If somebody has edited a file, all its entries may come.
         """
@@ -210,7 +210,7 @@ class Store:
         return EntryFile(path, self.directory, self.read_only, self._lock_timeout_s)
 
     def _files(self, name: str) -> Iterator[EntryFile]:
-        """Yields the files of a function's entries, the main file first; the others are looked for after that."""
+        """Yields the files of a function's entries, the main file first; it looks for the others after that."""
         main = self.path(name)
         yield self._file(main)
         folder, pattern = _folder(main), "[0-9a-f][0-9a-f].json"

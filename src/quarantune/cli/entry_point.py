@@ -92,7 +92,7 @@ def _run(options: Any) -> int:
             with output.input_errors(ValueError):
                 block.enter_context(settings(cache_dir=options.cache_dir))
         out = Output(sys.stdout, as_json=as_json)
-        if as_json:  # a user's module may print when it is imported, which must not end up within the JSON
+        if as_json:  # a user's module may print on import, which must not end up within the JSON
             block.enter_context(contextlib.redirect_stdout(sys.stderr))
         code = int(handler(options, out))
         if out.error is not None:

@@ -48,7 +48,7 @@ def layout_of(array: Any) -> tuple[int, ...] | None:
     """Returns the order of the axes of a concrete array in memory; None for row-major order, or if JAX does not say."""
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or array.ndim < 2:
         return None
-    with contextlib.suppress(Exception):  # a key, or an array that was deleted
+    with contextlib.suppress(Exception):  # a key, or a deleted array
         order = tuple(cast("Any", array).format.layout.major_to_minor)
         return None if order == tuple(range(array.ndim)) else order
     return None

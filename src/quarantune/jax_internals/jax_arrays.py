@@ -28,7 +28,7 @@ def as_weak(array: jax.Array) -> jax.Array:
 typed_ndarray: type = literals.TypedNdArray
 """The class of the NumPy arrays that JAX uses for constants while it traces.
 
-Private because users rarely see it, but the rules of a `jax.custom_vjp` function are called with such arrays.
+Private because users rarely see it, but JAX calls the rules of a `jax.custom_vjp` function with these arrays.
 """
 
 

@@ -47,7 +47,7 @@ def moved_bytes(jaxpr: Any) -> float:
 
 
 def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[Any, list[int]]:
-    """Returns a program whose kernels run only the first steps of their grids, to be compiled and never to be run.
+    """Returns a program whose kernels run only the first steps of their grids, for compiling and never for running.
 
     Private because JAX has no public way to a grid once it is traced.
 
@@ -57,7 +57,7 @@ def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[An
         cores: how many cores the compiler divides a `parallel` axis among; these axes keep at least as many steps.
 
     Returns:
-        The program, whose kernels are called `kernel_0`, `kernel_1`, ..., and how many of these steps each has.
+        The program with kernels named `kernel_0`, `kernel_1`, ..., and how many of these steps each has.
     """
     steps: list[int] = []
 

@@ -58,7 +58,7 @@ def load_plugins() -> None:
 
 @contextlib.contextmanager
 def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[None]:
-    """Makes JAX answer for one device that this process does not have, while a program is traced for that device.
+    """Makes JAX answer for one device that this process does not have, while it traces a program for that device.
 
     A kernel may choose its code by `jax.default_backend()` or by the kind of `jax.devices()[0]`. In a process without
     the device, both describe the CPU. They must describe the device that the kernel is compiled for, and so must the
@@ -66,7 +66,7 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
     that come with it.
 
     Private (`xla_bridge.get_backend`) because nearly all the public functions get their answer from it, however a
-    module has imported them. The calling frames show which function was called, and by whose code. `ArrayImpl`, because
+    module has imported them. The calling frames show the function, and whose code called it. `ArrayImpl`, because
     the public `jax.Array` only declares its methods.
 
     Args:
@@ -161,7 +161,7 @@ def _module(frame: types.FrameType) -> str:
 
 @contextlib.contextmanager
 def questions() -> Iterator[set[str]]:
-    """Yields a set that collects the names of JAX's functions that are asked about devices while the block runs.
+    """Yields a set that collects the names of JAX's functions that code asks about devices while the block runs.
 
     Private because the public functions belong to a private module, whose file identifies them.
     """
@@ -185,7 +185,7 @@ def questions() -> Iterator[set[str]]:
 def prepare_to_load(executable: bytes) -> None:
     """Initialises the LAPACK kernels of JAX if a program calls them.
 
-    Private because JAX initialises them only when it lowers a program: a program that was lowered elsewhere would jump
+    Private because JAX initialises them only when it lowers a program: a program lowered elsewhere would jump
     to address 0.
 
     Args:
@@ -404,7 +404,7 @@ def compilation_cache_in_memory(
     """Replaces JAX's persistent compilation cache by one in memory while the block runs.
 
     Private because JAX's public options can only name a directory: programs would have to be written to files, which
-    would stay behind when a worker is killed. Blocks in several threads may overlap; they share one cache, and the last
+    would stay behind when a worker dies. Blocks in several threads may overlap; they share one cache, and the last
     to end restores JAX's own.
 
     Args:
@@ -520,7 +520,7 @@ def register_pytree(cls: type, registration: tuple[Callable[..., Any], tuple[Any
     """Registers `cls` as a pytree, unless it is registered already.
 
     Args:
-        cls: a class that was unpickled by value.
+        cls: a class unpickled by value.
         registration: the result of `pytree_registration` in the sending process.
     """
     if cls not in tree_util._registry:

@@ -37,7 +37,7 @@ class Clock:
 
 
 def wall_clock(run: Callable[[], object], prepare: Callable[[], None] | None, *, spins: bool = False) -> Clock:
-    """Returns a clock for the time from a call to the end of its work; short runs are repeated within a sample.
+    """Returns a clock for the time from a call to the end of its work; a sample repeats short runs.
 
     Args:
         run: runs once, to the end.

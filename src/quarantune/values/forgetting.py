@@ -29,7 +29,7 @@ def forget_choices(of: Which | None = None) -> None:
     """Makes all calls ask for their choices again.
 
     Args:
-        of: accepts results that must also be forgotten, because files have changed; None accepts none.
+        of: accepts results to forget as well, because files have changed; None accepts none.
     """
     for keeper, forget in list(_forgetting.items()):
         forget(keeper, of)

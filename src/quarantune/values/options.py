@@ -61,7 +61,7 @@ class Tolerance:
 
 @runtime_checkable
 class Search(Protocol):
-    """Decides which configs are tried, and their order; it knows nothing of how they are run."""
+    """Decides which configs are tried, and their order; it knows nothing of how they run."""
 
     def ask(self, n: int) -> list[Config]:
         """Returns up to `n` configs to try next.
@@ -208,21 +208,21 @@ class Options:
         atol: allowed difference of an element, in addition to `rtol`; for None see `rtol`.
         max_mismatched_ratio: the share of an output's elements that may exceed both tolerances; for None see `rtol`.
         check_grad: whether gradients must also agree with the gradients of `ref_fn` or of the defaults.
-        time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
+        time_grad: whether to compile, check and time a config together with its gradient with respect to the
             floating arguments, so that the winner suits training.
         fidelity: `auto` ranks configs whose products XLA tunes on an NVIDIA GPU by a cheap compile first, and fully
             compiles only configs that may win; `full` compiles, and times, all of them.
-        search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` until its model
+        search: which configs to try: `auto` (all of up to 300 configs, else `surrogate` until its model
             expects no gain, for at most 400 trials), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an
             object with the methods of `Search`, which serves one problem.
-        max_trials: at most this many configs are tried, including an interrupted sweep's.
-        time_budget: seconds after which no further config is tried.
+        max_trials: the most configs to try, including an interrupted sweep's.
+        time_budget: seconds after which the search tries no further config.
         patience: the search ends after this many trials without a gain of 0.5%; errors while a config is traced or
             compiled do not count.
         seed: the same seed and the same trials give the same search.
         devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
             effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
-        tables: `package:directory`, results that a package ships; the user's cache is searched first.
+        tables: `package:directory`, results that a package ships; the user's cache comes first.
     """
 
     name: str | None = _option(None, lambda name: isinstance(name, str) and bool(name.strip()), _NAME)
@@ -286,7 +286,7 @@ class Options:
 
     @property
     def compares_outputs(self) -> bool:
-        """Whether the outputs of configs are compared with the output of the defaults, or with each other."""
+        """Whether the sweep compares the outputs of configs with the output of the defaults, or with each other."""
         return isinstance(self.ref_fn, str) and self.check_fn is None
 
     @property
@@ -296,7 +296,7 @@ class Options:
 
     @property
     def judges_outputs(self) -> bool:
-        """Whether outputs are checked by `ref_fn` or `check_fn`. Only then may the defaults win over the configs."""
+        """Whether `ref_fn` or `check_fn` decides which outputs are right. Only then may the defaults win."""
         return self.ref_fn is not None or self.check_fn is not None
 
     def deciding(self) -> Mapping[str, Any]:

@@ -153,10 +153,10 @@ class Settings:
         compile_timeout: seconds for compiling one config.
         timeout: seconds for checking and measuring one config.
         memory_limit: bytes of host memory for one worker and its children.
-        search: which configs are tried; see `Options`.
-        max_trials: at most this many configs are tried.
-        time_budget: seconds after which no further config is tried.
-        devices: the indices or UUIDs of the devices that may be used; None means all.
+        search: which configs to try; see `Options`.
+        max_trials: the most configs to try.
+        time_budget: seconds after which the search tries no further config.
+        devices: the indices or UUIDs of the devices to use; None means all.
         configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
         start_method: `fork` or `spawn`; None means fork where that is safe.
         isolation: `process`, `compile` or `none`: which steps of a trial run in workers; `auto` chooses by platform.
