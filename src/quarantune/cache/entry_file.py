@@ -181,8 +181,8 @@ class EntryFile:
                     return
             if time.monotonic() > deadline:
                 raise CacheWriteError(
-                    f"other programs overwrote {str(self.path)!r} for {self.timeout_s:g} s after each write: "
-                    "see which other program writes there"
+                    f"another program kept overwriting {str(self.path)!r} for {self.timeout_s:g} s: "
+                    "see which program writes there"
                 )
 
     def remove(self) -> None:

@@ -36,8 +36,8 @@ def warn(message: str, category: type[Warning]) -> None:
 class own_frames_hidden:
     """Hides this package's frames from the traceback of a Ctrl-C in the block.
 
-    It belongs in the outermost function of this package: an exception that leaves a `with` does not record its frame
-    again.
+    The frames of user code in the block stay. This belongs in the outermost function of this package: an exception
+    that leaves a `with` does not record its frame again.
     """
 
     def __enter__(self) -> None: ...
@@ -50,7 +50,7 @@ class own_frames_hidden:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Removes the frames above the first frame of the user's code from a traceback."""
+    """Removes the frames before the first frame of the user's code from a traceback."""
     trace = error.__traceback__
     while trace is not None and _package(trace.tb_frame) in _PASSED_THROUGH | sys.stdlib_module_names:
         trace = trace.tb_next
