@@ -22,8 +22,8 @@ _Params: TypeAlias = Mapping[str, Any]
 def free_steps(jaxpr: Any) -> list[int]:
     """Returns how many steps the grid of each Pallas kernel has along the axes that may be made smaller.
 
-    These are the axes declared `parallel`, and the axes that every output depends on. The kernels have the order of
-    the numbers of `with_smaller_grids`.
+    These are the axes declared `parallel`, and the axes that every output depends on. The figure at index n is for
+    `kernel_n` of `with_smaller_grids`.
 
     Raises:
         ValueError: the steps of a kernel, or the turns of a loop in it, depend on data.

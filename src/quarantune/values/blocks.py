@@ -65,7 +65,7 @@ class settings:
             values, or as the strings that the variables would hold; None for the default.
 
     Raises:
-        TypeError: there is no setting of a given name.
+        TypeError: a keyword names an unknown setting.
         ValueError: a setting does not accept its value.
 
     Example:

@@ -36,7 +36,7 @@ OPTUNA = "optuna:"
 SEARCHES = (AUTO, EXHAUSTIVE, RANDOM, SURROGATE)
 
 AUTO_EXHAUSTIVE_MOST = 300
-"""Size of the largest space whose configs `auto` tries all."""
+"""Size of the largest space that `auto` tries in full."""
 AUTO_MAX_TRIALS = 400
 """Most trials of `auto` in a larger space."""
 LEAST_GAIN = 0.005
@@ -352,7 +352,7 @@ def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
         options: the options by name.
 
     Raises:
-        TypeError: there is no option of a given name.
+        TypeError: `options` has the name of an unknown option.
         ValueError: an option does not accept its value.
     """
     check_options(caller, options, [field.name for field in dataclasses.fields(Options)])
