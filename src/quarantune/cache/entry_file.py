@@ -74,7 +74,7 @@ class EntryFile:
     timeout_s: float
 
     def load(self, *, afresh: bool = False) -> Contents:
-        """Returns the entries; none if there is no file.
+        """Returns the entries; without a file, none.
 
         Damage counts only if a second reading also finds it: a network filesystem that caches sizes cuts a file that
         another host has replaced, or reports ESTALE.
@@ -114,7 +114,7 @@ class EntryFile:
         return None
 
     def lines_with(self, text: str) -> list[bytes]:
-        """Returns the lines that contain a text; `encode` writes one for each entry. Without a file there are none."""
+        """Returns the lines that contain a text; `encode` writes one for each entry. Without a file, none."""
         with contextlib.suppress(OSError):
             return [line for line in self._read().splitlines() if text.encode() in line]
         return []

@@ -66,7 +66,7 @@ def _program_of(thing: Any, module: str) -> str:
 
 
 def _name_of(names: Mapping[str, Any]) -> str:
-    """Returns the name by which others import a program's file, given its globals; empty if it has no file."""
+    """Returns the name that others import a program's file under, given its globals; empty if it has no file."""
     if is_runner(names):
         return os.path.basename(sys.argv[0]).removesuffix(".py")  # `cProfile -m` puts a module there
     spec, file = names.get("__spec__"), names.get("__file__")

@@ -58,7 +58,7 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def users_frame() -> types.FrameType:
-    """Returns the innermost frame of the user's code, or the outermost frame if there is none."""
+    """Returns the innermost frame of the user's code, or else the outermost frame."""
     frame = sys._getframe(1)
     while _package(frame) in _PASSED_THROUGH and frame.f_back is not None:
         frame = frame.f_back

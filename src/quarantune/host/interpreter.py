@@ -15,7 +15,7 @@ def interpreter() -> str:
         raise RuntimeError(
             f"this is a frozen application, and {sys.executable} would start it again as a worker: tune "
             f"with an ordinary Python and ship the results (option tables, or QUARANTUNE_CACHE_PATH), set "
-            f"QUARANTUNE_ON_MISS=default to run untuned if there is no result, or set QUARANTUNE_ISOLATION=none to "
+            f"QUARANTUNE_ON_MISS=default to run untuned without a result, or set QUARANTUNE_ISOLATION=none to "
             f"tune in this process"
         )
     if not sys.executable:
@@ -27,7 +27,7 @@ def interpreter() -> str:
 
 
 def interpreter_command() -> list[str]:
-    """Returns the command of a fresh interpreter with this one's flags for imports, to which the caller appends code.
+    """Returns the command of a fresh interpreter with this one's flags for imports; the caller appends the code.
 
     `-P`, because `-c` would put the working directory first on the path.
 

@@ -22,7 +22,7 @@ def commit_of(function: types.FunctionType | None) -> str:
             working directory.
 
     Returns:
-        The commit; empty if there is no repository or no git, or if the function is an installed package's.
+        The commit; empty without a repository or git, or if the function is an installed package's.
     """
     file = "" if function is None else function.__code__.co_filename
     return "" if is_installed(file) else _commit(os.path.dirname(file) if os.path.isfile(file) else ".")

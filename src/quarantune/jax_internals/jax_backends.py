@@ -39,7 +39,7 @@ def has_tpu() -> bool:
 
 
 def target_config(devices: Sequence[Any]) -> str:
-    """Returns the description of a GPU that XLA needs to compile for it elsewhere; empty if there is none.
+    """Returns the description of a GPU that XLA needs to compile for it elsewhere; empty if JAX has none.
 
     Private because the public `jax.experimental.topologies` accepts this description but cannot produce it.
 

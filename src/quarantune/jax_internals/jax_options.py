@@ -180,7 +180,7 @@ def is_debugging() -> bool:
 trace_context: Callable[[], tuple[Any, ...]] = config.trace_context
 """Returns the part of JAX's key for a program that does not come from the call.
 
-Private because there is no public way to know whether a program traced earlier would be traced the same now.
+Private because JAX has no public way to know whether a program traced earlier would be traced the same now.
 """
 
 

@@ -77,7 +77,7 @@ def is_tracing() -> bool:
 
 
 def origin_of(equation: Any) -> tuple[types.CodeType, int] | None:
-    """Returns the innermost code outside of JAX that made an equation, and the line in its file; None if there is none.
+    """Returns the innermost code outside of JAX that made an equation, and the line in its file, or None.
 
     Private because nothing public distinguishes the frames of JAX from others.
 

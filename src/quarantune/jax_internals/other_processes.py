@@ -26,7 +26,7 @@ from quarantune.host.process import environment_variables
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
 """The functions of JAX that report on the backend that `get_backend` returned."""
 _PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
-"""Other names by which callers ask for the devices of a platform."""
+"""Other names that callers use for the devices of a platform."""
 _KERNELS_OF_JAX = "jax.experimental.pallas.ops."
 _CACHE_DIRECTORY = "jax_compilation_cache_dir"
 _XLA_CACHE = "xla_gpu_per_fusion_autotune_cache_dir"
@@ -492,7 +492,7 @@ def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
 
 
 def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Returns the registration of `cls` as a pytree, or None if there is none.
+    """Returns the registration of `cls` as a pytree, or None.
 
     Private (`tree_util._registry`, and the closures of its functions) because JAX has no public way to read a
     registration back. A key function given to `register_pytree_node` is kept in C++ alone: for such a class the

@@ -56,7 +56,7 @@ class Flush:
             dispatch: queues the write and returns its output without waiting.
 
         Raises:
-            NoDeviceClockError: there is no profiler.
+            NoDeviceClockError: JAX has no profiler here.
         """
         self.dispatch = dispatch
         _kernels(_ProfiledRun(dispatch, None), 1)

@@ -102,7 +102,7 @@ class MemoryWatch:
         return max(watched, key=lambda worker: worker.used_bytes, default=None)
 
     def larger_than(self, dead: Worker) -> Worker | None:
-        """Returns a worker that holds much more than a dead worker did; None if there is none.
+        """Returns a worker that holds much more than a dead worker did, or None.
 
         The kernel does not see which process holds memory that is shared and not mapped, and kills another.
         """

@@ -193,7 +193,7 @@ class Options:
             `lambda t: t.time_ms * t.energy_mj`, with the units of the trial's fields (milliseconds, millijoules). If
             the function raises for a config, or returns no finite number, the config ends as an `error`. Energy is
             measured if the function, tried before the sweep, returns no number for a made-up trial without energy.
-        supply: how to make arguments if there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
+        supply: how to make arguments if a call has no concrete ones: `auto`, `integer`, `uniform`, `normal`,
             `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as `jax.ShapeDtypeStruct`,
             and returns them with arrays.
         ref_fn: takes the function's arguments without the tunables; the output of every config must agree with its

@@ -163,7 +163,7 @@ class Settings:
         agree: whether the ranks of one `jax.distributed` program use one config.
         progress: False shows neither progress nor the last line. None shows both, but only the last line without a
             terminal, a notebook or the variable `CI`. True also writes a line every 10 s there.
-        record: the directory in which to record calls without a saved result, or the function of a `recording` block
+        record: the directory to record calls without a saved result in, or the function of a `recording` block
             to call for each. A miss is not tuned then.
         log_dir: the directory where the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
