@@ -112,7 +112,7 @@ def find(name: str | Target) -> Target:
     """Returns the target of a name; JAX's name of the device will also do, in any letter case, without its vendor.
 
     Raises:
-        ValueError: there is no such target; the message lists the known ones.
+        ValueError: no target has this name; the message lists the known ones.
         TypeError: the name is not a string.
     """
     if isinstance(name, Target):
@@ -138,7 +138,7 @@ def usable(name: str | Target) -> Target:
     """Returns the target of a name, as `find` does, if this Python has a compiler for it.
 
     Raises:
-        ValueError: there is no such target.
+        ValueError: no target has this name.
         TypeError: the name is not a string.
         ImportError: JAX's plugin for it is not installed; the message says how to install it.
     """

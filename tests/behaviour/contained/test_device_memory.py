@@ -75,7 +75,7 @@ def test_a_result_under_another_bound_is_not_used() -> None:
 
 
 def test_a_bound_that_cannot_hold_is_refused_before_any_work() -> None:
-    with pytest.raises(ValueError, match="'much' is no amount of memory"):
+    with pytest.raises(ValueError, match="'much' is not an amount of memory"):
         quarantune.autotune({"copies": [1]}, max_device_memory="much")
     with pytest.raises(
         TypeError, match=r"max_device_memory bounds the compiled program of the function, so the function must"

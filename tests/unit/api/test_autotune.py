@@ -158,7 +158,7 @@ def test_a_decorator_without_configs_is_refused_with_the_fix() -> None:
         ({"timeout": 0}, ValueError, "timeout=0 is not valid: give a number of seconds above 0"),
         ({"timeout": float("inf")}, ValueError, "timeout=inf"),
         ({"compile_timeout": "1"}, ValueError, "compile_timeout='1'"),
-        ({"memory_limit": "lots"}, ValueError, "'lots' is no amount of memory"),
+        ({"memory_limit": "lots"}, ValueError, "'lots' is not an amount of memory"),
         ({"memory_limit": 1}, ValueError, "1 is 1 bytes, and no worker starts with less"),
         ({"timeout": 10**400}, ValueError, "0... is not valid: give a number of seconds above 0 and at most 1e+09"),
         ({"timeout": 10**5000}, ValueError, "timeout=a very large int is not valid"),

@@ -369,9 +369,9 @@ def test_a_wrong_choice_of_search_is_refused_with_the_choices() -> None:
         check_search(name)
     with pytest.raises(ValueError, match=r"search='surogate' is not valid. Did you mean 'surrogate'\? Give 'auto', "):
         check_search("surogate")
-    with pytest.raises(TypeError, match=r"is no search: give 'auto', .*, or an object with the methods ask\(n\)"):
+    with pytest.raises(TypeError, match=r"is not a search: give 'auto', .*, or an object with the methods ask\(n\)"):
         check_search(7)
-    with pytest.raises(TypeError, match=r"is no search"):
+    with pytest.raises(TypeError, match=r"is not a search"):
         check_search(Backwards)  # the class instead of an object
 
 
