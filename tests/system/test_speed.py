@@ -26,7 +26,7 @@ from repeated import ATTEMPTS, best_of
 
 import quarantune
 from quarantune.answers import recording as recorded
-from quarantune.cache import entry_file
+from quarantune.cache import entry_file, store
 from quarantune.cache.store import Store
 from quarantune.calls import key
 from quarantune.calls.call import BoundCall
@@ -222,7 +222,7 @@ def test_a_call_that_is_found_is_bound_described_and_situated_once(monkeypatch: 
 def test_the_tunables_of_made_configs_are_found_in_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[int] = []
     whole = entry_file.decode_entries
-    for module in (entry_file, store_module):
+    for module in (entry_file, store):
         monkeypatch.setattr(module, "decode_entries", lambda data, path: decoded.append(len(data)) or whole(data, path))
 
     def make() -> quarantune.Autotuned:

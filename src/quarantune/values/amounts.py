@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quarantune.values.texts import shown
-
-if TYPE_CHECKING:
-    pass
-
 
 LONGEST_S = 1e9
 """The longest accepted time in seconds: thirty years."""

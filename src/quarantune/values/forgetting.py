@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    pass
-
+from typing import Any, TypeAlias
 
 Which: TypeAlias = Callable[[str, str, str], bool]
 """Takes a function's name, a kind of device and a key; returns whether their result is meant."""

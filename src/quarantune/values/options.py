@@ -10,16 +10,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
+from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 from quarantune.values.codec import is_number, is_whole
 from quarantune.values.configs import Config
 from quarantune.values.texts import check_options, did_you_mean, shown
 from quarantune.values.trial import ENERGY, TIME, Trial
-
-if TYPE_CHECKING:
-    pass
-from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 
 DEFAULTS = "defaults"
 """The `ref_fn` that stands for the function with its own defaults."""

@@ -88,9 +88,7 @@ def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
 
         return Plan(block)
 
-    with pytest.raises(
-        ValueError, match=r"two classes called .*<locals>.Plan', of test_configs and of test_configs"
-    ):
+    with pytest.raises(ValueError, match=r"two classes called .*<locals>.Plan', of test_configs and of test_configs"):
         space.expand([{"plan": plan(1)}, {"plan": plan(1)}], fn_name="f")
     space.expand([{"plan": plan(1)}, {"plan": plan(2)}], fn_name="f")
 
