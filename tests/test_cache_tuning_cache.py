@@ -251,7 +251,7 @@ def test_merge_adds_new_entries_and_keeps_the_newer_of_two(cache: TuningCache, t
     assert "1 added, 0 updated, 0 unchanged, 2 in conflict" in str(report)
     assert 'f on cpu, [2]: {"BM":2} and {"BM":1}' in str(report)
     assert cache.merge(TuningCache(tmp_path / "empty")) == MergeReport()
-    with pytest.raises(ValueError, match="it is no directory"):
+    with pytest.raises(ValueError, match="it is not a directory"):
         cache.merge(tmp_path / "missing")
 
 
