@@ -173,7 +173,7 @@ class Layers:
                 yield store, record
 
     def tunables(self, call: BoundCall, now: Situation) -> frozenset[str]:
-        """Returns the names that the configs of a call set, from saved results; empty if the call's list is already read."""
+        """Returns the names of tunables from saved results, for a call whose configs a callable makes; else none."""
         if not call.has_unread_configs:
             return frozenset()
         maker = call.space["made_by"]
