@@ -296,9 +296,9 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
     for words in (
         "there is no module 'no'",
         "'os' tunes nothing of the name 'os.system'",
-        "made.<locals>.add' is at the top of no module: tune it in Python",
+        "made.<locals>.add' is not at the top of a module: tune it in Python",
         "'mode' is not in its key, only a description of it): tune it with --inputs",
-        "evil.py:add' is at the top of no module",
+        "evil.py:add' is not at the top of a module",
         "another key",
         "float32 that cannot be made here",
         "'y' is no parameter",
