@@ -72,7 +72,7 @@ class Rungs:
     def agreed(self, call: KeyedCall, now: Situation) -> Answer | None:
         """Returns the answer of all ranks of this program; waits for it if the call may be tuned.
 
-        It asks the lower rungs on behalf of all ranks. If it has an answer, they are not climbed again.
+        It asks the lower rungs on behalf of all ranks, so its answer ends the climb.
 
         Returns:
             The answer, which may be the defaults with the reason. None in a program without ranks, or if the call must

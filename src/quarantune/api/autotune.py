@@ -82,47 +82,52 @@ def autotune(
         **options: options from the groups below. `quarantune.values.settings.Options` describes each in full.
 
     Saved results:
-        name: the cache file's name; the default is the function's own name.
-        key_fn: takes the call's arguments and returns a JSON-able value; calls with equal values share one result.
-        tables: `package:directory` of results that a package ships; looked up after the user's cache.
+
+    - `name`: the cache file's name; the default is the function's own name.
+    - `key_fn`: takes the call's arguments and returns a JSON-able value; calls with equal values share one result.
+    - `tables`: `package:directory` of results that a package ships; looked up after the user's cache.
 
     Search:
-        search: `auto` (default), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>` or a `Search` object.
-        max_trials: the largest number of configs to try.
-        time_budget: seconds after which no further config starts.
-        patience: the search ends after this many trials without a gain of 0.5%.
-        seed: the same seed and the same trials give the same search; the default is 0.
-        prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config before it takes a worker.
-        fidelity: `auto` first ranks configs by a cheap compile if XLA tunes their products; `full` compiles all fully.
+
+    - `search`: `auto` (default), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>` or a `Search` object.
+    - `max_trials`: the largest number of configs to try.
+    - `time_budget`: seconds after which no further config starts.
+    - `patience`: the search ends after this many trials without a gain of 0.5%.
+    - `seed`: the same seed and the same trials give the same search; the default is 0.
+    - `prune_fn`: `(config, *args, **kwargs) -> bool`; False drops the config before it takes a worker.
+    - `fidelity`: `auto` first ranks configs by a cheap compile if XLA tunes their products; `full` compiles all fully.
 
     Checks of outputs:
-        ref_fn: function with the right output; `"defaults"` (default) takes the function's defaults, None no reference.
-        check_fn: `(output, expected_or_None, *args) -> bool or None`; False or an exception fails the config.
-        rtol: allowed difference relative to the expected element; by default as much as rounding explains.
-        atol: allowed absolute difference, in addition to `rtol`.
-        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances.
-        check_grad: True also compares gradients.
+
+    - `ref_fn`: source of the expected output: `"defaults"` (default), a function, or None to compare nothing.
+    - `check_fn`: `(output, expected_or_None, *args) -> bool or None`; False or an exception fails the config.
+    - `rtol`: allowed difference relative to the expected element; by default as much as rounding explains.
+    - `atol`: allowed absolute difference, in addition to `rtol`.
+    - `max_mismatched_ratio`: the share of an output's elements that may exceed both tolerances.
+    - `check_grad`: True also compares gradients.
 
     Measurements:
-        warmup: untimed runs per config; the default is 1.
-        rep: the largest number of timed samples per config; the default is 20.
-        objective: the quantity to minimize: `time` (default), `energy`, or a function of a `Trial`.
-        time_grad: True compiles, checks and times each config together with its gradient.
-        supply: made-up arguments: `auto` (default), `integer`, `uniform`, `normal`, `zeros`, `ones` or a function.
-        devices_per_trial: accelerators that one trial holds; the default is 1.
+
+    - `warmup`: untimed runs per config; the default is 1.
+    - `rep`: the largest number of timed samples per config; the default is 20.
+    - `objective`: the quantity to minimize: `time` (default), `energy`, or a function of a `Trial`.
+    - `time_grad`: True compiles, checks and times each config together with its gradient.
+    - `supply`: made-up arguments: `auto` (default), `integer`, `uniform`, `normal`, `zeros`, `ones` or a function.
+    - `devices_per_trial`: accelerators that one trial holds; the default is 1.
 
     Limits of one config:
-        compile_timeout: seconds to load, trace, lower and compile it; the default is 120.
-        timeout: seconds to check and measure it; the default is 30.
-        memory_limit: host memory of its worker, in bytes or as "8GB"; the default is a fair share of the free memory.
-        max_device_memory: device memory of its program, in bytes or as "2GB"; the default is no limit.
+
+    - `compile_timeout`: seconds to load, trace, lower and compile it; the default is 120.
+    - `timeout`: seconds to check and measure it; the default is 30.
+    - `memory_limit`: host memory of its worker, in bytes or as "8GB"; the default is a fair share of the free memory.
+    - `max_device_memory`: device memory of its program, in bytes or as "2GB"; the default is no limit.
 
     Returns:
         A decorator for a function that `jax.jit` has wrapped. It returns an `Autotuned`.
 
     Raises:
-        TypeError: The function is not jitted, or `jax.jit` options of it prevent tuning. Or `configs` has an
-            unsupported type, or a tunable has no default.
+        TypeError: The function is not jitted, its `jax.jit` options prevent tuning, a tunable has no default, or
+            `configs` has an unsupported type.
         ValueError: The configs are empty or endless, or name parameters that are not static.
 
     Example:
