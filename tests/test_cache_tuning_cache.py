@@ -299,7 +299,7 @@ def test_diff_tells_where_two_caches_differ(cache: TuningCache, tmp_path: Path) 
     ]
     assert "1 only here, 1 only there, 1 different, 1 the same" in str(diff)
     assert cache.diff(cache.directory).different == ()
-    with pytest.raises(ValueError, match="no directory"):
+    with pytest.raises(ValueError, match="not a directory"):
         cache.diff(tmp_path / "missing")
 
 

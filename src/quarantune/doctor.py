@@ -358,7 +358,7 @@ def _locks(probe: Path) -> Check:
         pass
     if is_good and kind.removeprefix("fuse.") not in _APART:
         return ok(_LOCKS, f"a lock keeps another process of this machine out{place}")
-    lacks = "a lock binds this machine only" if is_good else "locks do not exist or have no effect"
+    lacks = "a lock binds this machine only" if is_good else "locks are missing, or a lock has no effect"
     return warn(
         _LOCKS,
         f"{lacks}{place}. Writers announce themselves by files instead. This keeps results safe if all hosts see a "
