@@ -46,8 +46,8 @@ class Answer:
         origin: the origin of the config.
         config: the config; None for the function's own defaults.
         record: the saved entry, or the findings of the sweep in the same form; decoded by `findings`.
-        lasts: whether later calls with the same key may use it too without another look. If not, another job may
-            find a better answer for them.
+        lasts: whether later calls of this process with this key may use it. If not, they look again, because another
+            job may find a better answer.
         why: the reason for the defaults, if known.
         result: the result of the sweep, for `MEASURED` only. Remembered answers drop it, because a result holds an
             executable.
@@ -74,7 +74,8 @@ class Situation:
         settings: the operator's settings.
         is_outside: whether this process is not a worker. In a worker, a sweep would start workers that tune.
         may_tune: whether a sweep may run; False for symbolic shapes, which have no data.
-        ranks: the means to agree with the other ranks of this program; None without other ranks, or if `AGREE` is off.
+        ranks: the means to agree with the other ranks of this program; None without ranks, in a worker, or if `AGREE`
+            is off.
         start_over: whether a sweep must run even if there is an answer.
     """
 

@@ -43,8 +43,8 @@ _numbers = itertools.count()
 def recording() -> Iterator[list[RecordedCall]]:
     """Lists the calls of a block of code, in this thread, that have no saved result; tunes none of them.
 
-    They run with the function's defaults, unless `ON_MISS` is `nearest` or `error`. `QUARANTUNE_RECORD` also records
-    them if it is set. JAX does not trace a compiled program again, so this misses the calls inside such programs.
+    They run with the function's defaults, unless `ON_MISS` is `nearest` or `error`. If `QUARANTUNE_RECORD` is set, its
+    directory also gets them. JAX does not trace a compiled program again, so this misses the calls inside.
 
     Yields:
         The calls so far, each once, in the order of their first calls; `tune_many` tunes them.
