@@ -72,13 +72,13 @@ def contextual_autotune(
         ... @jax.jit(static_argnames=["batch"])
         ... def scale(x, batch: int = 1):
         ...     return jax.lax.map(lambda each: 2 * each + 1, x, batch_size=batch)
-        >>> @quarantune.contextual_autotune(n_warmup=0, n_repeat=3)
+        >>> @quarantune.contextual_autotune
         ... @jax.jit
         ... def layer(x):
         ...     return scale(x).sum()
-        >>> layer(jnp.ones(2**16))  # tunes `scale` by the time of `layer`
-        Array(196608., dtype=float32)
-        >>> list(layer.lookup(jnp.ones(2**16)).values())
+        >>> layer(jnp.ones(2**18))  # tunes `scale` by the time of `layer`
+        Array(786432., dtype=float32)
+        >>> list(layer.lookup(jnp.ones(2**18)).values())
         [{'batch': 64}]
     """
     of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "max_device_memory"))
