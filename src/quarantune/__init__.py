@@ -82,8 +82,8 @@ _NAMES = {
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-"""The modules of all names. Each is imported with the first use of a name in it, so that a command that needs no JAX
-does not wait for it."""
+"""The module of each name. The first use of a name imports its module, so a command without JAX does not wait for
+JAX."""
 _PUBLIC_MODULES = ("cache", "doctor", "metrics", "ray", "spaces")
 
 __all__ = [*_MODULES, "__version__"]

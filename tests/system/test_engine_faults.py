@@ -162,7 +162,7 @@ def test_trials_in_this_process_and_an_executor_exclude_each_other() -> None:
 
 def test_calls_that_are_none_are_refused_by_tune_many() -> None:
     for call, words in [
-        (5, "5 is no call to tune for"),
+        (5, "5 is not a call to tune for"),
         ((engine_kernels.plain, (X,)), "neither an autotuned function nor an AutoTuner"),
         ((tuner(), X), "give .function, args."),
     ]:

@@ -70,9 +70,9 @@ def files_of(directory: Path) -> dict[str, bytes]:
 def test_layers_answer_in_order_and_only_with_entries_that_can_be_used(tmp_path: Path, cache_dir: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     store_winner(two, kernel(), 2, X)
-    with on_path(Path("/" + 300 * "a")), pytest.warns(CacheWarning, match="aaa', which is no directory"):
+    with on_path(Path("/" + 300 * "a")), pytest.warns(CacheWarning, match="aaa', which is not a directory"):
         assert kernel().lookup(X) is None
-    with on_path(one, two), pytest.warns(CacheWarning, match="one', which is no directory"):
+    with on_path(one, two), pytest.warns(CacheWarning, match="one', which is not a directory"):
         assert kernel().lookup(X) == {"n": 2}
     store_winner(one, kernel(), 1, X)
     with on_path(one, two):

@@ -103,7 +103,7 @@ def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_pa
     assert (other.count, other.arguments["x"]["shape"], other.bucket) == (2, [2, 5], call.bucket), "tune_for needs both"
     assert call.arguments == {"x": {"shape": [3, 5], "dtype": "float16"}, "mode": "quietly"}
     assert call.bucket == {"mode": "quietly", "key_fn": 0}
-    with pytest.raises(ValueError, match="tune it in the context in which it was met"):
+    with pytest.raises(ValueError, match="tune it under the recorded settings"):
         listed[0].tune()
     assert call.jax_settings == {"jax_default_matmul_precision": "highest"}
     assert str(call) == "bucketed(x f16[3,5], mode quietly)"
@@ -173,7 +173,7 @@ def test_lines_that_are_no_records_are_left_out_and_reported(calls: Any, tmp_pat
     journal.append(good | {"a later version": 1, "count": 41})
     with path.open("ab") as file:
         file.write(b"00000000 {}\nnothing\n\xff\xfe\n" + json.dumps(good).encode() + b"\n12345678 torn")
-    with pytest.warns(CacheWarning, match="10 lines below .* are no records of calls"):
+    with pytest.warns(CacheWarning, match="10 lines below .* are not records of calls"):
         (read,) = calls()
     assert read.count == 42
     add(X)  # and the torn line spoils none that follow
@@ -296,9 +296,9 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
     for words in (
         "there is no module 'no'",
         "'os' tunes nothing of the name 'os.system'",
-        "made.<locals>.add' is at the top of no module: tune it in Python",
+        "made.<locals>.add' is not at the top of a module: tune it in Python",
         "'mode' is not in its key, only a description of it): tune it with --inputs",
-        "evil.py:add' is at the top of no module",
+        "evil.py:add' is not at the top of a module",
         "another key",
         "float32 that cannot be made here",
         "'y' is not a parameter",

@@ -134,7 +134,7 @@ def test_a_function_that_is_not_jitted_is_refused_with_the_fix(fn: Any) -> None:
 
 @pytest.mark.usefixtures("no_process")
 def test_a_function_that_is_autotuned_already_is_refused_with_the_fix() -> None:
-    with pytest.raises(TypeError, match=r"'choosy.*scale' is autotuned already: put all its tunables into one list"):
+    with pytest.raises(TypeError, match=r"'choosy.*scale' is already autotuned: put all its tunables into one list"):
         quarantune.autotune([{"n": 1}])(choosy())
 
 

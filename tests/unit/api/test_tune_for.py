@@ -149,7 +149,7 @@ def test_a_config_that_works_for_no_common_call_is_an_error_with_the_reasons(mon
         ([(SMALL,)], {"weights": [0]}, ValueError, "a weight above 0 for each"),
         ([], {}, ValueError, "0 calls"),
         ([(SMALL,)], {"by": "mean"}, ValueError, "by='mean' is not valid: give 'total' or 'worst'"),
-        ([SMALL], {}, TypeError, "is no call: give a tuple"),
+        ([SMALL], {}, TypeError, "is not a call: give a tuple"),
         ([{"x": SMALL, "n": 2}], {}, TypeError, "n is tuned here"),
     ],
 )

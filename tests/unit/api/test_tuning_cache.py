@@ -253,7 +253,7 @@ def test_merge_adds_new_entries_and_keeps_the_newer_of_two(cache: TuningCache, t
     assert "1 added, 0 updated, 0 unchanged, 2 in conflict" in str(report)
     assert 'f on cpu, [2]: {"BM":2} and {"BM":1}' in str(report)
     assert cache.merge(TuningCache(tmp_path / "empty")) == MergeReport()
-    with pytest.raises(ValueError, match="it is no directory"):
+    with pytest.raises(ValueError, match="it is not a directory"):
         cache.merge(tmp_path / "missing")
 
 
@@ -301,7 +301,7 @@ def test_diff_tells_where_two_caches_differ(cache: TuningCache, tmp_path: Path) 
     ]
     assert "1 only here, 1 only there, 1 different, 1 the same" in str(diff)
     assert cache.diff(cache.directory).different == ()
-    with pytest.raises(ValueError, match="no directory"):
+    with pytest.raises(ValueError, match="not a directory"):
         cache.diff(tmp_path / "missing")
 
 

@@ -166,8 +166,8 @@ def test_a_value_of_an_enum_is_written_as_tables_in_json_write_it(run: Run, kern
     ("config", "words", "fix"),
     [
         ("{block: 8}", (), "write it as '{\"bm\": 64}'"),
-        ("[8]", (), "is no config: write values by their names"),
-        ("{}", (), "is no config: write values by their names"),
+        ("[8]", (), "is not a config: write values by their names"),
+        ("{}", (), "is not a config: write values by their names"),
         ('{"blok": 8}', (), "total has no tunable 'blok'. Did you mean 'block'?"),
         ('{"negate": true}', (), "Tuned are: block, mode."),
         ('{"block": 8}', ("--inputs", "K:two_calls"), "--inputs gives 2 calls: give one of them"),

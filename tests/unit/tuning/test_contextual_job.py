@@ -556,7 +556,7 @@ def test_a_gradient_is_refused_where_a_function_cannot_be_jitted_again() -> None
 
 
 def test_an_autotuned_kernel_itself_is_refused() -> None:
-    with pytest.raises(TypeError, match="goes on a function that calls autotuned kernels"):
+    with pytest.raises(TypeError, match="put contextual_autotune on a function that calls autotuned kernels"):
         quarantune.contextual_autotune(kernel("only", {"ms": [1]}))
 
 

@@ -267,9 +267,9 @@ def test_the_command_names_losses_by_table_and_exit_code_and_tunes_again(
         ([], ValueError, "verify needs the tuned functions"),
         (["matmul"], ValueError, "write it as 'module:function'"),
         (["no_such_module_here:f"], ValueError, "cannot be imported"),
-        (["json:no_such_function"], ValueError, "names no function"),
-        (["json:dumps"], TypeError, "is no tuned function"),
-        ([len], TypeError, "is no tuned function"),
+        (["json:no_such_function"], ValueError, "does not name a function"),
+        (["json:dumps"], TypeError, "is not a tuned function"),
+        ([len], TypeError, "is not a tuned function"),
     ],
 )
 def test_functions_that_cannot_be_verified_are_refused(

@@ -463,5 +463,5 @@ def test_estimates_for_a_gpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch
     from quarantune.devices import targets
 
     monkeypatch.setattr(targets, "usable", targets.find)
-    with pytest.raises(ValueError, match="NVIDIA H100 is none: leave it out"):
+    with pytest.raises(ValueError, match="NVIDIA H100 is not a TPU: leave it out"):
         quarantune.compile_check(matmul, {"bm": [128]}, struct(256, 256), target="h100", estimate=True)
