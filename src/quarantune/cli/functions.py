@@ -68,9 +68,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     given = {name: getattr(options, name) for name in ("search", "max_trials", "time_budget")}
     with input_errors(ValueError):
         # The environment may restrict programs to saved results; this command must tune all the same.
-        override = blocks.settings(
-            on_miss="tune", record=None, **{k: v for k, v in given.items() if v is not None}
-        )
+        override = blocks.settings(on_miss="tune", record=None, **{k: v for k, v in given.items() if v is not None})
     if options.estimate_for is not None:
         _check_cache()
         usual = {"all": False, "compile_timeout": None, "memory_limit": None, "jobs": None}
