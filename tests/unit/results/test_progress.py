@@ -680,7 +680,7 @@ def test_ctrl_c_says_below_the_users_own_lines_what_was_kept_and_the_next_run_go
     assert re.findall(r'File ".*/(\S+)", line', traceback) == ["program.py"], stopped.text
     found = re.search(r"interrupted after [\d.]+ s, with \d of 5 configs done.*; (they are kept: [\w ]*)", said)
     assert found, stopped.text
-    assert found[1].strip() == "they are kept: the next run of the program goes on from there"
+    assert found[1].strip() == "they are kept: the next run of the program continues from there"
     many = re.search("tune_many: [01] of 2 calls are done: continue with the next run", said)
     assert (many is not None) is (calls == "many")
     again = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=280)
