@@ -104,8 +104,8 @@ def test_the_table_and_the_error_name_the_authors_line_once_for_all_configs() ->
         quarantune.AutoTuner(kernel, {"rows": [2, 3, 4, 5]}, ref_fn=None, warmup=0, rep=1).run(jnp.ones(8))
     text = str(failed.value)
     assert text.count("cannot reshape") == 2, text  # the reason, and the output of the first
-    assert re.search(r"rows=\d and 3 more: error \(compile\) TypeError: .* \(test_error_reports\.py:\d+\)", text)
-    assert re.search(r"^  \| +\S+test_error_reports\.py:\d+, in reshaped: return x\.reshape", text, re.MULTILINE)
+    assert re.search(r"rows=\d and 3 more: error \(compile\) TypeError: .* \(test_failures\.py:\d+\)", text)
+    assert re.search(r"^  \| +\S+test_failures\.py:\d+, in reshaped: return x\.reshape", text, re.MULTILINE)
     assert "site-packages" not in text
 
 
