@@ -201,8 +201,10 @@ def of_text(content: str) -> Target:
         ValueError: the text does not describe a GPU.
     """
     kind, platform, cores = _KIND.search(content), _PLATFORM.search(content), _CORES.search(content)
-    if kind is None or platform is None or printable(kind[1]) != kind[1]:
-        raise ValueError("it names no GPU and no platform")
+    if kind is None or printable(kind[1]) != kind[1]:
+        raise ValueError("it does not name a GPU")
+    if platform is None:
+        raise ValueError("it does not name a platform")
     first, _, rest = content.partition("\n")
     has_origin = first.startswith(_ORIGIN)
     return Target(

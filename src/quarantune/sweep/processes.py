@@ -72,16 +72,15 @@ class InWorkers:
         problem, options = self._problem, self._request.options
         if options.is_by_time:
             return []
-        from quarantune.measure import (
-            objective,  # few sweeps need them
-            observing,
-        )
+        from quarantune.measure import objective, observing  # few sweeps need them
 
         names = objective.needed_observers(options.objective, dict(possible[0]) if possible else {})
         jit = jax_functions.jit_options(problem.fn) if jax_functions.is_jitted(problem.fn) else None
         for observer in map(observing.named, names):
             reason = observer.why_not(problem.platform, problem.device_kind)
-            if jit is None or jit.donate_argnums or jit.donate_argnames or self._devices_needed(packed) > 1:
+            if not reason and (
+                jit is None or jit.donate_argnums or jit.donate_argnames or self._devices_needed(packed) > 1
+            ):
                 reason = "that takes one device, and a jitted function that donates no arguments"
             if reason:
                 what = observer.WHAT

@@ -109,17 +109,23 @@ def test_configs_are_ranked_where_workers_may_compile_for_an_nvidia_gpu(
     platform: str, changes: dict[str, Any], count: int, expected: str | None
 ) -> None:
     given = conditions(platform, **{"ranks": True, **changes})
-    route = choosing.cheaply(given, count=count, is_closed=True)
+    route = choosing.cheaply(given, (), count=count, is_closed=True)
     assert (None if route is None else type(route).__name__) == expected
-    search = choosing.cheaply(given, count=1, is_closed=False)
+    search = choosing.cheaply(given, (), count=1, is_closed=False)
     assert (search is None) is (expected is None and count == 8)
+
+
+def test_programs_that_cannot_leave_their_process_are_not_ranked() -> None:
+    given = conditions("cuda", ranks=True)
+    assert choosing.cheaply(given, [Route.APART], count=9, is_closed=True) is not None
+    assert choosing.cheaply(given, [Route.HANDED_OVER], count=9, is_closed=True) is None
 
 
 def test_errors_without_the_device_are_met_again_after_ranking_and_need_no_confirmation() -> None:
     given = conditions("cuda", ranks=True)
     apart, cheaply = (
         choosing.without_device(given, (), is_closed=True),
-        choosing.cheaply(given, count=9, is_closed=True),
+        choosing.cheaply(given, (), count=9, is_closed=True),
     )
     assert apart is not None
     assert cheaply is not None
