@@ -78,9 +78,7 @@ class InWorkers:
         jit = jax_functions.jit_options(problem.fn) if jax_functions.is_jitted(problem.fn) else None
         for observer in map(observing.named, names):
             reason = observer.why_not(problem.platform, problem.device_kind)
-            if not reason and (
-                jit is None or jit.donate_argnums or jit.donate_argnames or self._devices_needed(packed) > 1
-            ):
+            if jit is None or jit.donate_argnums or jit.donate_argnames or self._devices_needed(packed) > 1:
                 reason = "that takes one device, and a jitted function that donates no arguments"
             if reason:
                 what = observer.WHAT
