@@ -584,7 +584,7 @@ def _clock(trial: Trial) -> list[Check]:
     by_wall = "the wall clock times short kernels"
     if importlib.util.find_spec("absl") is None:
         found = f"absl-py is missing, so CUPTI does not work, and {by_wall}"
-        return [warn("device clock", found, "run `pip install 'quarantune[cuda]'`")]
+        return [warn("device clock", found, "run `pip install 'quarantune[device-clock]'`")]
     found = f"CUPTI does not work, so {by_wall}: another profiler has it, or the driver lets only root profile"
     remedy = "end nsys, ncu or JAX's profiler, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
     return [warn("device clock", found, remedy)]

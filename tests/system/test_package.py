@@ -17,7 +17,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 def test_author_version_and_license_are_the_same_everywhere() -> None:
     [author] = PROJECT["project"]["authors"]
-    citation = (ROOT / "docs" / "CITATION.cff").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f'  - name: "{author["name"]}"\n' in citation
     assert f'author = "{author["name"]}"\n' in (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
     assert f"\nversion: {quarantune.__version__}\n" in citation
