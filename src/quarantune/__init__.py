@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from quarantune.spaces import generate_configs as generate_configs
     from quarantune.spaces import get_default_config as get_default_config
     from quarantune.values.blocks import settings as settings
+    from quarantune.values.options import Options as Options
     from quarantune.values.options import Search as Search
     from quarantune.values.space import grid as grid
     from quarantune.values.trial import CacheMissError as CacheMissError
@@ -67,7 +68,7 @@ _NAMES = {
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
     "calls.given_inputs": ("set_autotune_inputs",),
     "values.blocks": ("settings",),
-    "values.options": ("Search",),
+    "values.options": ("Options", "Search"),
     "values.space": ("grid",),
     "values.trial": (
         "CacheMissError",

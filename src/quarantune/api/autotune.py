@@ -82,7 +82,7 @@ def autotune(
             the arguments of a call (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts. A config that lacks
             a key uses the function's default for it. The key `compiler_options`, unless it is a parameter, holds a
             dict of XLA's options for that config, as `jax.jit` takes them; calls inside a trace run without them.
-        **options: options from the groups below. `quarantune.values.settings.Options` describes each in full.
+        **options: options from the groups below. `quarantune.Options` describes each in full.
 
     Saved results:
 

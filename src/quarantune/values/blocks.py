@@ -69,8 +69,16 @@ class settings:
         ValueError: a setting does not accept its value.
 
     Example:
-        >>> with settings(timeout=5, on_miss="default"):  # doctest: +SKIP
-        ...     y = kernel(x)
+        >>> import jax, quarantune
+        >>> @quarantune.autotune({"n": [1, 2]}, name="untuned")
+        ... @jax.jit(static_argnames=["n"])
+        ... def add(x, n: int = 1):
+        ...     return x + 1
+        >>> import warnings
+        >>> with warnings.catch_warnings(), settings(timeout=5, on_miss="default"):
+        ...     warnings.simplefilter("ignore")  # it says that the call runs with the function's defaults
+        ...     print(add(1.0))
+        2.0
     """
 
     def __init__(self, **overrides: Unpack[SettingKeywords]) -> None:
