@@ -91,7 +91,7 @@ def test_a_read_only_cache_directory_is_found(tmp_path: Path, cache_dir: Path) -
 
 
 @pytest.mark.slow
-def test_whatever_makes_tuning_slow_or_unsafe_is_found_although_it_works(tmp_path: Path) -> None:
+def test_the_doctor_finds_what_is_slow_or_unsafe_but_works(tmp_path: Path) -> None:
     (tmp_path / "without").mkdir()
     (tmp_path / "without" / "sitecustomize.py").write_text(NO_LOCKS)
     told = {
@@ -123,7 +123,7 @@ def test_too_few_descriptors_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_missing_cuda_plugin_is_found_beside_a_driver(tmp_path: Path) -> None:
+def test_a_missing_cuda_plugin_is_found_if_there_is_a_driver(tmp_path: Path) -> None:
     if any("cuda" in plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")):
         pytest.skip("JAX's CUDA plugin is installed")
     (tmp_path / "driver" / "nvidia").mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_a_tpu_is_found_on_the_pci_bus(device: str, is_tpu: bool, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_plugin_that_does_not_load_is_found_beside_a_driver(tmp_path: Path) -> None:
+def test_a_plugin_that_does_not_load_is_found_with_a_driver(tmp_path: Path) -> None:
     (tmp_path / "driver" / "nvidia").mkdir(parents=True)
     (tmp_path / "driver" / "nvidia" / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module 570.1\n")
     about = tmp_path / "site" / "broken_plugin-1.0.dist-info"
@@ -167,7 +167,7 @@ def test_a_plugin_that_does_not_load_is_found_beside_a_driver(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_bad_variable_is_one_finding_and_the_others_are_still_made(tmp_path: Path) -> None:
+def test_a_bad_variable_is_one_finding_among_the_others(tmp_path: Path) -> None:
     status, found = diagnose(tmp_path, QUARANTUNE_TIMEOUT="soon")
     assert found["settings"]["status"] == "fail"
     assert "QUARANTUNE_TIMEOUT" in found["settings"]["found"]
@@ -256,7 +256,7 @@ def test_a_filesystem_whose_locks_bind_one_host_is_named(
 
 
 @pytest.mark.slow
-def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point(tmp_path: Path) -> None:
+def test_a_filesystem_has_the_type_of_its_last_nearest_mount(tmp_path: Path) -> None:
     odd = tmp_path / "\u00e9 \v\u2028\udcff"
     program = (
         "import os, pathlib, subprocess, sys\n"
@@ -275,9 +275,7 @@ def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point
     assert said == "('ramfs', 'ramfs') ('tmpfs', 'tmpfs') True\n"
 
 
-def test_a_program_without_a_limit_on_processes_may_start_any_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_limit_on_processes_allows_any_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = tmp_path / "sys/fs/cgroup/job"
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -310,7 +308,7 @@ def test_the_findings_are_plain_data() -> None:
         ("cpu", []),
     ],
 )
-def test_a_plugin_that_jax_is_not_set_to_use_is_told_from_one_that_does_not_work(
+def test_an_unused_plugin_differs_from_a_broken_one(
     monkeypatch: pytest.MonkeyPatch, platforms: str | None, chosen: list[str]
 ) -> None:
     hardware = {kind: (lambda: True, *rest) for kind, (_, *rest) in doctor._HARDWARE.items()}
@@ -337,7 +335,7 @@ def test_a_plugin_that_jax_is_not_set_to_use_is_told_from_one_that_does_not_work
         (None, "it has ended", "warn", "no estimates: it has ended"),
     ],
 )
-def test_what_the_compiler_for_tpus_gives_is_said(
+def test_the_tpu_compilers_findings_are_reported(
     figures: CompilerFigures | None, message: str, status: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = Trial(config={"scale": 1}, outcome=Outcome.OK, figures=figures, message=message)

@@ -98,7 +98,7 @@ def test_always_tune_starts_over_once_for_each_block() -> None:
     assert [now.start_over for now in jobs.situations] == [True, True]
 
 
-def test_of_threads_that_must_tune_together_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_waiting_threads_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def slow(call: KeyedCall) -> TuningResult:
@@ -153,7 +153,7 @@ def test_the_defaults_run_or_a_message_says_what_is_missing() -> None:
     assert not jobs.situations
 
 
-def test_what_was_measured_stays_when_what_was_found_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgetting_the_result_keeps_the_measured_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quarantune.answers.memory._MOST_REMEMBERED", 2)
     tuner = Tuner(function(), make_job=Jobs(found))
     choose(tuner)
@@ -177,7 +177,7 @@ def test_a_worker_runs_the_defaults_and_refuses_to_tune(monkeypatch: pytest.Monk
         assert tuner.result(call).from_cache == "default"
 
 
-def test_a_call_that_nothing_is_known_for_reads_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_call_reads_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     get = Store.get
     monkeypatch.setattr(Store, "get", lambda store, *key, **how: reads.append(store.label) or get(store, *key, **how))

@@ -252,7 +252,7 @@ def test_control_c_while_tuning_gives_up_the_claim() -> None:
     assert agree_alone(1, lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
 
 
-def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
+def test_a_rank_that_tunes_late_takes_the_others_answer() -> None:
     store: dict[str, str] = {}
     defaults = Offer(config=None, rank=0, source=Source.LATE)
 
@@ -263,7 +263,7 @@ def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
     assert agree_alone(0, tune, store) == defaults
 
 
-def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:
+def test_answers_survive_their_text_and_other_texts_are_refused() -> None:
     answer = Offer(config={"n": [1, {"x": True}]}, rank=3, source=Source.TUNED, time_ms=0.5, default_time_ms=None)
     store: Any = Store(0, {})
     member = Member(TOPIC, store)

@@ -92,7 +92,7 @@ def test_a_call_without_a_result_is_recorded_once_and_not_tuned(
     assert inside.device == eager.device == keyed(BoundCall(known.function, (X,), {})).id.device
 
 
-def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_path: Path) -> None:
+def test_a_record_has_the_whole_key_but_no_array_values(calls: Any, tmp_path: Path) -> None:
     bucketed = plus("bucketed", key_fn=lambda x, mode="up": x.shape[0] // 8)
     secret = np.full((3, 5), 1234.5625, np.float16)
     with jax.default_matmul_precision("highest"), quarantune.recording() as listed:
@@ -111,7 +111,7 @@ def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:os.fork")
-def test_what_a_fork_meets_is_recorded_beside_its_parents(calls: Any) -> None:
+def test_a_forks_calls_are_recorded_with_its_parents(calls: Any) -> None:
     add = plus("forked")
     add(np.ones(2, np.float32))
     recorded._flush()
@@ -127,9 +127,7 @@ def test_what_a_fork_meets_is_recorded_beside_its_parents(calls: Any) -> None:
 
 
 @pytest.mark.parametrize("in_its_place", ["a link to a folder", "a link to a file", "a pipe", "a file"])
-def test_no_link_or_pipe_keeps_a_call_from_running_and_none_is_followed(
-    in_its_place: str, calls: Any, tmp_path: Path
-) -> None:
+def test_links_and_pipes_neither_block_a_call_nor_are_followed(in_its_place: str, calls: Any, tmp_path: Path) -> None:
     add = plus(in_its_place.replace(" ", "_"))
     directory, victim = tmp_path / "recorded", tmp_path / "victim"
     file = Journal(directory, add.name, jax.devices()[0].device_kind, "calls").directory
@@ -153,7 +151,7 @@ def test_no_link_or_pipe_keeps_a_call_from_running_and_none_is_followed(
     assert [path.read_text() for path in victim.iterdir()] == ["mine"]
 
 
-def test_lines_that_are_no_records_are_left_out_and_reported(calls: Any, tmp_path: Path) -> None:
+def test_lines_that_are_not_records_are_omitted_and_reported(calls: Any, tmp_path: Path) -> None:
     add = plus("shared")
     add(X)
     (call,) = calls()
@@ -183,7 +181,7 @@ def test_lines_that_are_no_records_are_left_out_and_reported(calls: Any, tmp_pat
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_block_lists_its_calls_and_a_traced_program_has_the_same(calls: Any, compiles: list[str]) -> None:
+def test_a_block_and_its_traced_program_list_the_same_calls(calls: Any, compiles: list[str]) -> None:
     add = plus("listed")
     step = jax.jit(lambda tree: sum(add(add(x), mode="down") for x in tree))
     tree = [np.ones(4, np.float32), np.ones(4, np.float32)]
@@ -252,7 +250,7 @@ def command(*words: object, cwd: Path, **environ: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.usefixtures("no_process")
-def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
+def test_untunable_recorded_calls_are_named_and_nothing_runs(
     calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"kernels_{abs(hash(tmp_path))}"
@@ -368,7 +366,7 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_recorded_calls_are_tuned_and_the_program_then_needs_no_tuning(tmp_path: Path) -> None:
+def test_a_program_needs_no_tuning_after_its_record_is_tuned(tmp_path: Path) -> None:
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     (tmp_path / "program.py").write_text(PROGRAM)
 
@@ -444,7 +442,7 @@ def test_a_process_that_is_killed_while_it_records_loses_no_call(tmp_path: Path)
 @pytest.mark.clients
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # those of other people's libraries
-def test_two_training_processes_record_what_a_cluster_tunes_for_them(tmp_path: Path) -> None:
+def test_a_cluster_tunes_what_two_training_processes_record(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     distributed = pytest.importorskip("distributed")
     logging.getLogger("distributed").setLevel(logging.CRITICAL)

@@ -149,7 +149,7 @@ def test_a_result_is_found_however_the_call_is_spelt(first: str, name: str) -> N
 
 
 @pytest.mark.usefixtures("here")
-def test_a_result_of_other_versions_or_without_a_program_is_used_as_before(
+def test_results_without_a_program_are_used_as_before(
     name: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total(name)(X)
@@ -169,9 +169,7 @@ def test_a_result_of_other_versions_or_without_a_program_is_used_as_before(
 
 
 @pytest.mark.usefixtures("here")
-def test_a_result_of_a_key_fn_serves_other_shapes_but_no_other_program(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_fns_result_serves_other_shapes_of_one_program(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     total(name, key_fn=lambda x: "any")(X)
     with quarantune.settings(on_miss="error"):
         total(name, key_fn=lambda x: "any")(X[:10])
@@ -253,7 +251,7 @@ def test_a_sweep_after_an_edit_measures_what_it_has_changed(
         assert again.time_ms == first.time_ms, "not even the final is repeated"
 
 
-def test_an_interrupted_sweep_goes_on_by_its_programs(
+def test_an_interrupted_sweep_resumes_by_its_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: list[list[Any]], cache_dir: Path
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
@@ -265,7 +263,7 @@ def test_an_interrupted_sweep_goes_on_by_its_programs(
     assert [sorted(each) for each in swept] == [[1, 2, 3]]
 
 
-def test_a_trial_is_recalled_against_its_own_reference_alone() -> None:
+def test_a_trial_is_recalled_only_with_its_own_reference() -> None:
     measured = Trial(config={"n": 1}, outcome=Outcome.OK, time_ms=1.0, program="program:a.b", ended_s=7.0)
 
     def recalled(then: str, now: str) -> bool:
@@ -328,7 +326,7 @@ def test_two_programs_have_two_identities(pair: str) -> None:
     assert not is_same(identity(one), identity(other))
 
 
-def test_names_and_dead_code_are_no_part_of_a_program() -> None:
+def test_names_and_dead_code_do_not_distinguish_programs() -> None:
     @jax.jit
     def helper(x: Any) -> Any:
         return x * 2
@@ -362,7 +360,7 @@ print(programs.identity(lowered, lowered.as_text(), ProgramText(traced.jaxpr), {
 
 
 @pytest.mark.slow
-def test_a_kernel_is_the_same_wherever_its_lines_stand(tmp_path: Path) -> None:
+def test_a_kernels_position_in_its_file_does_not_count(tmp_path: Path) -> None:
     def told(place: str, lines: str, factor: float, seed: str) -> str:
         path = tmp_path / place / "program.py"
         path.parent.mkdir()
@@ -375,7 +373,7 @@ def test_a_kernel_is_the_same_wherever_its_lines_stand(tmp_path: Path) -> None:
     assert not is_same(told("other", "", 3.0, "1"), here)
 
 
-def test_identities_without_a_second_half_are_compared_by_the_first() -> None:
+def test_identities_without_a_second_half_match_by_the_first() -> None:
     assert is_same("program:a.b", "program:a.")
     assert is_same("program:a.", "program:a.b")
     assert not is_same("program:a.b", "program:a.c")
@@ -383,7 +381,7 @@ def test_identities_without_a_second_half_are_compared_by_the_first() -> None:
     assert not is_same("program:a.", "program:b.")
 
 
-def test_the_time_of_a_ranked_program_is_known_against_its_own_reference_alone() -> None:
+def test_a_ranked_programs_time_needs_its_own_reference() -> None:
     measured = Trial(config={"n": 1}, outcome=Outcome.OK, time_ms=1.0, program="program:a.b", cheap_ms=2.0)
     against = comparable("program:r.s")
     assert against is not None

@@ -113,7 +113,7 @@ def test_bad_configs_are_refused_at_decoration_with_the_fix(configs: Any, kind: 
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_parameter_static_only_by_position_is_no_tunable() -> None:
+def test_a_parameter_static_only_by_position_is_refused() -> None:
     # Until version 0.11, JAX counts it from a call's last positional argument; then, from the last parameter.
     fn = jax.jit(lambda x, n=1: x * n, static_argnums=-1)
     if "n" in jax_functions.jit_options(fn).static_argnames:
@@ -133,7 +133,7 @@ def test_a_function_that_is_not_jitted_is_refused_with_the_fix(fn: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_function_that_is_autotuned_already_is_refused_with_the_fix() -> None:
+def test_an_autotuned_function_is_refused_with_the_fix() -> None:
     with pytest.raises(TypeError, match=r"'choosy.*scale' is already autotuned: put all its tunables into one list"):
         quarantune.autotune([{"n": 1}])(choosy())
 
@@ -197,9 +197,7 @@ def test_scalars_of_numpy_are_options_like_the_numbers_in_them() -> None:
         (lambda x, **_: [{"x": 1}], ValueError, "['x'] are not static"),
     ],
 )
-def test_bad_configs_from_a_callable_are_refused_before_any_process(
-    configs: Callable[..., Any], kind: type, says: str
-) -> None:
+def test_bad_configs_of_a_callable_start_no_process(configs: Callable[..., Any], kind: type, says: str) -> None:
     with pytest.raises(kind) as caught:
         choosy(configs)(X)
     assert says in str(caught.value)
@@ -207,13 +205,13 @@ def test_bad_configs_from_a_callable_are_refused_before_any_process(
 
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((X, 1, 2), {}), ((X,), {"y": 1})])
-def test_a_call_that_does_not_fit_the_signature_starts_no_process(args: Any, kwargs: Any) -> None:
+def test_a_call_that_misfits_the_signature_starts_no_process(args: Any, kwargs: Any) -> None:
     with pytest.raises(TypeError, match="argument"):
         choosy()(*args, **kwargs)
 
 
 @pytest.mark.usefixtures("no_process")
-def test_arguments_that_cannot_travel_are_named_before_any_process() -> None:
+def test_unsendable_arguments_are_named_before_any_process() -> None:
     numbers = (number for number in range(9))
 
     @quarantune.autotune([{"n": 1}])
@@ -463,7 +461,7 @@ def test_prune_fn_drops_configs_before_a_worker_is_spent(sweeps: list[str]) -> N
     assert result.failures == {"pruned": 2}
 
 
-def test_an_error_in_prune_fn_reaches_the_caller_of_that_call_only(sweeps: list[str]) -> None:
+def test_an_error_in_prune_fn_reaches_only_that_calls_caller(sweeps: list[str]) -> None:
     broken = [True]
 
     def prune(config: dict[str, int], x: Any) -> bool:
@@ -490,7 +488,7 @@ def test_pruning_everything_fails_with_the_fix() -> None:
 # --- failing ------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list[str]) -> None:
+def test_a_sweep_whose_configs_all_fail_raises_and_is_kept(sweeps: list[str]) -> None:
     fn = hopeless()
     for spelt in (lambda: fn(X), lambda: fn(x=X), lambda: jax.jit(fn)(X)):
         with pytest.raises(quarantune.TuningFailedError) as caught:
@@ -511,9 +509,7 @@ def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list
     np.testing.assert_array_equal(fn(X, n=0), X)
 
 
-def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_sweeps_leave_no_process_descriptor_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -534,7 +530,7 @@ def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file(
 
 
 @pytest.mark.slow
-def test_a_remembered_failure_keeps_none_of_the_callers_arrays_alive() -> None:
+def test_a_remembered_failure_keeps_no_array_alive() -> None:
     fn = hopeless()
 
     def call() -> weakref.ref[Any]:
@@ -632,7 +628,7 @@ CLEAR: dict[str, Callable[[Any, Path], object]] = {
 
 
 @pytest.mark.parametrize("name", CLEAR)
-def test_what_clears_a_function_empties_its_memory_of_calls(name: str, cache_dir: Path) -> None:
+def test_clearing_a_function_empties_its_memory_of_calls(name: str, cache_dir: Path) -> None:
     fn = shaped()
     fn(jnp.asarray(X), Shape(1))
     assert fn._memo
@@ -771,7 +767,7 @@ def test_a_first_call_searches_for_no_garbage_while_it_imports(tmp_path: Path) -
     python("-W", "error", tmp_path / "program.py", JAX_PLATFORMS="cpu")
 
 
-def test_a_new_function_object_finds_the_cached_result_of_another(sweeps: list[str]) -> None:
+def test_a_new_function_object_finds_the_cached_result(sweeps: list[str]) -> None:
     choosy()(X)
     again = choosy()
     assert again.lookup(X) == {"n": 2}
@@ -862,7 +858,7 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("disable_cache", ["0", "1"])
-def test_threads_that_call_a_cold_function_together_share_one_sweep(
+def test_threads_that_call_a_cold_function_share_one_sweep(
     disable_cache: str, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_DISABLE_CACHE", disable_cache)
@@ -872,7 +868,7 @@ def test_threads_that_call_a_cold_function_together_share_one_sweep(
     assert len(sweeps) == 1
 
 
-def test_threads_share_a_failed_sweep_too(sweeps: list[str]) -> None:
+def test_threads_also_share_a_failed_sweep(sweeps: list[str]) -> None:
     fn = hopeless()
     results = at_once(*[lambda: fn(X)] * 3)
     assert [type(result) for result in results] == [quarantune.TuningFailedError] * 3
@@ -888,7 +884,7 @@ def test_threads_may_tune_different_functions_and_shapes_at_once(sweeps: list[st
 
 
 @pytest.mark.parametrize("tune", [lambda fn: quarantune.autotune({"n": [1]})(fn).name, cache_name])
-def test_a_jitted_partial_is_named_after_the_module_that_tunes_it(tune: Callable[..., str]) -> None:
+def test_a_jitted_partial_is_named_after_its_tuning_module(tune: Callable[..., str]) -> None:
     def softmax(x: Any, axis: int = 0, n: int = 1) -> Any:
         return x
 

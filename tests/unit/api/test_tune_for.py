@@ -78,7 +78,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "worst", 3, 7.75, [3.0, 1.4]),
     ],
 )
-def test_the_config_has_the_least_total_time_or_the_least_slowdown(
+def test_the_config_has_the_least_total_time_or_slowdown(
     weights: Any, by: Any, best: int, mean_ms: float, ratios: list[float], cache_dir: Path
 ) -> None:
     tuned = scale()
@@ -103,7 +103,7 @@ def test_the_config_has_the_least_total_time_or_the_least_slowdown(
 
 
 @pytest.mark.usefixtures("scripted", "no_process")
-def test_people_and_files_see_for_which_calls_a_config_is(
+def test_reports_and_files_name_the_calls_of_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist sets 80
@@ -118,7 +118,7 @@ def test_people_and_files_see_for_which_calls_a_config_is(
 
 
 @pytest.mark.usefixtures("scripted", "no_process")
-def test_calls_that_were_recorded_weigh_as_often_as_they_were_met() -> None:
+def test_recorded_calls_weigh_as_often_as_they_were_met() -> None:
     with quarantune.recording() as calls, pytest.warns(quarantune.CacheWarning, match="to be tuned later"):
         scale()(jnp.ones(4))
     often, tuned = dataclasses.replace(calls[0], count=100), scale()
@@ -127,7 +127,7 @@ def test_calls_that_were_recorded_weigh_as_often_as_they_were_met() -> None:
 
 
 @pytest.mark.usefixtures("scripted", "no_process")
-def test_a_config_that_works_for_no_common_call_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_that_fits_no_common_call_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "TIMES", {4: {1: None, 2: 1.0}, 64: {1: 1.0, 2: None}})
     with pytest.raises(
         TuningFailedError, match=r"no config works for all 2 calls: for x f32\[4\]: no; for x f32\[64\]"
@@ -153,7 +153,7 @@ def test_a_config_that_works_for_no_common_call_is_an_error_with_the_reasons(mon
         ([{"x": SMALL, "n": 2}], {}, TypeError, "n is tuned here"),
     ],
 )
-def test_calls_that_cannot_be_tuned_for_are_refused_before_any_work(
+def test_calls_that_cannot_be_tuned_for_are_refused_first(
     calls: Any, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     tuned = scale(**{name: options.pop(name) for name in ("key_fn",) if name in options})
@@ -163,7 +163,7 @@ def test_calls_that_cannot_be_tuned_for_are_refused_before_any_work(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [{}, {"search": "random", "max_trials": 3}])
-def test_each_call_tries_the_same_configs_and_what_is_measured_counts(search: dict[str, Any]) -> None:
+def test_each_call_tries_the_same_configs_and_trials_count(search: dict[str, Any]) -> None:
     calls = [(jnp.ones(4),), (jnp.ones(64),)]
     with isolated("none"):
         first = scale(rep=2, **search).tune_for(calls)
@@ -176,7 +176,7 @@ def test_each_call_tries_the_same_configs_and_what_is_measured_counts(search: di
 
 
 @pytest.mark.slow
-def test_a_searched_space_need_not_hold_the_defaults() -> None:
+def test_a_searched_space_may_lack_the_defaults() -> None:
     @quarantune.autotune({"n": [1, 2, 3]}, key_fn=lambda x: "all", search="random", max_trials=2, rep=2)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 9) -> Any:
@@ -188,7 +188,7 @@ def test_a_searched_space_need_not_hold_the_defaults() -> None:
     assert {9} < {trial.config["n"] for trial in result.trials} < {1, 2, 3, 9}
 
 
-def test_the_defaults_time_is_not_that_of_a_config_equal_to_them_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_equal_config_does_not_give_the_defaults_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def tune(self: Tuner, call: Any, **_: Any) -> TuningResult:
         times = ((True, 5.0), (1, 3.0))
         trials = tuple(Trial(config={"n": n}, outcome=Outcome.OK, time_ms=ms) for n, ms in times)

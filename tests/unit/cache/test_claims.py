@@ -68,7 +68,7 @@ def test_one_claim_at_a_time_and_the_next_after_its_release(make: Callable[..., 
     other.release()
 
 
-def test_hosts_whose_kernels_have_no_boot_id_are_not_taken_for_one(
+def test_hosts_without_a_boot_id_are_not_taken_for_one(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quarantune.cache.claims.boot_id", lambda: "")
@@ -86,7 +86,7 @@ def test_hosts_whose_kernels_have_no_boot_id_are_not_taken_for_one(
     holder.release()
 
 
-def test_a_claim_made_while_a_damaged_one_is_set_aside_is_respected(
+def test_a_claim_made_while_another_is_set_aside_is_respected(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick, slow = make(), make()
@@ -149,7 +149,7 @@ def test_a_claim_dies_with_its_holder(tmp_path: Path, make: Callable[..., Claim]
         claim.release()
 
 
-def test_a_dead_holder_in_another_pid_namespace_is_found_by_its_lock(
+def test_a_lock_finds_a_dead_holder_in_another_pid_namespace(
     tmp_path: Path, make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path), "working"]
@@ -166,7 +166,7 @@ def test_a_dead_holder_in_another_pid_namespace_is_found_by_its_lock(
 
 
 @pytest.mark.usefixtures("locks")
-def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(
+def test_a_silent_holder_loses_its_claim_after_its_worst_case(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, waiter = make(worst_case_s=30), make(worst_case_s=1)
@@ -186,7 +186,7 @@ def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(
 
 @pytest.mark.usefixtures("locks")
 @pytest.mark.parametrize("hours", [-1, 1, 24 * 365])
-def test_a_claim_that_changes_is_respected_whatever_its_hosts_clock_says(
+def test_a_changing_claim_is_respected_whatever_its_clock(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
     # As on a filesystem that takes the times of files from its clients.
@@ -215,7 +215,7 @@ def test_a_lock_without_effect_does_not_prove_a_holder_dead(
     holder.release()
 
 
-def test_a_hung_holder_with_its_lock_does_not_keep_the_claim_for_ever(
+def test_a_hung_holder_does_not_keep_its_claim_for_ever(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung, second, third = make(worst_case_s=1), make(), make()
@@ -270,7 +270,7 @@ def test_a_claim_torn_by_a_crash_is_taken_over_soon(
     claim.release()
 
 
-def test_a_slower_waiter_does_not_take_the_fresh_claim_of_a_quicker_one(
+def test_a_slow_waiter_does_not_take_a_quicker_ones_claim(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
@@ -329,7 +329,7 @@ signal.pause()
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, which other tests have imported
-def test_a_fork_that_leaves_the_with_block_keeps_its_parents_claim(make: Callable[..., Claim]) -> None:
+def test_a_fork_that_leaves_the_block_keeps_its_parents_claim(make: Callable[..., Claim]) -> None:
     with make() as claim:
         assert claim.try_acquire()
         if (pid := os.fork()) == 0:
@@ -340,7 +340,7 @@ def test_a_fork_that_leaves_the_with_block_keeps_its_parents_claim(make: Callabl
         assert not make().try_acquire()
 
 
-def test_a_lock_that_is_waited_for_is_taken_and_a_signal_ends_the_wait(tmp_path: Path) -> None:
+def test_a_waiter_gets_the_lock_and_a_signal_ends_its_wait(tmp_path: Path) -> None:
     with Directory(tmp_path) as place:
         with side_lock(place, "lock") as is_held:
             assert is_held
@@ -463,7 +463,7 @@ def test_wait_can_be_interrupted(make: Callable[..., Claim]) -> None:
 
 
 @pytest.mark.slow
-def test_sixteen_processes_find_one_answer_though_a_holder_is_killed(tmp_path: Path) -> None:
+def test_sixteen_processes_get_one_answer_despite_a_kill(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path
@@ -531,7 +531,7 @@ def test_a_failure_is_passed_to_waiters_and_not_to_later_callers(make: Callable[
     late.release()
 
 
-def test_a_failure_is_passed_to_a_waiter_that_never_saw_its_holder(
+def test_a_waiter_that_never_saw_the_holder_gets_its_failure(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holder, waiter = make(), make()
@@ -553,7 +553,7 @@ def test_a_failure_is_passed_to_a_waiter_that_never_saw_its_holder(
     assert not waiter.held
 
 
-def test_a_waiter_that_cannot_use_a_failure_tunes_by_itself(make: Callable[..., Claim]) -> None:
+def test_a_waiter_that_cannot_use_a_failure_tunes(make: Callable[..., Claim]) -> None:
     holder, waiter = make(), make()
     assert holder.try_acquire()
 

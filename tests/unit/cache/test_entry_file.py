@@ -61,7 +61,7 @@ def test_a_function_with_few_entries_has_one_file(store: Store) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_entries_beyond_the_main_files_room_are_found_everywhere(store: Store) -> None:
+def test_entries_in_further_files_are_found_everywhere(store: Store) -> None:
     wanted = {f"k{number}": ENTRY | {"number": number} for number in range(200)}
     for key, entry in wanted.items():
         store.put("f", "cpu", key, entry)
@@ -119,7 +119,7 @@ def test_a_merge_and_an_export_take_entries_from_all_files(store: Store, tmp_pat
 
 
 @pytest.mark.usefixtures("small")
-def test_an_entry_that_an_earlier_version_saves_counts_and_stays_its_own(store: Store) -> None:
+def test_an_entry_saved_by_an_earlier_version_stays_its_own(store: Store) -> None:
     for number in range(100):
         store.put("f", "cpu", f"k{number}", ENTRY)
     found = json.loads(store.path("f").read_bytes())["cpu"]
@@ -137,7 +137,7 @@ def test_an_entry_that_an_earlier_version_saves_counts_and_stays_its_own(store: 
 
 
 @pytest.mark.parametrize("is_read_only", [False, True])
-def test_an_entry_of_a_large_file_is_found_without_decoding_the_others(
+def test_an_entry_is_found_without_decoding_a_large_file(
     store: Store, monkeypatch: pytest.MonkeyPatch, is_read_only: bool
 ) -> None:
     odd = ['[8,"\\"\u00e9\n"]', "}", '"k2": {', "", "k\ud800", "last"]
@@ -179,7 +179,7 @@ def test_a_forged_line_of_a_large_file_is_damage(store: Store, line: bytes) -> N
 @pytest.mark.parametrize(
     "damage", [b"{", b"", json.dumps({"cpu": {"good": ENTRY, "bad": {"schema": 1, "config": 3}}}).encode()]
 )
-def test_damage_in_one_file_is_set_aside_and_the_other_files_stay(store: Store, damage: bytes) -> None:
+def test_a_damaged_file_is_set_aside_and_the_others_stay(store: Store, damage: bytes) -> None:
     for number in range(100):
         store.put("f", "cpu", f"k{number}", ENTRY)
     path = further(store)[0]
@@ -202,7 +202,7 @@ def test_damage_in_one_file_is_set_aside_and_the_other_files_stay(store: Store, 
 
 
 @pytest.mark.usefixtures("small")
-def test_one_file_of_a_newer_schema_is_left_alone_and_the_others_are_used(store: Store) -> None:
+def test_a_file_of_a_newer_schema_hides_no_other_file(store: Store) -> None:
     for number in range(100):
         store.put("f", "cpu", f"k{number}", ENTRY)
     path = further(store)[0]
@@ -231,7 +231,7 @@ def bounded(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("number_of_entries", [450, 1000])
-def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
+def test_an_earlier_versions_file_over_the_bound_loses_nothing(
     store: Store, bounded: int, recwarn: pytest.WarningsRecorder, number_of_entries: int
 ) -> None:
     old = {f"k{number}": ENTRY | {"number": number} for number in range(number_of_entries)}
@@ -266,7 +266,7 @@ def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
 
 
 @pytest.mark.usefixtures("bounded")
-def test_an_entry_that_no_file_may_hold_is_refused_and_the_others_stay(store: Store) -> None:
+def test_an_entry_no_file_may_hold_is_refused_alone(store: Store) -> None:
     store.put("f", "cpu", "k", ENTRY)
     with pytest.raises(CacheWriteError, match=r"would pass 0 MiB, .*remove old results with `quarantune cache prune"):
         store.put("f", "cpu", "big", ENTRY | {"text": "x" * 20_000})
@@ -286,7 +286,7 @@ def test_a_table_that_nobody_could_read_is_not_exported(store: Store, tmp_path: 
     assert len(cache.export(tmp_path / "out", devices="gpu")) == 200
 
 
-def test_what_cannot_be_read_is_not_pruned(store: Store, bounded: int) -> None:
+def test_unreadable_files_are_not_pruned(store: Store, bounded: int) -> None:
     store.put("f", "cpu", "k", ENTRY)
     small_one, large_one, folder = (store.directory / f"f.json.corrupt-20260101T000000-{n}" for n in range(3))
     small_one.write_text("{")
@@ -340,7 +340,7 @@ def grown(journal_directory: Path, megabytes: int) -> None:
         pytest.param(True, id="one file over 256 MiB", marks=pytest.mark.long),
     ],
 )
-def test_a_sweep_goes_on_from_a_very_large_journal(
+def test_a_sweep_resumes_from_a_very_large_journal(
     cache_dir: Path, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
     if not large:

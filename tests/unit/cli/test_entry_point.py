@@ -242,7 +242,7 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
     ],
 )
 @pytest.mark.usefixtures("filled", "cpu_only", "no_process")
-def test_bad_input_ends_with_code_2_and_one_line_that_names_the_fix(
+def test_bad_input_exits_with_2_and_one_line_with_the_fix(
     words: str, fix: str, run: Run, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "h100" in words:
@@ -289,7 +289,7 @@ def test_tuning_without_a_cache_is_refused(run: Run, kernels: str, monkeypatch: 
     assert is_one_line_about(err, "QUARANTUNE_DISABLE_CACHE is set", "unset it")
 
 
-def test_a_file_is_not_taken_for_another_module_of_its_name(run: Run, tmp_path: Path) -> None:
+def test_a_file_is_not_mistaken_for_a_module_of_its_name(run: Run, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text(KERNELS)
     (tmp_path / "my-kernels.py").write_text(KERNELS)
     code, _, err = run("tune", f"{tmp_path / 'json.py'}:scale", "--args", "f32[8] f32[8]")
@@ -347,7 +347,7 @@ def test_the_installed_program_is_this_one() -> None:
 # --- the cache ----------------------------------------------------------------------------------------------
 
 
-def test_an_empty_cache_is_no_error(run: Run, cache_dir: Path) -> None:
+def test_an_empty_cache_is_not_an_error(run: Run, cache_dir: Path) -> None:
     assert run("cache", "path") == (0, f"{cache_dir}\n", "")
     assert run("cache", "list") == (0, f"nothing is cached in {str(cache_dir)!r}\n", "")
     assert run("cache", "list", "--json") == (0, "[]\n", "")
@@ -389,7 +389,7 @@ def test_results_are_listed_by_function_device_and_call(run: Run, monkeypatch: p
 
 
 @pytest.mark.usefixtures("filled")
-def test_all_about_a_result_is_shown(run: Run, filled: Store) -> None:
+def test_a_result_is_shown_in_full(run: Run, filled: Store) -> None:
     code, out, _ = run("cache", "show", "kernels.norm")
     assert code == 0
     assert out.startswith("kernels.norm(x bf16[3,8])\n  device")
@@ -456,7 +456,7 @@ def test_damage_is_found_and_named(run: Run, filled: Store) -> None:
     assert filled.path("kernels.norm").read_text() == "{"
 
 
-def test_old_results_are_pruned_with_their_trials_and_others_stay(run: Run, filled: Store) -> None:
+def test_old_results_are_pruned_with_their_trials(run: Run, filled: Store) -> None:
     for key in ("a", "unfinished"):
         Journal(filled.directory, "kernels.scale", "H200", key).append({"trial": key})
     journals = sorted((filled.directory / "kernels.scale.trials").iterdir())
@@ -506,7 +506,7 @@ def test_a_dry_run_changes_nothing(run: Run, filled: Store) -> None:
     assert sorted(os.listdir(filled.directory)) == before
 
 
-def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_renewed_during_pruning_is_not_pruned(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from quarantune.cache import entries
 
     read, looked, renewed = Store.read, filled.read, list[str]()
@@ -530,7 +530,7 @@ def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store, monkey
 
 @pytest.mark.parametrize("words", ["cache show", "--help", "help cache", "--version"])
 @pytest.mark.usefixtures("filled")
-def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
+def test_a_reader_that_leaves_early_is_not_an_error(words: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # it has left before the first line
     command = [sys.executable, "-m", "quarantune", *words.split()]
@@ -563,7 +563,7 @@ def test_output_that_cannot_be_written_is_one_line_and_code_1(redirections: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("redirections", ["2>/dev/full", "2>&-", "<&- 2>&-"])
 @pytest.mark.usefixtures("filled")
-def test_messages_that_cannot_be_written_leave_output_and_code_as_they_are(redirections: str) -> None:
+def test_unwritable_messages_leave_output_and_code_alone(redirections: str) -> None:
     for words, code in (("cache list", 0), *WRONG):
         done = under_shell(words, redirections)
         assert (done.returncode, "kernels.scale" in done.stdout) == (code, code == 0), (words, done.stdout)
@@ -571,7 +571,7 @@ def test_messages_that_cannot_be_written_leave_output_and_code_as_they_are(redir
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_all_calls_are_tuned_and_saved_although_the_output_cannot_be_written(run: Run, kernels: str) -> None:
+def test_all_calls_are_tuned_though_the_output_is_unwritable(run: Run, kernels: str) -> None:
     Path("calls.txt").write_bytes(b"\xef\xbb\xbff32[8] f32[8]\r\nf32[16] f32[16]\r\n")
     for redirections in (">/dev/full", ">&-"):
         done = under_shell(f"tune {kernels}:scale --shapes calls.txt --force", redirections)
@@ -585,7 +585,7 @@ def test_all_calls_are_tuned_and_saved_although_the_output_cannot_be_written(run
         assert run("cache", "prune", "--older-than", "0s")[0] == 0
 
 
-def test_values_of_enums_are_listed_by_their_names_and_kept_in_json(run: Run, cache_dir: Path) -> None:
+def test_values_of_enums_are_listed_by_name_and_kept_in_json(run: Run, cache_dir: Path) -> None:
     config = {"mode": {"$enum": "Mode.FAST"}, "way": [{"$enum": "Way.UP"}, 2], "type": {"a": {"$dtype": "int8"}}}
     Store(cache_dir).merge("kernels.scale", {"H200": {"a": entry(1, 2) | {"config": config}}})
     shown = 'mode=FAST way=[UP,2] type={"a":int8}'
@@ -594,7 +594,7 @@ def test_values_of_enums_are_listed_by_their_names_and_kept_in_json(run: Run, ca
         assert json.loads(run("cache", command, "--json")[1])[0]["config"] == config
 
 
-def test_a_report_of_a_name_with_a_slash_is_a_file_of_the_working_directory(
+def test_a_slash_in_a_name_keeps_its_report_in_this_directory(
     run: Run, filled: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -799,7 +799,7 @@ def test_calls_are_tuned_ahead_of_time_and_a_program_finds_them(run: Run, kernel
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_tuners_and_functions_of_kernels_are_tuned_by_their_names(run: Run, kernels: str) -> None:
+def test_tuners_and_kernel_functions_are_tuned_by_name(run: Run, kernels: str) -> None:
     with Path(f"{kernels}.py").open("a") as file:
         file.write(OTHERS)
     code, out, _ = run("tune", f"{kernels}:layer", "--args", "f32[8] f32[8]", "--json")

@@ -115,9 +115,7 @@ def test_a_busy_tuner_gives_a_waiting_one_its_turn(device: Device) -> None:
     assert turns.count("waiting") >= 10
 
 
-def test_a_tuner_that_always_has_something_to_measure_gives_waiting_ones_their_turns(
-    device: Device, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_busy_tuner_gives_waiting_tuners_their_turns(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     tuners = [Lease(device) for _ in range(3)]
     turns = []
     for step in range(4000):  # each asks 20 times a second, and never releases the lease by itself
@@ -146,14 +144,14 @@ def test_a_released_lease_goes_to_the_waiting_tuner_first(device: Device) -> Non
     waiting.release()
 
 
-def test_a_lease_that_nobody_waits_for_can_be_taken_again_at_once(device: Device) -> None:
+def test_a_lease_nobody_waits_for_can_be_taken_again_at_once(device: Device) -> None:
     lease = Lease(device)
     for step in range(3):
         assert lease.acquire(step * 0.001)
         lease.release()
 
 
-def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
+def test_a_stuck_holder_is_passed_after_a_minute_with_a_warning(
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     stuck, patient = Lease(device), Lease(device)
@@ -274,7 +272,7 @@ def test_a_holder_that_was_stopped_for_a_moment_is_waited_for(device: Device) ->
 
 
 @pytest.mark.parametrize("user", ["the same", "65534"])
-def test_a_holder_that_is_no_tuner_of_this_user_is_passed_over(
+def test_a_holder_that_is_not_this_users_tuner_is_passed_over(
     user: str, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     if user != "the same" and os.geteuid() != 0:
@@ -322,7 +320,7 @@ def test_a_lease_of_another_thread_is_waited_for(device: Device) -> None:
         lease.release()
 
 
-def test_a_sweep_started_from_a_progress_callback_does_not_wait_for_itself() -> None:
+def test_a_sweep_in_a_progress_callback_does_not_block_itself() -> None:
     took_s: list[float] = []
 
     @quarantune.autotune({"n": [1, 2]}, rep=1, name="inner")

@@ -64,7 +64,7 @@ def test_an_object_counts_by_the_fields_that_the_code_names(kind: str, load: Cal
     assert made(1, 1, "print(thing)") != made(1, 2, "print(thing)"), "the object itself is used"
 
 
-def test_what_the_code_writes_while_it_runs_counts_by_its_type(load: Callable[..., Any]) -> None:
+def test_a_value_the_code_writes_counts_by_its_type(load: Callable[..., Any]) -> None:
     module = load(
         """
 memo, count, table = {}, 0, {"a": 1}
@@ -95,14 +95,14 @@ def kernel(x):
     assert digest(module.kernel) != changed
 
 
-def test_without_a_program_to_prove_what_the_code_writes_counts_whole(load: Callable[..., Any]) -> None:
+def test_without_a_program_everything_the_code_writes_counts(load: Callable[..., Any]) -> None:
     module = load("memo = {}\ndef kernel(x):\n    memo[x] = x\n    return memo[x]\n")
     fresh = fingerprint(module.kernel).digest
     module.kernel(5)
     assert fingerprint(module.kernel).digest != fresh
 
 
-def test_a_path_in_the_checkout_counts_as_it_lies_from_the_module(load: Callable[..., Any]) -> None:
+def test_a_path_in_the_checkout_counts_relative_to_the_module(load: Callable[..., Any]) -> None:
     source = (
         "HERE = Path(__file__).parent\nDATA, AWAY = HERE / 'data', Path('/elsewhere')\ndef kernel(x): return HERE, {}\n"
     )

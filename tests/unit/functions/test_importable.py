@@ -66,9 +66,7 @@ def test_a_module_with_edited_code_is_found(imports: Imports, old: str, new: str
     assert importable.leads_to_edited("edited_later") is edited
 
 
-def test_modules_that_import_each_other_in_a_long_chain_are_all_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_that_import_each_other_are_all_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there.py").write_text("")
     for number in range(3000):
         module: Any = types.ModuleType(f"chained_{number}")
@@ -79,9 +77,7 @@ def test_modules_that_import_each_other_in_a_long_chain_are_all_looked_at(
     assert importable.leads_to_edited("chained_0")
 
 
-def test_a_module_is_looked_at_once_for_all_questions_of_one_moment(
-    imports: Imports, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_looked_at_once_at_one_moment(imports: Imports, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["asked_0", "asked_1", "asked_2", "asked_3"]
     for number, name in enumerate(names):
         imports(name, "".join(f"import {earlier}\n" for earlier in names[:number]))
@@ -94,7 +90,7 @@ def test_a_module_is_looked_at_once_for_all_questions_of_one_moment(
     assert len(looked) == len(set(looked))
 
 
-def test_objects_that_pass_for_modules_without_a_file_are_not_edited(imports: Imports) -> None:
+def test_objects_that_pose_as_modules_are_not_edited(imports: Imports) -> None:
     class Operators(types.ModuleType):
         __file__ = "_operators.py"
 
@@ -131,7 +127,7 @@ connection = Connected()
 """
 
 
-def test_objects_that_fail_at_their_first_use_are_left_alone(imports: Imports) -> None:
+def test_objects_that_fail_on_first_use_are_left_alone(imports: Imports) -> None:
     imports("uses_optional", LAZY + SOURCE)
     try:
         assert not importable.leads_to_edited("uses_optional")
@@ -181,7 +177,7 @@ def test_a_module_that_an_import_hook_changes_is_not_edited(
     assert python(script) == "2 False\n"
 
 
-def test_a_module_of_a_package_that_only_this_program_has_made_cannot_be_imported(imports: Imports) -> None:
+def test_a_package_made_by_this_program_cannot_be_imported(imports: Imports) -> None:
     module = imports("of_made_up", SOURCE)
     assert module.__file__ is not None
     package: Any = types.ModuleType("made_up")
@@ -292,11 +288,11 @@ LONG = ("finder object", "directory", "suffix")
         *(pytest.param(kind, marks=pytest.mark.long if kind in LONG else pytest.mark.slow) for kind in KINDS[1:]),
     ],
 )
-def test_a_function_of_a_module_that_only_this_program_finds_is_tuned(kind: str, secret: Path) -> None:
+def test_a_function_of_a_module_found_only_here_is_tuned(kind: str, secret: Path) -> None:
     assert python(secret, kind, "tune", QUARANTUNE_CACHE_DIR=str(secret.parent / "cache")).split() == ["False", "2"]
 
 
-def test_a_module_that_a_finder_of_startup_files_finds_can_be_imported(secret: Path) -> None:
+def test_a_module_found_by_startup_files_can_be_imported(secret: Path) -> None:
     (secret.parent / "sitecustomize.py").write_text("import finders\nfinders.install('finder object')")
     assert python(secret, "none", path=[secret.parent]) == "True\n"
 
@@ -327,9 +323,7 @@ def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -
     assert not is_library("own_kernels"), "a file of one's own beside installed packages"
 
 
-def test_code_of_no_file_is_nobodys_package_also_where_the_working_directory_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_without_a_file_belongs_to_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)

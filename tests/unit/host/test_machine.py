@@ -224,7 +224,7 @@ def test_children_and_grandchildren_are_found(child: subprocess.Popen[bytes]) ->
     assert machine.resident_bytes(found[0])[0] > 0
 
 
-def test_children_are_found_on_a_kernel_without_the_children_files(
+def test_children_are_found_without_the_kernels_children_files(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = machine.descendants(child.pid)
@@ -245,7 +245,7 @@ def test_watching_a_process_does_not_import_psutil(monkeypatch: pytest.MonkeyPat
     assert machine.available_memory_bytes() > 0
 
 
-def test_variables_are_given_for_a_block_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_are_set_for_a_block_and_then_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QT_THERE", "old")
     monkeypatch.delenv("QT_MISSING", raising=False)
     with contextlib.suppress(ArithmeticError), environment_variables({"QT_THERE": "new", "QT_MISSING": "1"}):

@@ -55,7 +55,7 @@ def test_entry_result_and_report_name_the_commit(repository: Path, cache_dir: Pa
     assert f'"commit":"{result.commit}"' in (repository / "report.html").read_text()
 
 
-def test_the_commit_is_not_that_of_a_repository_in_the_environment(
+def test_the_environments_repository_does_not_give_the_commit(
     repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = tmp_path_factory.mktemp("other")

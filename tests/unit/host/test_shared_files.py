@@ -149,7 +149,7 @@ def test_a_link_in_the_place_of_a_folder_is_not_followed(shared: Path, victim: P
         work(shared)
 
 
-def test_a_folder_whose_name_is_a_pattern_does_not_have_trials_of_others_pruned(shared: Path) -> None:
+def test_a_folder_named_like_a_pattern_prunes_no_others_trials(shared: Path) -> None:
     append(shared)
     Store(shared).put(*PROBLEM, ENTRY)
     (shared / "*.trials").mkdir()
@@ -190,7 +190,7 @@ def test_the_mode_of_a_file_that_was_there_before_is_not_changed(shared: Path) -
 
 
 @pytest.mark.parametrize("shares", [False, True])
-def test_a_file_in_the_place_of_a_link_is_not_writable_for_others(tmp_path: Path, shares: bool) -> None:
+def test_a_file_in_a_links_place_is_not_writable_for_others(tmp_path: Path, shares: bool) -> None:
     (tmp_path / "result.json").symlink_to("elsewhere")
     with Directory(tmp_path, shares=shares) as place:
         place.replace("result.json", b"{}")
@@ -219,7 +219,7 @@ def test_a_cache_directory_that_is_itself_a_link_is_used(tmp_path: Path) -> None
     assert not list((tmp_path / "disk").glob("f.trials/*.jsonl"))
 
 
-def test_a_directory_that_is_only_read_may_hold_links(tmp_path: Path) -> None:
+def test_a_directory_only_read_from_may_hold_links(tmp_path: Path) -> None:
     # The files of a mounted configuration, or of a package installed by links.
     put(tmp_path / "data")
     (tmp_path / "table").mkdir()
@@ -227,7 +227,7 @@ def test_a_directory_that_is_only_read_may_hold_links(tmp_path: Path) -> None:
     assert Store(tmp_path / "table", read_only=True).get("f", "cpu", "k")
 
 
-def test_a_draft_that_was_replaced_by_a_link_does_not_take_the_files_place(
+def test_a_draft_replaced_by_a_link_does_not_take_the_place(
     shared: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(shared)
@@ -302,7 +302,7 @@ def test_two_users_and_root_share_a_directory(open_place: Path) -> None:
 @needs_root
 @pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
 @pytest.mark.parametrize("name", [name for name, (_, work) in PLACES.items() if work in (put, append, claim)])
-def test_another_users_links_do_not_lead_into_ones_own_files(open_place: Path, victim: Path, name: str) -> None:
+def test_another_users_links_do_not_reach_the_users_files(open_place: Path, victim: Path, name: str) -> None:
     plant = """
         path = place / sys.argv[2]
         if path.parent != place:
@@ -322,7 +322,7 @@ def test_another_users_links_do_not_lead_into_ones_own_files(open_place: Path, v
 
 @needs_root
 @pytest.mark.parametrize("kind", ["directory", "link", "open to all"])
-def test_a_directory_in_tmp_named_for_this_user_must_be_this_users(open_place: Path, kind: str) -> None:
+def test_a_directory_in_tmp_named_for_this_user_must_be_theirs(open_place: Path, kind: str) -> None:
     open_place.chmod(0o1777)
     make = """
         named = place / f"quarantune-{sys.argv[2]}"
@@ -367,7 +367,7 @@ def test_without_a_home_results_are_saved_in_a_private_directory(open_place: Pat
     assert done.stdout.split() == [str(open_place / "quarantune-54321"), "0o700"], done.stderr
 
 
-def test_a_call_whose_cache_is_refused_runs_and_says_so_in_one_line(
+def test_a_call_whose_cache_is_refused_runs_and_says_so(
     shared: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_CACHE_DIR", str(shared))

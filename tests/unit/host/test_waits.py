@@ -88,7 +88,7 @@ def handed_over() -> RunTime:
     ],
     ids=["quiet", "hardly", "in turn", "together", "together, and spinning"],
 )
-def test_cpu_time_excludes_waits_but_not_the_busiest_threads_work(
+def test_cpu_time_excludes_waits_but_not_the_busiest_thread(
     spins: bool,
     threads: dict[str, tuple[int, int]],
     expected: tuple[float, float, float],

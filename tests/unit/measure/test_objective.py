@@ -48,7 +48,7 @@ def most_turns(trial: Trial) -> float:
 
 
 @pytest.mark.parametrize("isolation", ["none", pytest.param("process", marks=pytest.mark.slow)])
-def test_the_winner_has_the_least_of_the_objective_although_it_is_far_slower(isolation: str, cache_dir: Path) -> None:
+def test_the_winner_has_the_least_objective_even_if_slower(isolation: str, cache_dir: Path) -> None:
     tuned = quarantune.autotune(GRID, objective=most_turns, rep=2)(turned)
     with isolated(isolation):
         result = tuned.tune(X)
@@ -63,7 +63,7 @@ def test_the_winner_has_the_least_of_the_objective_although_it_is_far_slower(iso
     assert (saved.score, saved.findings.compared) == (-4000.0, result.findings.compared)
 
 
-def test_a_config_for_which_the_objective_makes_no_number_is_an_error_and_the_others_are_ranked() -> None:
+def test_a_config_without_an_objective_number_is_an_error() -> None:
     def odd(trial: Trial) -> Any:
         return {2: 5.0, 4: math.nan, 6: "much"}[trial.config["turns"]]
 
@@ -101,7 +101,7 @@ def test_a_search_gains_by_the_objective_and_ranks_by_it() -> None:
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_finalists_and_ties_are_those_of_the_scores(sign: float) -> None:
+def test_scores_decide_finalists_and_ties(sign: float) -> None:
     levels = [10.0, 10.02, 10.7, 30.0] if sign > 0 else [-30.0, -29.97, -28.0, -10.0]
     trials = {n: scored(level, n) for n, level in enumerate(levels)}
     assert finals.finalists(trials) == [0, 1, 2]
@@ -150,7 +150,7 @@ def test_a_round_of_a_final_that_scores_zero_counts() -> None:
 # --- what is saved and shown ---
 
 
-def test_results_of_different_objectives_are_not_mixed_up_and_time_is_as_before() -> None:
+def test_results_of_different_objectives_are_kept_apart() -> None:
     def digest(**options: Any) -> str:
         return TunedFunction.of(turned, GRID, Options(**options)).fingerprint.digest
 
@@ -159,7 +159,7 @@ def test_results_of_different_objectives_are_not_mixed_up_and_time_is_as_before(
     assert len({digest(), digest(objective="energy"), *(digest(objective=fn) for fn in functions)}) == 5
 
 
-def test_energy_stands_in_rows_files_and_tables_where_it_was_measured_and_nowhere_else(tmp_path: Path) -> None:
+def test_energy_is_shown_only_if_it_was_measured(tmp_path: Path) -> None:
     trials = (
         scored(7.0, 1, energy_mj=7.0, watts=7.0),
         scored(9.0, 2, energy_mj=9.0, watts=9.0),
@@ -184,19 +184,19 @@ def test_energy_stands_in_rows_files_and_tables_where_it_was_measured_and_nowher
 # --- what is refused ---
 
 
-def test_what_is_only_compiled_needs_no_energy_and_has_no_score() -> None:
+def test_compiled_only_configs_have_neither_energy_nor_score() -> None:
     tuned = quarantune.autotune(GRID, objective="energy")(turned)
     report = quarantune.compile_check(tuned, GRID, X, target="cpu")
     assert [(trial.outcome, trial.score) for trial in report.trials] == [(Outcome.OK, None)] * 2
 
 
 @pytest.mark.parametrize("given", ["speed", 3, None])
-def test_an_objective_that_is_none_is_refused(given: Any) -> None:
+def test_a_value_that_is_not_an_objective_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match=r"objective=.* is not callable: give 'time', 'energy', a function, or leave"):
         quarantune.autotune(GRID, objective=given)
 
 
-def test_energy_is_refused_by_name_where_it_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_is_refused_by_name_if_it_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(fn: Any = turned, **options: Any) -> TuningResult:
         return AutoTuner(fn, GRID, rep=1, **options).run(X)
 
@@ -312,14 +312,14 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
 
 
 @pytest.mark.parametrize("fake_gpu", [{"step_s": 60.0}, {"watts": 0.0}], indirect=True)
-def test_a_counter_that_stands_still_is_an_error_after_five_seconds(fake_gpu: FakeGpu) -> None:
+def test_a_counter_that_stands_still_fails_after_five_seconds(fake_gpu: FakeGpu) -> None:
     with pytest.raises(RuntimeError, match="the energy counter of the GPU advanced 0 times in 5 s"):
         energy.per_call(lambda: fake_gpu.sleep(1e-3), energy.counter(0), 1e-3)
     assert fake_gpu.now < 5.5
 
 
 @pytest.mark.parametrize("fake_gpu", [{"fault": "no driver"}, {"fault": "no counter"}, {"fault": ""}], indirect=True)
-def test_a_gpu_without_a_counter_is_refused_by_what_nvml_says(fake_gpu: FakeGpu, monkeypatch: Any) -> None:
+def test_a_gpu_without_a_counter_is_refused_with_nvmls_reason(fake_gpu: FakeGpu, monkeypatch: Any) -> None:
     said = {"no driver": "Shared Library Not Found", "no counter": "Not Supported", "": ""}[fake_gpu._fault]
     reason = energy.why_not("cuda", "NVIDIA H200")
     assert said in reason
@@ -338,7 +338,7 @@ def test_a_gpu_that_nvml_does_not_know_is_an_error_of_the_worker(fake_gpu: FakeG
 
 
 @pytest.mark.usefixtures("fake_gpu")
-def test_a_whole_sweep_for_energy_measures_it_in_trials_and_in_the_final(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_for_energy_measures_trials_and_the_final(monkeypatch: pytest.MonkeyPatch) -> None:
     def per_call(dispatch: Any, read: Any, run_s: float) -> tuple[float, float]:
         assert (jax.block_until_ready(dispatch()).shape, type(read()), run_s < 1) == (X.shape, int, True)
         cells = [cell.cell_contents for cell in dispatch.__closure__]
@@ -360,7 +360,7 @@ def test_a_whole_sweep_for_energy_measures_it_in_trials_and_in_the_final(monkeyp
 # --- a score of exactly 0 ---
 
 
-def test_a_config_with_score_0_is_the_best_of_an_interrupted_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_score_of_0_is_the_best_of_an_interrupted_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     def traced_apart(keyed: Any, config: Any) -> Any:
         proved.append(dict(config))
         return trace(keyed, config)

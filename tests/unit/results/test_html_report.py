@@ -249,7 +249,7 @@ def test_a_report_of_5000_noisy_trials_stays_below_3_megabytes() -> None:
     assert all(f"{n} " in data["texts"][at] for n, at in enumerate(data["problems"][0]["trials"]["log"]))
 
 
-def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
+def test_a_report_has_winner_finalists_ties_and_trial_order() -> None:
     (problem,) = page_data([result()])["problems"]
     trials, times = problem["trials"], problem["trials"]["ms"]
     best = min((ms, at) for at, ms in enumerate(times) if ms is not None)[1]
@@ -267,7 +267,7 @@ def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
     assert trials["ended"][:3] == [0.4, 0.9, 1.4]
 
 
-def test_enums_dtypes_and_objects_without_fields_are_tunables_under_their_own_names() -> None:
+def test_enums_dtypes_and_objects_keep_their_names_as_tunables() -> None:
     @dataclasses.dataclass(frozen=True)
     class Rows:
         pass
@@ -293,7 +293,7 @@ def test_enums_dtypes_and_objects_without_fields_are_tunables_under_their_own_na
     }
 
 
-def test_a_report_tells_values_apart_that_look_alike_and_shows_no_tags() -> None:
+def test_a_report_tells_similar_values_apart_without_tags() -> None:
     way = {"$enum": "Way.UP"}
     rows = [(1, (way, 2)), (1.0, ((way,),)), (True, way), ("1", ())]
     trials = [Trial(config={"n": n, "way": ways}, outcome=Outcome.SLOW) for n, ways in rows]
@@ -303,7 +303,7 @@ def test_a_report_tells_values_apart_that_look_alike_and_shows_no_tags() -> None
     assert problem["choice"] == [["n", "1"], ["way", "[UP,2]"]]
 
 
-def test_a_report_holds_the_device_memory_and_the_peaks_that_the_winner_is_compared_with() -> None:
+def test_a_report_has_the_device_memory_and_the_peaks() -> None:
     (problem,) = page_data([sized()])["problems"]
     assert problem["peaks"] == {"gbps": 4800.0, "tflops": 494.7, "dtype": "float32"}
     trials, front = problem["trials"], problem["pareto"]
@@ -345,7 +345,7 @@ def test_only_what_is_cached_can_be_reported(tmp_path: Path) -> None:
     assert "without trials" in html_report.render([found])
 
 
-def test_the_report_of_a_whole_function_has_a_tunable_for_each_kernel(tmp_path: Path) -> None:
+def test_a_whole_functions_report_has_a_tunable_per_kernel(tmp_path: Path) -> None:
     trials = [
         Trial(config={"mm": f"BM={block}", "norm": ""}, outcome=Outcome.OK, time_ms=64 / block, samples_ms=(1.0,))
         for block in (32, 64)
@@ -379,7 +379,7 @@ def add(x: Any, n: int = 2) -> Any:
 
 
 @pytest.mark.slow
-def test_a_sweep_is_reported_from_its_result_and_from_its_journals(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_sweep_is_reported_from_its_result_and_journals(tmp_path: Path, cache_dir: Path) -> None:
     options: dict[str, Any] = {"name": "adding", "rep": 3, "ref_fn": None}
     tuned = quarantune.AutoTuner(add, {"n": [1, 2, 3]}, **options).run(2.0)
     again = quarantune.AutoTuner(add, {"n": [1, 2, 3]}, **options).run(2.0)

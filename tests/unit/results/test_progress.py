@@ -131,7 +131,7 @@ def test_progress_counts_what_waits_runs_and_is_done() -> None:
 @pytest.mark.parametrize(
     ("other", "own"), [(1, True), (1.0, 1), (True, 1.0), (Way.ON, 1), ((1,), (True,)), (-0.0, 0.0)]
 )
-def test_the_defaults_are_not_a_config_that_is_only_equal_to_them_in_python(other: Any, own: Any) -> None:
+def test_the_defaults_are_not_a_config_equal_only_in_python(other: Any, own: Any) -> None:
     progress = watched(2, Clock(), default={"n": own})
     progress.step(Trial(config={"n": other}, outcome=Outcome.OK, time_ms=1.0))
     assert "defaults" not in progress.view().lines()[-1]
@@ -139,7 +139,7 @@ def test_the_defaults_are_not_a_config_that_is_only_equal_to_them_in_python(othe
     assert progress.view().lines()[-1].endswith("2.00x faster than the defaults (1 ms against 2 ms)")
 
 
-def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
+def test_a_searchs_progress_says_how_many_of_how_many() -> None:
     clock = Clock()
     progress = watched(9, clock)
     ends: list[str] = []
@@ -167,7 +167,7 @@ def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
     ]
 
 
-def test_configs_that_are_only_compiled_are_not_said_to_be_timed() -> None:
+def test_configs_that_are_only_compiled_are_not_called_timed() -> None:
     progress = watched(1, Clock(), is_timed=False)
     progress.step(ended(0))
     assert progress.view().lines() == ["matmul f32[512,512]: 1 of 1 done (1 ok)", "0.0 s gone"]
@@ -221,7 +221,7 @@ def test_the_last_line_sums_up_the_sweep() -> None:
     assert shown_on(io.StringIO(), sweep, shown=False) == ""
 
 
-def test_the_last_line_of_an_interrupted_sweep_says_how_to_go_on() -> None:
+def test_an_interrupted_sweeps_last_line_says_how_to_resume() -> None:
     def stop(progress: Progress, clock: Clock) -> None:
         progress.on_interrupt("they are kept: the next call goes on from there")
         progress.step(ended(1, time_ms=0.5))
@@ -234,7 +234,7 @@ def test_the_last_line_of_an_interrupted_sweep_says_how_to_go_on() -> None:
     )
 
 
-def test_the_last_line_of_a_job_that_waited_says_for_whom() -> None:
+def test_a_waiting_jobs_last_line_names_the_tuner() -> None:
     def stop(progress: Progress, clock: Clock) -> None:
         progress.say("waiting for process 7 to tune it (5 s)")
         raise KeyboardInterrupt
@@ -283,7 +283,7 @@ def assert_in_time(event: threading.Event) -> None:
     assert event.wait(60)
 
 
-def test_two_sweeps_at_once_share_one_display_and_lose_no_last_line() -> None:
+def test_two_sweeps_share_a_display_and_lose_no_last_line() -> None:
     stream = io.StringIO()
     with Progress("outer", shown=None, stream=stream) as outer, Progress("inner", shown=None, stream=stream) as inner:
         inner.end("is done")
@@ -307,7 +307,7 @@ def test_a_stream_in_another_encoding_gets_the_last_line_escaped() -> None:
     assert stream.read() == "gr\\xf6\\xdfe: is done\n"
 
 
-def test_a_notebook_that_cannot_show_progress_does_not_end_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_that_shows_no_progress_ends_no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("the kernel is shutting down")
 
@@ -348,11 +348,11 @@ for name in ("first", "second"):
 """
 
 
-def test_a_process_without_room_for_a_thread_shows_the_last_lines() -> None:
+def test_a_process_without_room_for_threads_shows_last_lines() -> None:
     assert python("-c", NO_THREADS) == "no thread can start\nfirst: is done\nsecond: is done\n"
 
 
-def test_a_display_whose_thread_cannot_start_leaves_the_sweep_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_display_without_its_thread_leaves_the_sweep_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -419,9 +419,7 @@ WRITTEN = (
 
 @pytest.mark.clients
 @pytest.mark.parametrize("columns", [80, 140])
-def test_line_ends_and_colours_are_kept_above_the_lines_that_are_redrawn(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_line_ends_and_colours_are_kept_above_redrawn_lines(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pyte = pytest.importorskip("pyte")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -442,7 +440,7 @@ def test_line_ends_and_colours_are_kept_above_the_lines_that_are_redrawn(
     assert shown[len(expected)] == "matmul f32[512,512]: 0 of 48 done"
 
 
-def test_a_line_that_is_written_over_and_over_takes_no_more_room() -> None:
+def test_a_line_that_is_rewritten_takes_no_more_room() -> None:
     stream = Terminal()
     surface = display.Terminal(stream)
     surface.draw([watched(48, Clock()).view])
@@ -466,7 +464,7 @@ def test_a_stream_that_can_only_be_written_to_gets_the_last_line() -> None:
 
 
 @pytest.mark.clients
-def test_a_line_written_while_the_lines_are_redrawn_leaves_none_of_them_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_written_during_a_redraw_leaves_no_line_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     pyte = pytest.importorskip("pyte")
     monkeypatch.setenv("TERM", "xterm")
     is_late, is_drawn = threading.Event(), threading.Event()
@@ -542,9 +540,7 @@ def test_arrays_have_short_names() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["process", "none"])
-def test_a_sweep_reports_phases_and_the_time_of_the_untuned_function(
-    isolation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_reports_phases_and_the_untuned_time(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[int, str]] = []
     default_ms: list[float | None] = []
     given: list[tuple[int, str]] = []
@@ -628,7 +624,7 @@ def recordings(
 @pytest.mark.slow
 @pytest.mark.clients
 @pytest.mark.parametrize("columns", [60, pytest.param(200, marks=pytest.mark.long)])
-def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
+def test_a_terminal_gets_news_every_second_and_no_torn_line(
     recordings: dict[int, Future[Recording]], columns: int
 ) -> None:
     pytest.importorskip("pyte")
@@ -672,7 +668,7 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
 @pytest.mark.slow
 @pytest.mark.parametrize("calls", ["one", "many"])
 @pytest.mark.long
-def test_ctrl_c_says_below_the_users_own_lines_what_was_kept_and_the_next_run_goes_on(program: str, calls: str) -> None:
+def test_ctrl_c_says_what_is_kept_and_the_next_run_continues(program: str, calls: str) -> None:
     command = program_of(program, "5", "0.5", calls)
     stopped = record(command, columns=200, environ=environ(), interrupt_when=lambda text: " done (1 error" in text)
     assert stopped.status != 0

@@ -357,7 +357,7 @@ def test_a_worker_reports_each_phase_and_exits(method: str, load: Callable[..., 
 
 
 @METHODS
-def test_a_worker_has_its_own_session_environment_and_descriptors(
+def test_a_worker_has_its_own_session_environment_and_files(
     method: str, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -496,7 +496,7 @@ def test_sweeps_of_several_threads_are_independent(load: Callable[..., ModuleTyp
     assert totals == {number: [10.0 * number] * 3 for number in range(4)}
 
 
-def test_a_worker_that_cannot_start_is_lost_and_its_template_survives(
+def test_a_template_survives_a_worker_that_cannot_start(
     load: Callable[..., ModuleType],
 ) -> None:
     with sandbox_for(load(WORKLOAD).act, method="spawn") as sandbox:
@@ -574,9 +574,7 @@ def test_a_load_that_is_killed_twice_is_tried_a_third_time(
     ],
     ids=["a module-level array", "a module-level thread"],
 )
-def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker(
-    hostility: str, load: Callable[..., ModuleType]
-) -> None:
+def test_a_module_that_makes_forks_unsafe_is_loaded_by_workers(hostility: str, load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(HOSTILE.format(hostility=hostility)).act) as sandbox:
         assert not forks_loaded(sandbox)
         for _ in range(2):
@@ -630,7 +628,7 @@ LAZY = """
 """
 
 
-def test_a_module_that_would_be_imported_at_its_first_use_is_not_used(load: Callable[..., ModuleType]) -> None:
+def test_preparing_forks_touches_no_lazily_imported_module(load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(HOSTILE.format(hostility=f"    import sys{LAZY}")).act) as sandbox:
         assert forks_loaded(sandbox)
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
@@ -649,7 +647,7 @@ def test_a_module_that_would_be_imported_at_its_first_use_is_not_used(load: Call
         pytest.param("spawn", "orphan", marks=pytest.mark.slow),
     ],
 )
-def test_grandchildren_in_other_sessions_die_before_an_exit_is_reported(
+def test_grandchildren_in_other_sessions_die_before_the_exit(
     method: str, ending: str, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     path = tmp_path / "grandchild"
@@ -690,7 +688,7 @@ def start_hanging(sandbox: Sandbox, tmp_path: Path, count: int = 2) -> dict[int,
 
 
 @pytest.mark.parametrize("victims", ["the sweep's template", "the process's template", "both", "stopped and killed"])
-def test_a_killed_template_loses_its_workers_and_the_sweep_goes_on(
+def test_a_sweep_continues_after_its_template_is_killed(
     victims: str, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
@@ -735,7 +733,7 @@ def test_a_dying_template_is_not_used_again(load: Callable[..., ModuleType], mon
         assert template.shared().pid != dying
 
 
-def test_a_template_is_told_to_end_before_its_end_is_awaited(load: Callable[..., ModuleType]) -> None:
+def test_a_template_is_asked_to_end_before_the_wait_for_it(load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
         running = template.shared()
@@ -752,7 +750,7 @@ def test_a_template_is_told_to_end_before_its_end_is_awaited(load: Callable[...,
         ("os.environ['EXTRA'] = 'left by a plugin'; raise SystemExit(3)", False),
     ],
 )
-def test_a_plugin_that_makes_a_template_unfit_is_loaded_by_no_later_one(
+def test_no_later_template_loads_a_plugin_that_spoils_one(
     plugin: str, is_spoiled: bool, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, loads = tmp_path / "path" / "jax_plugins", tmp_path / "loads"
@@ -780,7 +778,7 @@ def test_a_plugin_that_makes_a_template_unfit_is_loaded_by_no_later_one(
 
 
 @pytest.mark.parametrize(("is_installed", "imports"), [(True, 3), pytest.param(False, 4, marks=pytest.mark.slow)])
-def test_an_installed_package_is_imported_once_for_all_later_sweeps(
+def test_later_sweeps_do_not_import_an_installed_package_again(
     is_installed: bool, imports: int, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, notes = f"library_{secrets.token_hex(4)}", tmp_path / "notes"
@@ -940,7 +938,7 @@ def test_a_process_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Pa
     assert python(*owner_script[1:], "both sweep", tmp_path / "pids") == "both did\n"
 
 
-def test_a_killed_owners_workers_die_though_its_fork_holds_connections(owner_script: list[str], tmp_path: Path) -> None:
+def test_a_killed_owners_workers_die_despite_its_fork(owner_script: list[str], tmp_path: Path) -> None:
     path, template_path = tmp_path / "pids", tmp_path / "pids.template"
     with subprocess.Popen([*owner_script, "child stays", str(path)]) as owner:
         wait_for(lambda: path.exists() and path.read_text(), "the fork runs")
@@ -975,7 +973,7 @@ def test_a_log_that_grows_too_large_keeps_only_its_end(load: Callable[..., Modul
         assert log.endswith("drivel the end\n")
 
 
-def test_shortening_a_log_loses_nothing_that_is_written_meanwhile() -> None:
+def test_shortening_a_log_loses_nothing_written_at_that_time() -> None:
     for _ in range(20):
         fd = spool.create_log()
         code = "import os; [os.write(1, b'blah' * (16 << 10)) for _ in range(256)]; os.write(1, b'the last word')"
@@ -988,7 +986,7 @@ def test_shortening_a_log_loses_nothing_that_is_written_meanwhile() -> None:
         os.close(fd)
 
 
-def test_what_is_written_after_a_log_was_cleared_begins_a_new_one() -> None:
+def test_writing_after_a_log_was_cleared_begins_a_new_log() -> None:
     fd = spool.create_log()
     other = os.dup(fd)
     os.write(other, b"of the first config\n" * 200_000)
@@ -1002,7 +1000,7 @@ def test_what_is_written_after_a_log_was_cleared_begins_a_new_one() -> None:
     os.close(other)
 
 
-def test_a_log_is_shortened_where_files_have_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_is_shortened_even_if_files_have_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_REMOVE")
     fd = spool.create_log()
     os.write(fd, b"blah\n" * 1_000_000 + b"the last word\n")
@@ -1013,7 +1011,7 @@ def test_a_log_is_shortened_where_files_have_no_holes(monkeypatch: pytest.Monkey
     os.close(fd)
 
 
-def test_a_log_that_is_cut_while_it_is_shortened_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_cut_while_it_is_shortened_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     fd = spool.create_log()
     os.write(fd, b"blah\n" * 1_000_000)
     about = os.fstat(fd)
@@ -1037,7 +1035,7 @@ def test_no_worker_can_change_the_payload_or_the_arrays(method: str, load: Calla
         assert facts_of(sandbox, run(sandbox, do="sum_up")) == {"total": 100_000.0}
 
 
-def test_configs_compile_from_both_ends_of_their_list_and_troubled_ones_last() -> None:
+def test_configs_compile_from_both_ends_and_troubled_ones_last() -> None:
     configs = {index: {"id": index} for index in range(7)}
     assert list(routes._from_both_ends(configs, last={1})) == [6, 0, 5, 2, 4, 3, 1]
     assert routes._from_both_ends(configs, last=()) == configs

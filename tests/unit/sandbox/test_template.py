@@ -17,7 +17,7 @@ def woken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pids
 
 
-def test_a_template_that_stays_stopped_is_woken_and_then_given_up(
+def test_a_template_that_stays_stopped_is_woken_then_given_up(
     woken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "is_stopped", lambda pid: pid == 8)

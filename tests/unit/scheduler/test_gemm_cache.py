@@ -49,7 +49,7 @@ def compiles_products(
 
 
 @ROUTES
-def test_programs_wait_for_the_one_that_has_most_of_their_products(route: Route) -> None:
+def test_programs_wait_for_the_one_with_most_of_their_products(route: Route) -> None:
     begun: list[int] = []
     result = run(plan_for(route), 3, compiles_products(dict.fromkeys(range(3), ("a", "b", "c")), begun))
     assert result.outcomes == ["ok"] * 3
@@ -60,14 +60,14 @@ def test_programs_wait_for_the_one_that_has_most_of_their_products(route: Route)
 
 @ROUTES
 @pytest.mark.parametrize("other", [["x", "y", "z"], ["a", "x", "y"], []])
-def test_programs_that_share_less_than_half_of_their_products_do_not_wait(route: Route, other: list[str]) -> None:
+def test_programs_that_share_few_products_do_not_wait(route: Route, other: list[str]) -> None:
     result = run(plan_for(route), 2, compiles_products({0: ["a", "b", "c"], 1: other}))
     assert result.outcomes == ["ok"] * 2
     assert result.seconds < 2 * COMPILE_S
 
 
 @ROUTES
-def test_what_one_program_has_tried_no_later_one_waits_for(route: Route) -> None:
+def test_no_program_waits_for_products_already_tried(route: Route) -> None:
     products = {0: ["a", "b"], 1: ["a", "b"], 2: ["a", "b", "own"], 3: ["a", "b", "own"]}
     result = run(plan_for(route, slots=4), 4, compiles_products(products))
     assert result.outcomes == ["ok"] * 4
@@ -96,7 +96,7 @@ def raises(worker: FakeWorker) -> list[Step]:
 
 @ROUTES
 @pytest.mark.parametrize(("end", "outcome"), [(hangs, "timeout"), (crashes, "crashed"), (raises, "error")])
-def test_a_program_that_does_not_compile_holds_up_the_others_once(
+def test_a_program_that_does_not_compile_delays_others_once(
     route: Route, end: Callable[[FakeWorker], list[Step]], outcome: str
 ) -> None:
     plan = plan_for(route, slots=4)

@@ -87,7 +87,7 @@ def test_a_device_with_one_owner_is_never_used_by_two_workers(route: Route) -> N
 
 
 @ROUTES_OF_ONE_OWNER
-def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Route) -> None:
+def test_a_devices_owner_ends_before_others_use_the_device(route: Route) -> None:
     is_together = route is Route.TOGETHER
     clock = Clock()
     sandbox = OneOwner(clock, lambda worker: None, is_together=is_together)
@@ -104,9 +104,7 @@ def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Rou
 
 
 @ROUTES
-def test_another_tuner_has_turns_on_the_device_though_compiled_configs_always_wait(
-    route: Route, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_tuner_has_turns_though_configs_always_wait(route: Route, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     plan = plan_for(route, parked=60, timeout_s=10.0, configs_per_worker=1 if route is Route.TOGETHER else 100)
     rival, turns = Lease(plan.devices[0]), []
@@ -136,7 +134,7 @@ def test_two_devices_share_the_configs(route: Route) -> None:
 
 
 @ROUTES
-def test_an_unkillable_worker_costs_its_device_and_the_sweep_goes_on_elsewhere(
+def test_an_unkillable_worker_costs_its_device_not_the_sweep(
     route: Route,
 ) -> None:
     plan = plan_for(route, devices=fake_devices(2), parked=8)
@@ -150,7 +148,7 @@ def test_an_unkillable_worker_costs_its_device_and_the_sweep_goes_on_elsewhere(
 
 
 @ROUTES
-def test_when_the_last_device_is_withdrawn_every_config_still_ends(route: Route) -> None:
+def test_every_config_ends_when_the_last_device_is_withdrawn(route: Route) -> None:
     result = run(plan_for(route, slots=2), 12, for_config(1, when("Measure", immortal)))
     assert result.trials[1].outcome is Outcome.TIMEOUT
     assert set(result.outcomes) <= {"ok", "timeout", "lost"}
@@ -166,7 +164,7 @@ def test_an_unkillable_compile_worker_costs_only_its_config() -> None:
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_a_device_on_which_no_worker_gets_ready_is_withdrawn(configs_per_worker: int) -> None:
+def test_a_device_whose_workers_never_get_ready_is_withdrawn(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, devices=fake_devices(2), configs_per_worker=configs_per_worker)
     broken = plan.devices[0].token
 
@@ -184,7 +182,7 @@ def test_a_device_on_which_no_worker_gets_ready_is_withdrawn(configs_per_worker:
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize(("status", "outcome"), [(-int(signal.SIGSEGV), "crashed"), (None, "lost")])
-def test_without_a_ready_worker_on_the_last_device_every_config_says_why(
+def test_without_a_worker_on_the_last_device_configs_say_why(
     configs_per_worker: int, exclusive: bool, status: int | None, outcome: str
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker, exclusive=exclusive)
@@ -198,7 +196,7 @@ def out_of_memory(worker: FakeWorker) -> list[Step]:
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_a_config_that_lacked_memory_beside_standby_workers_is_tried_again(
+def test_memory_that_standby_workers_took_is_tried_again(
     configs_per_worker: int,
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
@@ -212,14 +210,14 @@ def test_a_config_that_lacked_memory_beside_standby_workers_is_tried_again(
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_a_config_that_lacks_device_memory_alone_too_is_device_oom(configs_per_worker: int) -> None:
+def test_a_config_that_lacks_memory_alone_is_device_oom(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
     result = run(plan, 6, for_config(1, when("Measure", out_of_memory)))
     assert result.outcomes == ["ok", "device_oom", "ok", "ok", "ok", "ok"]
     assert len(result.given("Measure", 1)) == 2
 
 
-def test_standby_workers_that_lack_memory_do_not_withdraw_a_device() -> None:
+def test_standby_workers_that_lack_memory_cost_no_device() -> None:
     starts = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -229,9 +227,7 @@ def test_standby_workers_that_lack_memory_do_not_withdraw_a_device() -> None:
 
 
 @pytest.mark.parametrize("fault", ["damage", "deadline"])
-def test_a_dying_standby_worker_is_not_retired_and_its_device_is_blamed(
-    fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dying_standby_worker_is_blamed_on_its_device(fault: str, caplog: pytest.LogCaptureFixture) -> None:
     prepared = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -256,7 +252,7 @@ def test_a_dying_standby_worker_is_not_retired_and_its_device_is_blamed(
 
 
 @pytest.mark.parametrize("do", ["Compile", "Prepare", "Measure"])
-def test_on_a_device_with_memory_for_one_worker_every_config_is_compiled_and_measured(do: str) -> None:
+def test_a_device_with_room_for_one_worker_runs_every_config(do: str) -> None:
     def lacks_memory(worker: FakeWorker) -> list[Step] | None:
         is_alone = [*sandbox.workers] == [worker.number]
         return out_of_memory(worker) if worker.do == do and not is_alone else None
@@ -315,13 +311,13 @@ def workers_of_two_routes(route: Route, standby: Act = lambda worker: None) -> d
 
 
 @pytest.mark.parametrize("route", [Route.HANDED_OVER, Route.TOGETHER])
-def test_a_later_route_measures_in_the_worker_that_was_made_ready_for_an_earlier_one(route: Route) -> None:
+def test_a_later_route_takes_an_earlier_ones_ready_worker(route: Route) -> None:
     given = workers_of_two_routes(route)
     assert len(given["Prepare"]) == 1
     assert (given["Prepare"] == given["Measure"]) == (route is Route.HANDED_OVER)
 
 
-def test_a_worker_that_dies_after_a_later_route_has_taken_it_is_replaced() -> None:
+def test_a_worker_that_dies_in_a_later_route_is_replaced() -> None:
     def dies(worker: FakeWorker) -> Sequence[Step] | None:
         is_first = worker.do == "Prepare" and not worker.starts
         return [*gets_ready(worker), (0.3, worker.ends(None))] if is_first else None
@@ -332,7 +328,7 @@ def test_a_worker_that_dies_after_a_later_route_has_taken_it_is_replaced() -> No
 
 
 @pytest.mark.parametrize("ends", ["well", "lost", "crashed"])
-def test_workers_that_compile_fully_take_the_device_while_others_compile_cheaply(ends: str) -> None:
+def test_full_compile_workers_take_the_device_among_cheap_ones(ends: str) -> None:
     dies = ends != "well"
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -367,7 +363,7 @@ def test_workers_that_compile_fully_take_the_device_while_others_compile_cheaply
         scheduler.close()
 
 
-def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> None:
+def test_an_exception_in_the_caller_frees_the_devices() -> None:
     plan = plan_for(Route.APART)
     clock = Clock()
 

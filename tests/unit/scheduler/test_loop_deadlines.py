@@ -47,7 +47,7 @@ def test_waiting_for_a_slot_never_counts(route: Route) -> None:
 
 
 @EVERY_WAY
-def test_waiting_for_a_device_that_another_tuner_holds_never_counts(route: Route, exclusive: bool) -> None:
+def test_waiting_for_another_tuners_device_never_counts(route: Route, exclusive: bool) -> None:
     plan = plan_for(route, exclusive=exclusive)
     clock = Clock()
     other = Lease(plan.devices[0])
@@ -85,7 +85,7 @@ def test_repeated_phase_frames_do_not_put_a_deadline_off(route: Route) -> None:
 
 
 @EVERY_WAY
-def test_checking_and_measuring_share_a_deadline_that_begins_with_the_device(route: Route, exclusive: bool) -> None:
+def test_checking_and_measuring_share_a_deadline(route: Route, exclusive: bool) -> None:
     def slow(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None
@@ -117,9 +117,7 @@ class Stopping(FakeSandbox):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["alone", "with its workers"])
 @EVERY_WAY
-def test_a_stopped_caller_first_reads_messages_and_extends_all_deadlines(
-    route: Route, exclusive: bool, frozen: bool
-) -> None:
+def test_a_stopped_caller_reads_first_and_extends_deadlines(route: Route, exclusive: bool, frozen: bool) -> None:
     plain = run(plan_for(route, exclusive=exclusive), 4)
     for nth in range(1, 40, 2):
         clock = Clock()
@@ -139,7 +137,7 @@ def test_a_hang_is_still_a_timeout_after_the_caller_was_stopped() -> None:
 
 
 @ROUTES
-def test_the_config_of_a_worker_that_does_not_come_up_is_tried_twice_more(route: Route) -> None:
+def test_a_config_whose_worker_fails_to_start_gets_two_retries(route: Route) -> None:
     silent = when("Compile", lambda worker: [] if worker.starts == 0 else compiles(worker))
     result = run(plan_for(route), 1, silent)
     assert result.outcomes == ["ok"]

@@ -54,7 +54,7 @@ def test_messages_about_another_trial_are_dropped(route: Route) -> None:
 
 
 @ROUTES
-def test_a_measurement_claimed_before_the_device_was_given_is_dropped(route: Route) -> None:
+def test_a_measurement_before_the_device_was_given_is_dropped(route: Route) -> None:
     def claims(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile":
             return None
@@ -149,9 +149,7 @@ IMPLAUSIBLE: list[tuple[object, dict[str, Any]]] = [
 
 @ROUTES
 @pytest.mark.parametrize(("kind", "changes"), IMPLAUSIBLE, ids=lambda part: str(part)[:60])
-def test_a_forged_frame_that_makes_no_sense_ends_only_its_sender(
-    route: Route, kind: object, changes: dict[str, Any]
-) -> None:
+def test_an_impossible_forged_frame_ends_only_its_sender(route: Route, kind: object, changes: dict[str, Any]) -> None:
     def forges(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None

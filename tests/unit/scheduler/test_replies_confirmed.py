@@ -16,7 +16,7 @@ from quarantune.values.trial import Outcome, Phase, Route, Trial
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 
 
-def test_an_error_raised_where_there_was_no_device_waits_for_confirmation() -> None:
+def test_an_error_without_a_device_waits_for_confirmation() -> None:
     act = for_config(1, when("Compile", lambda worker: [(0.1, worker.raises("compile"))]))
     result = run(plan_for(Route.APART, target=TARGET, confirms=True), 3, act)
     assert set(result.trials) == {0, 2}
@@ -64,7 +64,7 @@ def raises_on_the_device(worker: FakeWorker, place: str = "here") -> list[Step]:
     ]
 
 
-def test_the_first_error_is_confirmed_on_the_device_while_other_configs_go_on() -> None:
+def test_the_first_error_is_confirmed_while_configs_continue() -> None:
     plan = confirming_plan()
     result = run(plan, 8, confirming(raises_on_the_device, 1, 3))
     assert result.leftovers.confirmed == {"here"}
@@ -82,7 +82,7 @@ def test_the_first_error_is_confirmed_on_the_device_while_other_configs_go_on() 
     assert (second.route, second.device, second.message) == (Route.APART, "", "ValueError: bad")
 
 
-def test_an_error_that_is_raised_last_is_confirmed_before_the_run_ends() -> None:
+def test_an_error_raised_last_is_confirmed_before_the_end() -> None:
     result = run(confirming_plan(), 3, confirming(raises_on_the_device, 2))
     assert result.leftovers.confirmed == {"here"}
 
@@ -128,7 +128,7 @@ def test_the_config_of_the_same_program_fails_at_the_same_place() -> None:
         pytest.param(lambda worker: [(0.1, worker.raises("compile", outcome="unfit"))], id="it says nonsense there"),
     ],
 )
-def test_an_error_that_is_not_raised_on_the_device_is_not_confirmed(
+def test_an_error_the_device_does_not_raise_is_not_confirmed(
     on_device: Callable[[FakeWorker], Sequence[Step]],
 ) -> None:
     result = run(confirming_plan(), 5, confirming(on_device, 1, 3))
@@ -138,7 +138,7 @@ def test_an_error_that_is_not_raised_on_the_device_is_not_confirmed(
     assert result.outcomes == ["ok"] * 3
 
 
-def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_run_again() -> None:
+def test_a_config_that_lacked_the_confirmers_memory_runs_again() -> None:
     def lacks_memory(worker: FakeWorker) -> list[Step]:
         return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
 
@@ -152,7 +152,7 @@ def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_ru
 
 
 @pytest.mark.parametrize("changes", [{"confirms": False}, {"target": None}], ids=str)
-def test_nothing_is_confirmed_where_that_is_not_planned_or_errors_need_it_not(changes: dict[str, Any]) -> None:
+def test_without_a_plan_or_target_nothing_is_confirmed(changes: dict[str, Any]) -> None:
     result = run(confirming_plan(**changes), 3, confirming(raises_on_the_device, 1))
     assert all(worker.trial is not None for worker in result.given("Compile"))
     assert not result.leftovers.confirmed
@@ -199,7 +199,7 @@ def settled(
     return trials, runs
 
 
-def test_errors_are_final_where_one_of_their_place_is_raised_on_the_device() -> None:
+def test_a_confirmed_error_makes_errors_of_its_place_final() -> None:
     error, ok = (Outcome.ERROR, Phase.COMPILE), (Outcome.OK, Phase.MEASURE)
     left = unconfirmed(c0="a", c1="b", c2="a", c3="b", c4="sure")
     left.confirmed = {"sure"}
@@ -228,14 +228,14 @@ def test_another_error_on_the_device_confirms_nothing() -> None:
     ]
 
 
-def test_an_error_while_running_on_the_device_confirms_no_error_of_compiling() -> None:
+def test_an_error_of_running_confirms_no_error_of_compiling() -> None:
     ran = (Outcome.ERROR, Phase.CHECK)
     trials, runs = settled(unconfirmed(c0="a", c1="a"), {0: ran, 1: ran})
     assert runs == [[0], [1]]
     assert all(trial.message == "with" for trial in trials.values())
 
 
-def test_nothing_runs_where_every_error_is_confirmed() -> None:
+def test_nothing_runs_if_every_error_is_confirmed() -> None:
     assert settled(Leftovers(), {}) == ({}, [])
     left = unconfirmed(c0="a")
     left.confirmed = {"a"}

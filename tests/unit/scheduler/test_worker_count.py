@@ -62,7 +62,7 @@ class Crowded(FakeSandbox):
 @EVERY_WAY
 @pytest.mark.parametrize("room", [1, 2, 3])
 @pytest.mark.parametrize("defaults", [False, True])
-def test_where_processes_run_out_fewer_configs_run_and_all_end_well(
+def test_a_shortage_of_processes_runs_fewer_configs(
     route: Route, exclusive: bool, room: int, defaults: bool, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock()
@@ -92,9 +92,7 @@ class Full(Crowded):
 
 @EVERY_WAY
 @pytest.mark.parametrize("room", [1, 2])
-def test_where_the_device_has_no_memory_for_further_workers_all_configs_end_well(
-    route: Route, exclusive: bool, room: int
-) -> None:
+def test_a_shortage_of_device_memory_runs_fewer_workers(route: Route, exclusive: bool, room: int) -> None:
     clock = Clock()
     sandbox = Full(clock, lambda worker: None)
     sandbox.room = room
@@ -104,7 +102,7 @@ def test_where_the_device_has_no_memory_for_further_workers_all_configs_end_well
 
 
 @ROUTES
-def test_where_no_worker_can_use_the_device_no_config_is_to_blame(route: Route) -> None:
+def test_no_config_is_blamed_if_no_worker_gets_the_device(route: Route) -> None:
     clock = Clock()
     began, sandbox = clock(), Full(clock, lambda worker: None)
     sandbox.room = 0
@@ -120,7 +118,7 @@ def test_where_no_worker_can_use_the_device_no_config_is_to_blame(route: Route) 
 
 
 @ROUTES
-def test_where_not_even_one_worker_can_run_the_sweep_ends_with_an_error(route: Route) -> None:
+def test_a_sweep_without_any_possible_worker_is_an_error(route: Route) -> None:
     clock = Clock()
     sandbox = Crowded(clock, lambda worker: None)
     sandbox.room = 0
@@ -142,7 +140,7 @@ def test_where_not_even_one_worker_can_run_the_sweep_ends_with_an_error(route: R
         "bash: fork: retry: Resource temporarily unavailable",
     ],
 )
-def test_a_config_that_exhausts_processes_alone_is_lost_and_costs_no_other(route: Route, words: str) -> None:
+def test_a_config_that_exhausts_processes_is_lost_alone(route: Route, words: str) -> None:
     def exhausts(worker: FakeWorker) -> list[Step]:
         return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.raises("compile", message=words))]
 
@@ -180,7 +178,7 @@ def test_errors_that_only_resemble_a_shortage_stand() -> None:
 
 @ROUTES
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_an_exception_for_want_of_a_thread_says_nothing_of_a_config(route: Route, do: str) -> None:
+def test_an_exception_for_want_of_a_thread_blames_no_config(route: Route, do: str) -> None:
     def lacks_a_thread(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != do or worker.starts:
             return None

@@ -39,7 +39,7 @@ from quarantune.values.trial import CompileTarget, Outcome, Route
 pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
 
 
-def test_the_next_measuring_worker_is_made_ready_while_one_measures() -> None:
+def test_the_next_worker_is_made_ready_while_one_measures() -> None:
     plan = plan_for(Route.APART, configs_per_worker=5)
     result = run(plan, 8, when("Prepare", lambda worker: [(1.4, worker.says("Ready", "load", modules=[]))]))
     assert result.outcomes == ["ok"] * 8
@@ -70,7 +70,7 @@ def test_a_compile_worker_takes_as_many_configs_as_it_may(compiles_per_worker: i
 
 
 @pytest.mark.parametrize("ending", ["raises", "dies", "hangs"])
-def test_a_failure_in_a_used_compile_worker_is_repeated_in_a_fresh_one(ending: str) -> None:
+def test_a_used_compile_workers_failure_is_repeated_fresh(ending: str) -> None:
     def fails_where_used(worker: FakeWorker) -> list[Step] | None:
         if worker.starts:
             return None
@@ -89,7 +89,7 @@ def test_a_failure_in_a_used_compile_worker_is_repeated_in_a_fresh_one(ending: s
     assert tries[1] not in others
 
 
-def test_compile_workers_take_one_config_each_where_many_end_theirs() -> None:
+def test_compile_workers_that_often_end_take_one_config_each() -> None:
     def fails(worker: FakeWorker) -> list[Step] | None:
         if int(worker.trial or 0) % 2 == 0:
             return None
@@ -114,9 +114,7 @@ def raising(places: Mapping[int, str]) -> Act:
 
 @pytest.mark.parametrize("compiles_per_worker", [3, 100])
 @pytest.mark.parametrize("target", [None, TARGET])
-def test_an_exception_at_a_known_place_is_not_repeated_and_does_not_end_its_worker(
-    compiles_per_worker: int, target: CompileTarget | None
-) -> None:
+def test_an_exception_at_a_known_place_is_not_repeated(compiles_per_worker: int, target: CompileTarget | None) -> None:
     plan = plan_for(Route.APART, slots=1, compiles_per_worker=compiles_per_worker, target=target)
     result = run(plan, 40, raising(dict.fromkeys(range(1, 40, 2), "here")))
     left = result.leftovers.unconfirmed
@@ -132,7 +130,7 @@ def test_an_exception_at_a_known_place_is_not_repeated_and_does_not_end_its_work
 
 
 @pytest.mark.parametrize("still_works", [True, False])
-def test_a_measuring_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(still_works: bool) -> None:
+def test_a_measuring_worker_survives_a_repeated_exception(still_works: bool) -> None:
     def fails(worker: FakeWorker) -> list[Step] | None:
         if int(worker.trial or 0) % 2 == 0:
             return None
@@ -167,7 +165,7 @@ def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
     assert not result.given("Prepare")
 
 
-def test_an_exception_at_another_place_is_repeated_in_a_fresh_worker() -> None:
+def test_an_exception_at_another_place_is_repeated_fresh() -> None:
     plan = plan_for(Route.APART, slots=1, compiles_per_worker=100)
     result = run(plan, 12, raising({1: "a", 3: "a", 5: "b", 7: "b", 9: "a", 10: ""}))
     assert sorted(i for i, trial in result.trials.items() if trial.outcome is Outcome.ERROR) == [1, 3, 5, 7, 9, 10]
@@ -175,7 +173,7 @@ def test_an_exception_at_another_place_is_repeated_in_a_fresh_worker() -> None:
     assert {index: count for index, count in tries.items() if count > 1} == {1: 2, 5: 2, 10: 2}
 
 
-def test_an_exception_that_ends_its_worker_at_a_known_place_is_not_repeated() -> None:
+def test_a_fatal_exception_at_a_known_place_is_not_repeated() -> None:
     def ends_its_worker(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or worker.trial not in (0, 3):
             return None
@@ -186,7 +184,7 @@ def test_an_exception_that_ends_its_worker_at_a_known_place_is_not_repeated() ->
     assert len(result.given("Compile")) == 6
 
 
-def test_a_worker_that_goes_on_after_other_failures_is_ended() -> None:
+def test_a_worker_that_survives_another_failure_is_ended() -> None:
     def claims(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or worker.trial != 1:
             return None
@@ -212,21 +210,21 @@ def workers_of(result: Result, trial: int) -> list[int]:
     return [worker.number for worker in result.given("Compile") if worker.trial == trial]
 
 
-def test_configs_that_are_only_compiled_with_their_device_end_once_each() -> None:
+def test_configs_compiled_with_their_device_end_once_each() -> None:
     result = run(compiled_only(with_device=True), 8)
     assert result.outcomes == ["ok"] * 8
     assert len(result.given("Compile")) == 8
 
 
 @pytest.mark.parametrize("one_owner", [False, True])
-def test_a_worker_with_its_device_compiles_and_measures_many_configs(one_owner: bool) -> None:
+def test_one_worker_with_its_device_runs_many_configs(one_owner: bool) -> None:
     plan = reusing(devices=one_device(one_owner), slots=1 if one_owner else 2)
     result = run(plan, 40)
     assert result.outcomes == ["ok"] * 40
     assert len({worker.number for worker in result.given("Compile")}) <= (1 if one_owner else plan.numbers.parked)
 
 
-def test_a_worker_with_its_device_takes_no_more_configs_than_it_may() -> None:
+def test_a_worker_with_its_device_takes_a_limited_number() -> None:
     result = run(reusing(compiles_per_worker=5), 40)
     assert result.outcomes == ["ok"] * 40
     numbers = collections.Counter(worker.number for worker in result.given("Compile"))
@@ -236,7 +234,7 @@ def test_a_worker_with_its_device_takes_no_more_configs_than_it_may() -> None:
 @pytest.mark.parametrize("one_owner", [False, True])
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
 @pytest.mark.parametrize("end", [-11, -9, 0], ids=["SIGSEGV", "SIGKILL", "exit"])
-def test_a_config_that_ends_a_used_worker_is_repeated_in_a_fresh_one(do: str, end: int, one_owner: bool) -> None:
+def test_a_config_that_ends_a_used_worker_is_repeated_fresh(do: str, end: int, one_owner: bool) -> None:
     def ends(worker: FakeWorker) -> list[Step] | None:
         return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.ends(end))] if worker.do == do else None
 
@@ -250,7 +248,7 @@ def test_a_config_that_ends_a_used_worker_is_repeated_in_a_fresh_one(do: str, en
     assert once.outcomes == ["ok"] * 6
 
 
-def test_an_exception_at_a_known_place_leaves_its_worker_to_the_next_config() -> None:
+def test_a_known_exception_leaves_its_worker_to_the_next_config() -> None:
     def raises(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or (worker.trial or 0) % 2:
             return None
@@ -264,7 +262,7 @@ def test_an_exception_at_a_known_place_leaves_its_worker_to_the_next_config() ->
 
 
 @pytest.mark.parametrize("one_owner", [False, True])
-def test_a_config_that_lacked_memory_beside_others_runs_when_no_idle_worker_is_left(one_owner: bool) -> None:
+def test_a_config_that_lacked_memory_runs_without_idle_workers(one_owner: bool) -> None:
     def takes_memory(worker: FakeWorker) -> list[Step] | None:
         if worker.starts or worker.trial != 2 or worker.do != "Compile":
             return None
@@ -278,7 +276,7 @@ def test_a_config_that_lacked_memory_beside_others_runs_when_no_idle_worker_is_l
     assert result.outcomes == ["ok"] * 8
 
 
-def test_a_config_that_lacked_device_memory_beside_used_workers_is_tried_alone_once() -> None:
+def test_a_config_that_lacked_device_memory_runs_alone_once() -> None:
     def lacks_memory(worker: FakeWorker) -> list[Step] | None:
         is_alone = [*sandbox.workers] == [worker.number]
         if worker.do != "Measure" or worker.trial not in (2, 3) or (is_alone and worker.trial == 2):
@@ -292,7 +290,7 @@ def test_a_config_that_lacked_device_memory_beside_used_workers_is_tried_alone_o
     assert len(workers_of(result, 3)) == 2
 
 
-def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> None:
+def test_a_config_alone_does_not_wait_for_compile_workers() -> None:
     def takes_memory(worker: FakeWorker) -> list[Step] | None:
         if worker.starts:
             return None
@@ -307,9 +305,7 @@ def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> No
 
 
 @pytest.mark.parametrize(("configs_per_worker", "shared"), [(1, ["jax.numpy"]), (100, [])])
-def test_modules_of_measuring_workers_are_shared_where_there_are_many(
-    configs_per_worker: int, shared: list[str]
-) -> None:
+def test_many_measuring_workers_share_their_modules(configs_per_worker: int, shared: list[str]) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
     prepares = when("Prepare", lambda worker: [(0.1, worker.says("Ready", "load", modules=["jax.numpy"]))])
     assert run(plan, 1, prepares).sandbox.shared == shared
@@ -331,9 +327,7 @@ TROUBLES: dict[str, Callable[[FakeWorker], list[Step]]] = {
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_a_failure_in_a_used_worker_counts_only_if_a_fresh_one_repeats_it(
-    trouble: str, devices: int, exclusive: bool
-) -> None:
+def test_a_used_workers_failure_counts_if_a_fresh_one_repeats_it(trouble: str, devices: int, exclusive: bool) -> None:
     """Configs 2 and 5 fail in any process that has measured something; 7 fails everywhere."""
     plan = plan_for(Route.APART, slots=1, configs_per_worker=100, devices=fake_devices(devices), exclusive=exclusive)
 
@@ -358,7 +352,7 @@ def test_any_trouble_retires_a_measuring_worker(trouble: str) -> None:
     assert troubled not in others
 
 
-def test_a_used_worker_that_dies_while_idle_is_replaced_without_blaming_its_device() -> None:
+def test_a_used_worker_that_dies_idle_does_not_blame_its_device() -> None:
     def dies_afterwards(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None

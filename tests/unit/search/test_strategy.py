@@ -125,7 +125,7 @@ def test_a_huge_grid_takes_no_memory_until_it_is_asked() -> None:
         Space({name: list(range(100)) for name in "abcdefghij"}, fn_name="f")
 
 
-def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -> None:
+def test_the_surrogate_starts_in_a_large_grid_without_listing() -> None:
     import quarantune.search.models  # noqa: F401  its imports are not in question
 
     tracemalloc.start()
@@ -184,7 +184,7 @@ def test_values_that_hold_several_are_taken_apart() -> None:
     assert fields.positions_of(np.array([[1, 2, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]])) == [5]  # the first is no config
 
 
-def test_values_of_different_shapes_are_taken_apart_where_they_stay_different() -> None:
+def test_values_of_different_shapes_are_split_if_they_differ() -> None:
     def fields_of(*values: Any) -> list[tuple[str, list[Any]]]:
         fields = Fields(Space([{"x": value} for value in values]))
         assert fields.positions_of(fields.codes(range(len(values)))) == list(range(len(values)))
@@ -201,7 +201,7 @@ def test_values_of_different_shapes_are_taken_apart_where_they_stay_different() 
 
 
 @pytest.mark.parametrize("name", ["surrogate", pytest.param("optuna:tpe", marks=pytest.mark.clients)])
-def test_what_is_known_of_a_config_helps_with_those_that_share_a_part_of_it(name: str) -> None:
+def test_a_configs_result_helps_with_configs_that_share_parts(name: str) -> None:
     shapes, steps = list(itertools.product([16, 32, 64, 128], repeat=2)), [1, 2, 3, 4]
     flat = Space([{"m": m, "n": n, "steps": count} for m, n in shapes for count in steps])
     whole = Space([{"tiles": Tiles((m, n), count)} for m, n in shapes for count in steps])
@@ -229,7 +229,7 @@ def test_the_densities_prefer_what_the_good_have_more_often() -> None:
     assert min(ratio[0] - ratio[3], ratio[0] - ratio[4]) > 1
 
 
-def test_numbers_of_many_and_choices_are_also_told_from_each_other_one_by_one() -> None:
+def test_long_lists_and_choices_also_tell_values_apart_singly() -> None:
     lists = {"size": [16, 32, 64], "choice": [2, 0, 1], "many": list(range(8, 80, 8)), "flag": [0, 1]}
     features = Features(Fields(Space(lists)))
     codes = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 8, 0], [1, 0, 0, 0]])
@@ -240,7 +240,7 @@ def test_numbers_of_many_and_choices_are_also_told_from_each_other_one_by_one() 
     assert apart.round(9).tolist() == [1, 1, 1, 0]
 
 
-def test_a_forecast_that_is_told_a_value_equals_one_that_is_made_with_it() -> None:
+def test_updating_a_forecast_equals_making_it_with_the_value() -> None:
     rng = np.random.default_rng(1)
     points, values = rng.random((12, 2)), rng.standard_normal(12)
     process = GaussianProcess(np.array([0, 1]), 2)
@@ -286,7 +286,7 @@ def test_a_search_begins_before_scipy_is_imported() -> None:
     python("-c", "import sys, quarantune.search.surrogate; sys.exit('scipy' in sys.modules)")
 
 
-def test_a_search_goes_on_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_continues_when_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -339,7 +339,7 @@ class Backwards:
             self.last = []
 
 
-def test_an_object_of_the_users_searches_and_repeats_nothing() -> None:
+def test_a_users_search_object_repeats_nothing() -> None:
     listed = quarantune.grid(**GRID)
     mine = Backwards(listed)
     assert isinstance(mine, quarantune.Search)
@@ -350,7 +350,7 @@ def test_an_object_of_the_users_searches_and_repeats_nothing() -> None:
     assert len(mine.told) > 12  # repeated configs are answered with the known trial
 
 
-def test_an_object_of_the_users_that_asks_nonsense_is_told_so() -> None:
+def test_a_users_search_that_asks_nonsense_is_an_error() -> None:
     class Odd(Backwards):
         def ask(self, n: int) -> list[Config]:
             return [self.answer] * n
@@ -395,7 +395,7 @@ def test_samplers_of_optuna_search_and_repeat_nothing(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.clients
-def test_a_failure_counts_as_the_worst_config_also_where_that_has_a_score_of_0() -> None:
+def test_a_failure_is_worst_even_if_the_worst_score_is_0() -> None:
     pytest.importorskip("optuna")
     made = searches.make("optuna:random", Space(GRID))
     first, second, failed = made.ask(3)
@@ -418,7 +418,7 @@ def test_every_sampler_of_optuna_that_is_offered_can_search() -> None:
             assert len(drained(searches.make(f"optuna:{name}", Space(GRID)))) == 12, name
 
 
-def test_a_search_by_optuna_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"needs Optuna.*pip install 'quarantune\[optuna\]'"):
         searches.make("optuna:tpe", Space(GRID))

@@ -90,7 +90,7 @@ def run(source: Growing, route: Route, act: Any = lambda worker: None, **changes
 
 
 @ROUTES
-def test_every_config_that_a_source_gives_comes_to_its_outcome(route: Route) -> None:
+def test_every_config_of_a_source_gets_an_outcome(route: Route) -> None:
     source = Growing(20)
     trials, (sandbox, _) = run(source, route)
     assert sorted(trials) == sorted(source.told) == list(range(20))
@@ -106,7 +106,7 @@ def test_a_source_is_asked_as_late_as_places_become_free(route: Route) -> None:
     assert source.most_pending <= SLOTS + 4 + 1 + 8
 
 
-def test_slots_do_not_idle_while_the_first_worker_initialises_its_device() -> None:
+def test_slots_are_busy_while_a_worker_initialises_its_device() -> None:
     def act(worker: Any) -> Any:
         return [(2.3, worker.says("Ready", "load", modules=[]))] if worker.do == "Prepare" else None
 
@@ -127,7 +127,7 @@ def test_a_source_that_waits_for_trials_gets_them_without_delay(route: Route) ->
     assert waited_s < 6 * 2.5
 
 
-def test_growing_takes_as_long_as_knowing_all_configs_from_the_start() -> None:
+def test_growing_is_as_quick_as_knowing_all_configs() -> None:
     _, (_, growing_s) = run(Growing(30), Route.APART)
     clock = Clock()
     plan = plan_for(Route.APART)
@@ -141,7 +141,7 @@ def test_growing_takes_as_long_as_knowing_all_configs_from_the_start() -> None:
 
 
 @ROUTES
-def test_when_the_time_is_over_only_measured_configs_finish(route: Route) -> None:
+def test_after_the_time_only_measured_configs_finish(route: Route) -> None:
     def act(worker: Any) -> Any:
         if worker.do == "Compile" and worker.trial >= 6:
             return compiles(worker, compile_s=4.0)
@@ -191,7 +191,7 @@ def test_defaults_come_first_then_starts_then_the_search() -> None:
     assert list(search.take(4)) == [4, 7, 0, 1]
 
 
-def test_trials_are_counted_up_to_the_budget_and_pruned_ones_are_not() -> None:
+def test_trials_count_up_to_the_budget_without_pruned_ones() -> None:
     search = Searching(limits(max_trials=3), Space(SPACE).where(lambda config: config["n"] >= 2))
     taken = search.take(10)
     assert list(taken) == [2, 3, 4]
@@ -260,7 +260,7 @@ class Hopeful:
         self.left_to_tell -= 1
 
 
-def test_configs_that_wait_are_not_run_once_a_model_expects_no_gain() -> None:
+def test_waiting_configs_do_not_run_once_no_gain_is_expected() -> None:
     search = searching(limits(search=Hopeful(told=2), ends_without_hope=True))
     taken = search.take(4)
     for index in (0, 1):
@@ -274,14 +274,14 @@ def test_configs_that_wait_are_not_run_once_a_model_expects_no_gain() -> None:
     assert limits().why_ended("no_gain") == "the search ended after its model expected no gain of 0.5%"
 
 
-def test_what_a_model_learns_while_it_is_asked_ends_the_search() -> None:
+def test_a_model_may_end_the_search_while_it_is_asked() -> None:
     search = searching(limits(search=Hopeful(asked=4), ends_without_hope=True))
     for index, config in search.take(3).items():
         search.ended(index, trial(config, 1.0))
     assert (search.take(3), search.stopped) == ({}, "no_gain")
 
 
-def test_a_search_without_the_option_goes_on_when_its_model_expects_no_gain() -> None:
+def test_without_the_option_a_search_continues_without_a_gain() -> None:
     search = searching(limits(search=Hopeful(told=1)))
     for index, config in search.take(8).items():
         search.ended(index, trial(config, 1.0))
@@ -307,7 +307,7 @@ def best_ms(trials: list[Trial]) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("recording", sorted((RECORDINGS / "half_invalid").glob("*")), ids=lambda path: path.name)
-def test_auto_ends_soon_in_recorded_spaces_of_which_half_fails(recording: Path, seed: int) -> None:
+def test_auto_ends_soon_in_recorded_spaces_that_half_fail(recording: Path, seed: int) -> None:
     trials = read(recording)
     search, asked = auto(trials, seed=seed)
     assert search.stopped == "no_gain"
@@ -337,14 +337,14 @@ def test_half_of_a_space_that_fails_costs_the_search_little() -> None:
     assert best_ms(asked) == best_ms(trials)
 
 
-def test_configs_of_equal_times_do_not_end_a_search_before_the_best() -> None:
+def test_configs_of_equal_times_end_no_search_before_the_best() -> None:
     trials = half_invalid(duplicates=20)  # more than the models look at to tell how much faster a config may be
     search, asked = auto(trials)
     assert search.stopped == "no_gain"
     assert best_ms(asked) == best_ms(trials)
 
 
-def test_a_generator_that_takes_long_is_searched_until_no_gain_is_expected() -> None:
+def test_a_slow_generator_is_searched_until_no_gain_is_expected() -> None:
     trials = half_invalid()
 
     def slowly() -> Iterator[Config]:
@@ -360,7 +360,7 @@ def test_a_generator_that_takes_long_is_searched_until_no_gain_is_expected() -> 
     assert best_ms(asked) == best_ms(trials)
 
 
-def test_a_patience_of_the_authors_takes_the_place_of_the_models() -> None:
+def test_the_authors_patience_replaces_the_models() -> None:
     search, asked = auto(half_invalid(), patience=150)
     assert search.stopped == "patience"
     assert len(asked) > 150
@@ -372,7 +372,7 @@ def test_known_trials_count_and_are_not_tried_again() -> None:
     assert list(search.take(10)) == [4, 5]
 
 
-def test_configs_known_to_fail_are_told_and_neither_tried_nor_counted() -> None:
+def test_configs_known_to_fail_are_neither_tried_nor_counted() -> None:
     failures = {0: trial(SPACE[0], None, Outcome.ERROR)}
     search = searching(limits(max_trials=2), failures=failures)
     taken = search.take(5)
@@ -380,7 +380,7 @@ def test_configs_known_to_fail_are_told_and_neither_tried_nor_counted() -> None:
     assert not searching(limits(), failures=failures).is_closed
 
 
-def test_when_the_time_is_over_a_search_goes_on_only_until_something_works() -> None:
+def test_after_the_time_a_search_continues_until_one_works() -> None:
     now = 0.0
     search = searching(limits(time_budget_s=5.0), clock=lambda: now, trial_s=10.0)
     taken = search.take(3)
@@ -393,7 +393,7 @@ def test_when_the_time_is_over_a_search_goes_on_only_until_something_works() -> 
     assert search.stopped == "time_budget"
 
 
-def test_no_trial_goes_on_for_longer_than_a_trial_may_take_after_the_time() -> None:
+def test_after_the_time_no_trial_outlasts_its_own_limit() -> None:
     now = 0.0
     search = searching(limits(time_budget_s=5.0), clock=lambda: now, trial_s=10.0)
     search.take(3)
@@ -418,7 +418,7 @@ def test_the_first_config_begins_however_short_the_time_is() -> None:
     assert search.take(1) == {}
 
 
-def test_a_number_of_trials_that_the_time_cuts_off_did_not_end_the_search() -> None:
+def test_a_search_stopped_by_time_did_not_stop_by_max_trials() -> None:
     now = 0.0
     search = searching(limits(max_trials=2, time_budget_s=5.0), clock=lambda: now)
     taken = search.take(2)
@@ -465,9 +465,7 @@ def test_a_search_that_ends_early_has_not_seen_all() -> None:
         (5000, 0, {"patience": 9}, ("surrogate", 400, 9)),
     ],
 )
-def test_auto_tries_all_of_a_small_space_and_searches_a_large_one(
-    size: int, dropped: int, given: Any, wanted: Any
-) -> None:
+def test_auto_tries_a_small_space_and_searches_a_large_one(size: int, dropped: int, given: Any, wanted: Any) -> None:
     chosen = SearchLimits.of(Options(**given), blocks.current()).resolved(
         Space([{"n": n} for n in range(size)]).where(lambda config: config["n"] >= dropped)
     )
@@ -505,7 +503,7 @@ def test_bad_searches_and_budgets_are_refused(options: Any, error: type[Exceptio
         Options(**options)
 
 
-def test_searches_and_budgets_are_no_part_of_the_fingerprint() -> None:
+def test_searches_and_budgets_do_not_change_the_fingerprint() -> None:
     searched = Options(search="random", max_trials=5, time_budget=1.0, patience=3, seed=2)
     assert searched.deciding() == Options().deciding() == {}
 
@@ -558,7 +556,7 @@ def array(*shape: int, dtype: str = "float32") -> dict[str, Any]:
     return {"shape": list(shape), "dtype": dtype, "weak_type": False}
 
 
-def test_problems_are_the_nearer_the_less_their_sizes_differ() -> None:
+def test_problems_with_similar_sizes_are_nearer() -> None:
     here = {"x": array(1024, 1024), "causal": True}
     others = [
         {"x": array(1024, 1024), "causal": True},
@@ -594,12 +592,12 @@ def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
 
 
 @pytest.mark.parametrize("record", [None, 3, {"stopped": 5, "seen": -1, "budget": "x"}, {"seen": True}])
-def test_whatever_a_file_says_of_a_search_is_read_without_an_error(record: Any) -> None:
+def test_any_saved_text_about_a_search_is_read_without_an_error(record: Any) -> None:
     found = Findings.from_json({"search": record}).search
     assert (found.stopped, found.seen, found.budget) == ("", None, None)
 
 
-def test_a_search_may_be_an_object_that_is_asked_and_told() -> None:
+def test_a_search_may_be_an_object_with_ask_and_tell() -> None:
     class Mine:
         def __init__(self) -> None:
             self.told: list[tuple[Config, Outcome]] = []
@@ -622,7 +620,7 @@ def test_a_search_may_be_an_object_that_is_asked_and_told() -> None:
 # Routes that cannot settle a config
 
 
-def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -> None:
+def test_a_route_that_cannot_compile_takes_no_more_configs() -> None:
     source = Growing(30)
     clock = Clock()
     act = for_config(4, lambda worker: [(0.1, worker.raises("compile", "unfit", message="it calls back"))])
@@ -651,7 +649,7 @@ def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -
     assert sorted(source.told) == list(range(30))
 
 
-def test_a_search_learns_of_an_error_before_the_device_has_confirmed_it() -> None:
+def test_a_search_learns_of_an_error_before_its_confirmation() -> None:
     source = Growing(10)
     clock = Clock()
     act = for_config(2, lambda worker: [(0.1, worker.raises("compile"))])

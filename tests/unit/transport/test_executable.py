@@ -34,7 +34,7 @@ class Evil:
 
 
 @pytest.mark.usefixtures("quiet_place", "two_slots")
-def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Path) -> None:
+def test_the_caller_loads_no_pickle_that_a_config_forged(tmp_path: Path) -> None:
     mark = str(tmp_path / "made by the caller")
 
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -163,7 +163,7 @@ class Boxed:
 
 
 @pytest.mark.usefixtures("two_slots")
-def test_pytree_classes_of_outputs_come_from_the_function_at_the_first_call() -> None:
+def test_output_classes_come_from_the_functions_first_call() -> None:
     traced = []
 
     @functools.partial(jax.jit, static_argnames=["n"])

@@ -176,7 +176,7 @@ def run_shared(shared: SharedPython, directory: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [[*CASES][:7], [*CASES][7:14], [*CASES][14:]], ids=["data", "code", "flags"])
-def test_values_that_the_program_has_set_are_those_of_its_workers(
+def test_workers_have_the_values_that_the_program_has_set(
     tmp_path: Path, shared: SharedPython, cases: list[str]
 ) -> None:
     # One module of kernels for each case, so that each sweep reaches one value.
@@ -307,9 +307,7 @@ def test_a_function_that_its_module_has_defined_anew_is_refused(
         program_values.adopt(values)
 
 
-def test_an_object_that_raises_when_it_is_pickled_is_the_workers_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_raises_when_pickled_is_the_workers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "import multiprocessing\nLOCK = multiprocessing.Lock()\ndef locks(x):\n    with LOCK:\n        return x\n"
     write(tmp_path, has_a_lock=source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -324,9 +322,7 @@ def test_an_object_that_raises_when_it_is_pickled_is_the_workers_own(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_filled_cache_of_values_that_cannot_travel_is_no_reason_to_refuse(
-    tmp_path: Path, shared: SharedPython
-) -> None:
+def test_a_filled_cache_of_unsendable_values_is_no_obstacle(tmp_path: Path, shared: SharedPython) -> None:
     read = "expect(mysettings.TABLE.setdefault('scale', 3), 3) or True"
     script = f"""{PROGRAM}
 import threading, reads
@@ -362,7 +358,7 @@ reads.kernel(X)
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_an_array_of_jax_is_that_of_the_program(tmp_path: Path, shared: SharedPython) -> None:
+def test_workers_get_the_programs_own_jax_array(tmp_path: Path, shared: SharedPython) -> None:
     kernel = """
 from mykernels import *
 import arrays
@@ -389,7 +385,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("values", [VALUES[:2], pytest.param(VALUES[2:], marks=pytest.mark.long)], ids=["two", "four"])
-def test_a_result_for_one_value_is_none_for_another(tmp_path: Path, values: list[tuple[str, str]]) -> None:
+def test_a_result_for_one_value_is_not_used_for_another(tmp_path: Path, values: list[tuple[str, str]]) -> None:
     modules = {f"reads{index}": READS.format(read=read) for index, (read, _) in enumerate(values)}
     acts = "\n    ".join(act for _, act in values)
     script = f"""{PROGRAM}
@@ -453,7 +449,7 @@ print("tuned")
         pytest.param("dask", marks=pytest.mark.engines),
     ],
 )
-def test_the_kinds_of_programs_that_set_values(tmp_path: Path, kind: str) -> None:
+def test_all_kinds_of_programs_may_set_values(tmp_path: Path, kind: str) -> None:
     # Kernels of an imported module, and of the program itself.
     cells = [SET, KERNELS, "options = {}", TUNE]
     write(tmp_path, kernels=KERNELS, program="\n".join(cells))

@@ -52,7 +52,7 @@ def edit(cache_dir: Path, name: str, change: Callable[[str, dict[str, Any]], tup
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_winners_are_measured_against_the_defaults_and_stale_ones_are_named(cache_dir: Path) -> None:
+def test_winners_are_compared_with_defaults_and_stale_ones_named(cache_dir: Path) -> None:
     good, slow, broken = (chained(name) for name in ("good", "slow", "broken"))
     for function in (good, slow, broken):
         function.tune(X, 0.5, mode="up")
@@ -82,7 +82,7 @@ def test_winners_are_measured_against_the_defaults_and_stale_ones_are_named(cach
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_a_winner_of_a_plain_callable_and_one_with_a_key_fn_are_measured(
+def test_winners_of_plain_callables_and_key_fns_are_measured(
     cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "verified_kernels.py").write_text(
@@ -116,7 +116,7 @@ def test_a_winner_of_a_plain_callable_and_one_with_a_key_fn_are_measured(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
-def test_functions_of_one_name_are_each_verified_against_their_own_entries(cache_dir: Path) -> None:
+def test_functions_of_one_name_are_verified_separately(cache_dir: Path) -> None:
     @quarantune.autotune([{"n": 1}, {"n": 30_000}], name="chained", rep=3, ref_fn=None)
     @jax.jit(static_argnames=["n"])
     def other(x: Any, n: int = 20_000) -> Any:
@@ -218,7 +218,7 @@ def test_a_winner_that_lost_more_than_the_bound_is_stale(
 
 
 @pytest.mark.usefixtures("no_process")
-def test_the_command_names_losses_by_table_and_exit_code_and_tunes_again(
+def test_the_command_shows_losses_exits_with_1_and_tunes_again(
     cache_dir: Path,
     measured_as: Callable[[float, float], None],
     monkeypatch: pytest.MonkeyPatch,

@@ -61,14 +61,14 @@ def told(name: str, registers: int, spilled: int = 0, rest: str = "", arch: str 
     )
 
 
-def test_of_several_kernels_the_one_that_needs_most_counts() -> None:
+def test_the_most_demanding_of_several_kernels_counts() -> None:
     log = told("product", 168, 8, ", 8 bytes cumulative stack size") + told("sum__1", 31, rest=", 8320 bytes smem")
     figures = CompilerFigures(registers=168, spilled_bytes=8, shared_bytes=32768, occupancy=12 / 64)
     assert read(log, STARTED, "", H100) == figures
 
 
 @pytest.mark.parametrize(("name", "host"), [("stages", LLVM), ("stages_kernel", LLVM_OF_0_12)], ids=["0.10", "0.12"])
-def test_kernels_of_mosaic_gpu_of_one_name_are_told_apart(name: str, host: str) -> None:
+def test_kernels_of_mosaic_gpu_with_one_name_stay_apart(name: str, host: str) -> None:
     log = "".join(told(name, 168, rest=", 1 bytes smem") + host.format(memory=kib << 10) for kib in (112, 152))
     program = "\n".join(map(MOSAIC.format, "abb"))
     figures = CompilerFigures(registers=168, spilled_bytes=0, shared_bytes=(152 << 10) + 1, occupancy=12 / 64)
@@ -90,7 +90,7 @@ def test_kernels_of_mosaic_gpu_of_one_name_are_told_apart(name: str, host: str) 
         (16, 32, 0, "sm_75", None),
     ],
 )
-def test_the_occupancy_is_that_of_nvidias_calculator(
+def test_the_occupancy_equals_nvidias_calculator(
     registers: int, threads: int, shared: int, arch: str, occupancy: float | None
 ) -> None:
     started = f"kKernel [source | sink] k grid: [1, 1, 1] threads: [{threads}, 1, 1]  shared_memory: {shared} bytes"
@@ -109,7 +109,7 @@ def test_the_occupancy_is_that_of_nvidias_calculator(
     ],
     ids=["nothing", "not started", "a kernel is missing", "compiled before", "one was compiled before"],
 )
-def test_where_a_kernel_is_not_known_nothing_is(log: str, started: str, program: str) -> None:
+def test_one_unknown_kernel_leaves_all_figures_unknown(log: str, started: str, program: str) -> None:
     assert read(log, started, program, H100) == NO_FIGURES
 
 
@@ -124,7 +124,7 @@ def test_torn_or_hostile_logs_are_refused(log: str) -> None:
 @pytest.mark.parametrize(
     "writes", [None, "damage", "Kernel [source] k grid: [1] threads: [1, 1, 1]  shared_memory: 0 bytes"]
 )
-def test_what_figures_lack_does_not_cost_the_verdict(writes: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_figures_do_not_cost_the_verdict(writes: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     program, directories = SimpleNamespace(as_text=lambda: ""), list[Path]()
 
     def compile_one(compiler_options: Mapping[str, str] | None = None) -> Any:
