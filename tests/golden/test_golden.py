@@ -1,4 +1,4 @@
-"""What an earlier version wrote must be found: keys, fingerprints, entries and journals recorded in `data/`."""
+"""Keys, fingerprints, entries and journals of earlier versions, recorded in `data/`, are still found."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def recorded(name: str) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # of other versions of JAX
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # entries of other versions of JAX
 @pytest.mark.parametrize("name", NAMES)
 def test_results_of_earlier_versions_are_found(kernels: Any, name: str, cache_dir: Path, sweeps: list[str]) -> None:
     ((entries),) = json.loads(recorded(name).read_text()).values()
@@ -94,7 +94,7 @@ def test_new_files_have_the_fields_of_earlier_versions(kernels: Any, cache_dir: 
     (path,) = cache_dir.glob("*.json")
     ((device, entries),) = json.loads(path.read_text()).items()
     ((key, entry),) = entries.items()
-    assert " ".join(name for name in entry if name != "commit") == FIELDS_OF_AN_ENTRY, "it is there in a repository"
+    assert " ".join(name for name in entry if name != "commit") == FIELDS_OF_AN_ENTRY, "only repositories have commits"
     assert " ".join(entry["search"]) == "name seed stopped seen space_size budget"
     for record in Journal(cache_dir, path.stem, device, key).records():
         assert " ".join(record) == "trial limits versions reference"
@@ -104,5 +104,5 @@ def test_new_files_have_the_fields_of_earlier_versions(kernels: Any, cache_dir: 
     assert {" ".join(trial) for trial in about["trials"]} == {f"{FIELDS_OF_A_TRIAL} figures program"}
     bare = dataclasses.replace(
         Trial.from_json(about["trials"][0]), figures=None, program=""
-    )  # as of a function that is not jitted
+    )  # like a trial of a plain function
     assert " ".join(bare.to_json()) == FIELDS_OF_A_TRIAL

@@ -1,4 +1,4 @@
-"""The doctor finds each thing that is in the way of tuning, provoked for real, and names its remedy."""
+"""The doctor finds every obstacle to tuning, provoked for real, and names its remedy."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def can_mount() -> bool:
 def diagnose(
     directory: Path, *, parts: str = "quick", mounts: str = "", descriptors: object = "any", **environ: str
 ) -> tuple[int, dict[str, dict[str, str]]]:
-    """Runs the doctor in a process of its own, and returns its exit status and its findings by name."""
+    """Runs the doctor in a new process, and returns its exit status and its findings by name."""
     program = directory / "program.py"
     program.write_text(PROGRAM)
     before: list[str] = []
     if mounts:
         if not can_mount():
-            pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+            pytest.skip("users of this machine cannot have private mounts (unshare -rm)")
         before = ["unshare", "-rm", "sh", "-c", f'{mounts} && exec "$@"', "sh"]
     changes = {**dict.fromkeys(name for name in os.environ if name.endswith("_NUM_THREADS")), **environ}
     changes["PYTHONPATH"] = os.pathsep.join([environ.get("PYTHONPATH", ""), str(SOURCE)]).lstrip(os.pathsep)
@@ -98,7 +98,7 @@ def test_the_doctor_finds_what_is_slow_or_unsafe_but_works(tmp_path: Path) -> No
         "descriptors": ("may have 64 open", "ulimit -n 1024"),
         "cache locks": ("a lock has no effect", ""),
     }
-    if doctor.machine.available_cpus() > 1:  # one thread is all that one core can run
+    if doctor.machine.available_cpus() > 1:  # one core can run only one thread
         told["thread variables"] = ("OMP_NUM_THREADS=1", "")
     if can_mount():
         told["/dev/shm"] = ("1.0 MiB of 1.0 MiB", "--shm-size")
@@ -134,7 +134,7 @@ def test_a_missing_cuda_plugin_is_found_if_there_is_a_driver(tmp_path: Path) -> 
     assert "pip install 'jax[cuda13]'" in found["NVIDIA GPU"]["remedy"]
     assert status == 1
     status, found = diagnose(tmp_path, mounts=mounts, JAX_PLATFORMS="cpu")
-    assert (status, found["NVIDIA GPU"]["status"]) == (0, "ok"), "the CPU was asked for"
+    assert (status, found["NVIDIA GPU"]["status"]) == (0, "ok"), "the user asked for the CPU"
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_a_filesystem_has_the_type_of_its_last_nearest_mount(tmp_path: Path) -> 
         "print(mounted('ramfs'), mounted('tmpfs'), filesystem(odd.parent) == before != '')\n"
     )
     if not can_mount():
-        pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+        pytest.skip("users of this machine cannot have private mounts (unshare -rm)")
     odd.mkdir()
     said = python("-c", program, odd, before=["unshare", "-rm"])
     assert said == "('ramfs', 'ramfs') ('tmpfs', 'tmpfs') True\n"

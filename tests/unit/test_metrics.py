@@ -1,3 +1,5 @@
+"""Metrics of a time are right, and unknown if a count or a peak is unknown."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -160,7 +162,7 @@ def test_the_peaks_equal_the_datasheets(kind: str, bf16_tflops: float, gbps: flo
 
 
 def test_metrics_and_spaces_do_not_import_jax() -> None:
-    # Loaded by path, as the package itself imports JAX.
+    # The modules are loaded by path, because the package imports JAX.
     code = """
 import importlib.util, pathlib, sys, types
 package = types.ModuleType("quarantune")

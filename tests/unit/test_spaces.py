@@ -1,3 +1,5 @@
+"""Named spaces are full grids, and their rules drop the configs that a device cannot run."""
+
 from __future__ import annotations
 
 from typing import Any

@@ -128,7 +128,7 @@ def test_an_entry_of_changed_code_is_a_seed_and_not_an_answer(tmp_path: Path) ->
         call = described(fn, X)
         now = Situation.of(call.call)
         assert layers.find(call, now) is None
-        assert earlier_winners(call, layers.entries(now)) == [{"n": 2}], "once, in the space, of this call"
+        assert earlier_winners(call, layers.entries(now)) == [{"n": 2}], "one winner: in this space, for this call"
 
 
 # --- the nearest entry --------------------------------------------------------------------------------------
@@ -230,10 +230,10 @@ def bits_of(x: Any, mode: str = "a") -> list[dict[str, Any]]:
     ],
 )
 def test_the_nearest_entry_gives_only_configs_the_call_has(tmp_path: Path, configs: Any, given: dict[str, Any]) -> None:
-    name, x = f"made {tmp_path.name}", X[:4]  # messages are said once for a name
+    name, x = f"made {tmp_path.name}", X[:4]  # each name warns once
     fn = kernel(name, configs=configs, **given)
-    store_winner(tmp_path, fn, 5, X[:5])  # of none of the lists for `x`, and the nearest
-    store_winner(tmp_path, fn, 3 if configs is bits_of else 9, X[:3])  # nor is this
+    store_winner(tmp_path, fn, 5, X[:5])  # the nearest, but in no list for `x`
+    store_winner(tmp_path, fn, 3 if configs is bits_of else 9, X[:3])  # also in no list
     with on_path(tmp_path, on_miss="nearest"):
         with pytest.warns(CacheWarning, match="running with its defaults"):
             fn(x)

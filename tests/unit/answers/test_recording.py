@@ -1,4 +1,4 @@
-"""Calls without a saved result are written down, without values and without tuning, and tuned later."""
+"""Calls without a saved result are recorded, without values and without tuning, and tuned later."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def save(function: Any, x: Any, n: int) -> None:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[quarantune.RecordedCall]]:
-    """Has calls recorded, and returns a function that reads them."""
+    """Records calls, and returns a function that reads them."""
     monkeypatch.setenv("QUARANTUNE_RECORD", str(tmp_path / "recorded"))
     return lambda: recorded.read(tmp_path / "recorded")
 
@@ -71,7 +71,7 @@ def test_a_call_without_a_result_is_recorded_once_and_not_tuned(
     monkeypatch.setenv("QUARANTUNE_ON_MISS", on_miss)
     known, unknown = plus(f"known_{on_miss}"), plus(f"unknown_{on_miss}")
     save(known, X, 2)
-    save(unknown, jnp.arange(4.0), 1)  # near enough for ON_MISS=nearest
+    save(unknown, jnp.arange(4.0), 1)  # the nearest entry for ON_MISS=nearest
     traced = jax.jit(lambda x: unknown(x, mode="down"))
     for _ in range(5):
         assert known(X)[0] == 2
@@ -83,7 +83,7 @@ def test_a_call_without_a_result_is_recorded_once_and_not_tuned(
         else:
             assert unknown(X)[0] == (1 if on_miss == "nearest" else 0)
             assert traced(X)[0] == 0
-    recorded._flush()  # as at the end of the process
+    recorded._flush()  # a process does this at its end
     eager, inside = calls()
     assert (eager.name, eager.count) == (f"unknown_{on_miss}", 5)
     assert eager.function == f"{__name__}:plus.<locals>.add"
@@ -116,7 +116,7 @@ def test_a_forks_calls_are_recorded_with_its_parents(calls: Any) -> None:
     add(np.ones(2, np.float32))
     recorded._flush()
     context = multiprocessing.get_context("fork")
-    # A fork of a process with a backend may hang in JAX: this one only writes down what is met.
+    # A fork of a process with a backend may hang in JAX: this fork only records a call.
     described = keyed(BoundCall(add.function, (np.ones(3, np.float32),), {}))
     directory = Path(os.environ["QUARANTUNE_RECORD"])
     child = context.Process(target=recorded.note, args=(described, add._tuner.result, directory))
@@ -174,7 +174,7 @@ def test_lines_that_are_not_records_are_omitted_and_reported(calls: Any, tmp_pat
     with pytest.warns(CacheWarning, match="10 lines below .* are not records of calls"):
         (read,) = calls()
     assert read.count == 42
-    add(X)  # and the torn line spoils none that follow
+    add(X)  # the torn line does not spoil the next one
     recorded._flush()
     with pytest.warns(CacheWarning, match="11 lines below"):
         assert calls()[0].count == 43
@@ -196,7 +196,7 @@ def test_a_block_and_its_traced_program_list_the_same_calls(calls: Any, compiles
     assert [str(call) for call in listed] == ["listed(x f32[4], mode up)", "listed(x f32[4], mode down)"]
     assert listed[0].call == ((abstract[0],), {})
     recorded._flush()
-    assert [call.count for call in calls()] == [6, 6], "the directory of the environment has all of them, too"
+    assert [call.count for call in calls()] == [6, 6], "QUARANTUNE_RECORD's directory also has all calls"
 
 
 @pytest.mark.usefixtures("no_process")
@@ -205,7 +205,7 @@ def test_a_program_that_was_only_traced_is_tuned_when_it_runs() -> None:
     step = jax.jit(lambda x: add(x))
     assert [str(call) for call in quarantune.calls_in(step, X)] == ["later(x f32[8], mode up)"]
     save(add, X, 2)
-    assert [call.count for call in quarantune.calls_in(step, X)] == [1], "those with a result are listed, too"
+    assert [call.count for call in quarantune.calls_in(step, X)] == [1], "calls with a result are also listed"
     assert step(X)[0] == 2
     assert quarantune.calls_in(add, X, mode="down")[0].arguments["mode"] == "down"
 
@@ -244,7 +244,7 @@ def test_calls_that_were_listed_can_be_tuned() -> None:
 
 
 def command(*words: object, cwd: Path, **environ: str) -> tuple[int, str, str]:
-    """Runs the command line in a process of its own."""
+    """Runs the command line in a new process."""
     done = run_python("-m", "quarantune", *words, cwd=cwd, **{"JAX_PLATFORMS": "cpu", **environ})
     return done.returncode, done.stdout, done.stderr
 
@@ -311,7 +311,7 @@ def test_untunable_recorded_calls_are_named_and_nothing_runs(
 
     assert main.main(["tune", f"{name}.py:add", "--recorded", "recorded", "--time-budget", "1e-6"]) == 1
     said = capsys.readouterr().out
-    assert re.search(r"9 calls recorded in 'recorded': 1 tuned before, ", said), "of 13, those of this function"
+    assert re.search(r"9 calls recorded in 'recorded': 1 tuned before, ", said), "4 of 13 calls are of other functions"
     assert said.replace("\n", "").isprintable()
     sys.modules.pop(name)
 
@@ -374,7 +374,7 @@ def test_a_program_needs_no_tuning_after_its_record_is_tuned(tmp_path: Path) -> 
         python("program.py", *words, cwd=tmp_path, **two, **environ)
 
     program(QUARANTUNE_RECORD="recorded")
-    assert not list((tmp_path / "cache").glob("*.json")), "nothing is tuned meanwhile"
+    assert not list((tmp_path / "cache").glob("*.json")), "recording tunes nothing"
     code, out, err = command("tune", "--recorded", "recorded", "--json", cwd=tmp_path, **two)
     found = json.loads(out)
     assert code == 1, err
@@ -441,7 +441,7 @@ def test_a_process_that_is_killed_while_it_records_loses_no_call(tmp_path: Path)
 @pytest.mark.long
 @pytest.mark.clients
 @pytest.mark.timeout(600)
-@pytest.mark.filterwarnings("ignore")  # those of other people's libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_a_cluster_tunes_what_two_training_processes_record(tmp_path: Path) -> None:
     pytest.importorskip("flax")
     distributed = pytest.importorskip("distributed")
@@ -475,7 +475,7 @@ def test_a_cluster_tunes_what_two_training_processes_record(tmp_path: Path) -> N
     found = recorded.read(directory)
     kernels = sorted(call.function.partition(":")[2] for call in found)
     assert kernels == ["mean", "project", "project", "square"]
-    assert {call.count for call in found if call.function.endswith("square")} == {10}, "five times by each"
+    assert {call.count for call in found if call.function.endswith("square")} == {10}, "five calls by each process"
     assert not (tmp_path / "cache").exists()
     with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster:
         address = cluster.scheduler_address.replace("tcp://", "dask://")

@@ -46,7 +46,7 @@ def total(name: str, **options: Any) -> Any:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has configs run in this process, whose environment the test changes."""
+    """Runs configs in this process, whose environment the test changes."""
     monkeypatch.setenv("QUARANTUNE_ISOLATION", "none")
     monkeypatch.setattr("quarantune.sweep.processes._warn", lambda reason: None)
 
@@ -57,7 +57,7 @@ def another_program(*parts: str) -> Any:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A name for a kernel that no other test has, as a warning is given once for a name."""
+    """A kernel's name that no other test has, because each name warns once."""
     return str(request.node.name)
 
 
@@ -229,7 +229,7 @@ _times = itertools.count(1_700_000_000)
 def load(directory: Path, source: str) -> Any:
     path = directory / "edited_kernel.py"
     path.write_text(source)
-    os.utime(path, (0, next(_times)))  # Python compares compiled code by whole seconds
+    os.utime(path, (0, next(_times)))  # Python compares times of compiled files in whole seconds
     sys.modules.pop("edited_kernel", None)
     importlib.invalidate_caches()
     return importlib.import_module("edited_kernel").kernel
@@ -248,7 +248,7 @@ def test_a_sweep_after_an_edit_measures_what_it_has_changed(
     assert sorted(trial.config["n"] for trial in again.trials if trial.recalled_from is None) == measured
     if not measured:
         assert again.best_config == first.best_config
-        assert again.time_ms == first.time_ms, "not even the final is repeated"
+        assert again.time_ms == first.time_ms, "the final is not repeated"
 
 
 def test_an_interrupted_sweep_resumes_by_its_programs(
@@ -277,7 +277,7 @@ def test_a_trial_is_recalled_only_with_its_own_reference() -> None:
     assert not recalled("program:r.s", "program:r.t")
     assert recalled(NO_REFERENCE, NO_REFERENCE)
     assert not recalled(NO_REFERENCE, "program:r.s")
-    assert not recalled("program:r.", "program:t."), "their callbacks may differ, as those of one trace"
+    assert not recalled("program:r.", "program:t."), "their callbacks may differ"
     assert not recalled("program:r.", NO_REFERENCE)
 
 
@@ -377,7 +377,7 @@ def test_identities_without_a_second_half_match_by_the_first() -> None:
     assert is_same("program:a.b", "program:a.")
     assert is_same("program:a.", "program:a.b")
     assert not is_same("program:a.b", "program:a.c")
-    assert is_same("program:a.b", "program:c.b"), "of another trace, and lowered alike"
+    assert is_same("program:a.b", "program:c.b"), "another trace lowered to the same program"
     assert not is_same("program:a.", "program:b.")
 
 
@@ -387,6 +387,6 @@ def test_a_ranked_programs_time_needs_its_own_reference() -> None:
     assert against is not None
     recall = Recall({("b", against): measured}, has_reference=True)
     assert recall.time_ms("program:other.b", "program:t.s") == 1.0
-    assert recall.time_ms("program:other.b", "program:r.t") is None, "its output may be wrong beside other defaults"
+    assert recall.time_ms("program:other.b", "program:r.t") is None, "its output may be wrong for other defaults"
     assert recall.time_ms("program:other.b", None) is None
     assert Recall({("b", NO_REFERENCE): measured}).time_ms("program:other.b", None) == 1.0

@@ -52,9 +52,9 @@ def choosy(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Au
     @quarantune.autotune(configs, **{"rep": 1, "ref_fn": None, **options})
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 1) -> Any:
-        """Scales x by n, which had better be 2."""
+        """Scales x by n; only n=2 works."""
         if n != 2:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
         return x * n
 
     return scale
@@ -65,7 +65,7 @@ def hopeless(**options: Any) -> quarantune.Autotuned:
     @functools.partial(jax.jit, static_argnames=["n"])
     def fail(x: Any, n: int = 0) -> Any:
         if n:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
         return x
 
     return fail
@@ -114,7 +114,7 @@ def test_bad_configs_are_refused_at_decoration_with_the_fix(configs: Any, kind: 
 
 @pytest.mark.usefixtures("no_process")
 def test_a_parameter_static_only_by_position_is_refused() -> None:
-    # Until version 0.11, JAX counts it from a call's last positional argument; then, from the last parameter.
+    # JAX before 0.11 counts -1 from a call's last positional argument; later versions, from the last parameter.
     fn = jax.jit(lambda x, n=1: x * n, static_argnums=-1)
     if "n" in jax_functions.jit_options(fn).static_argnames:
         quarantune.autotune([{"n": 1}])(fn)
@@ -456,7 +456,7 @@ def test_prune_fn_drops_configs_before_a_worker_is_spent(sweeps: list[str]) -> N
     result = choosy({"n": [0, 2, 1]}, prune_fn=prune).tune(X)
     assert [trial.outcome for trial in result.trials] == [Outcome.PRUNED, Outcome.OK, Outcome.PRUNED]
     assert result.trials[0].phase is None
-    assert sorted(n for n, _ in seen) == [0, 1, 2], "once for each"
+    assert sorted(n for n, _ in seen) == [0, 1, 2], "each config is seen once"
     assert {x for _, x in seen} == {jax.ShapeDtypeStruct((4,), jnp.float32)}
     assert result.failures == {"pruned": 2}
 
@@ -496,7 +496,7 @@ def test_a_sweep_whose_configs_all_fail_raises_and_is_kept(sweeps: list[str]) ->
         assert isinstance(caught.value, RuntimeError)
         message = str(caught.value)
         assert message.startswith("All 2 configs failed")
-        assert "n=1 and 1 more: error (compile) ArithmeticError: n=1 is no good (test_autotune.py:" in message
+        assert "n=1 and 1 more: error (compile) ArithmeticError: n=1 is bad (test_autotune.py:" in message
         assert [trial.outcome for trial in caught.value.trials] == [Outcome.ERROR] * 2
         assert "shape" in caught.value.key
     assert len(sweeps) == 1
@@ -519,7 +519,7 @@ def test_failed_sweeps_leave_no_process_descriptor_or_file(tmp_path: Path, monke
         return left_of(psutil.Process()), len(os.listdir("/proc/self/fd")), os.listdir(temporary)
 
     choosy()(X)
-    assert eventually(lambda: len(left_of(psutil.Process())) == 1), "the template"
+    assert eventually(lambda: len(left_of(psutil.Process())) == 1), "only the template remains"
     before = left()
     for call in (hopeless(), jax.jit(hopeless()), hopeless().tune):
         with pytest.raises(quarantune.TuningFailedError):
@@ -555,7 +555,7 @@ class Shape:
 
 
 class Layer:
-    """Has a method for which the instance is a static argument."""
+    """A layer whose method takes the instance as a static argument."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -673,7 +673,7 @@ def test_results_found_in_files_are_bounded_in_memory(
     second.tune(np.ones(9, np.float32))
     quarantune.TuningCache(cache_dir)._store.clear(second.name)  # type: ignore[union-attr]
     for size in range(1, 6):
-        first(np.ones(size, np.float32))  # what this process has tuned stays
+        first(np.ones(size, np.float32))  # results tuned in this process stay
     assert len(sweeps) == tuned + 1
 
 
@@ -692,7 +692,7 @@ sys.addaudithook(_watch)
 
 @pytest.fixture
 def watched() -> Iterator[Callable[[], list[str]]]:
-    """Starts to note the files that this process opens, and the processes that it starts."""
+    """Records the files this process opens and the processes it starts."""
     global _watched
 
     def start() -> list[str]:
@@ -729,7 +729,7 @@ def test_a_cached_call_touches_no_file_and_starts_no_process(watched: Callable[[
     for call in calls:
         jax.jit(call)()
     assert fn.lookup(x) == {"n": 1}
-    assert [event for event in events if "'/sys/" not in event] == []  # the kind of the CPU is looked up there
+    assert [event for event in events if "'/sys/" not in event] == []  # JAX reads the CPU's kind there
     assert not cache_dir.exists()
 
 
@@ -843,7 +843,7 @@ def test_cloudpickle_carries_a_closure_that_still_tunes(sweeps: list[str]) -> No
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Returns the results of calls that start together, each in a thread of its own."""
+    """Returns the results of calls that start together, each in its own thread."""
     barrier = threading.Barrier(len(calls))
 
     def start(call: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Compile checks for the processor of this machine; `test_compile_targets.py` has accelerators."""
+"""Compile checks for this machine's processor; `test_compile_targets.py` checks accelerators."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_check_names_how_each_config_ends_and_leaves_nothing() -> None:
 
 @pytest.mark.slow
 def test_a_check_runs_nothing_and_remembers_nothing(cache_dir: Path) -> None:
-    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 16), jnp.float32)  # 256 GiB: no worker can make such an argument
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 16), jnp.float32)  # 256 GiB: no worker can make this argument
     report = quarantune.compile_check(rolled, {"n": [1, 2, 2]}, huge, target="cpu")
     assert report.ok
     assert [trial.config["n"] for trial in report.trials] == [1, 2]
@@ -245,7 +245,7 @@ def test_shared_memory_overflows_state_their_amounts_first() -> None:
 def test_one_allocation_that_exceeds_vmem_states_its_amount() -> None:
     v4 = "RESOURCE_EXHAUSTED: Allocation (size={}) would exceed memory (size=16777216) :: #a [space=vmem, scoped]"
     assert briefly(v4.format(64 << 20)).startswith("over VMEM: 64.00 of 16.00 MiB; RESOURCE")
-    assert briefly(v4.format(8 << 20)).startswith("RESOURCE"), "it does not fit beside others: their sum is not told"
+    assert briefly(v4.format(8 << 20)).startswith("RESOURCE"), "it does not fit with others, whose sum is unknown"
 
 
 def test_a_report_raises_only_where_every_config_failed() -> None:

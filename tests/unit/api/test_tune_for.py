@@ -24,7 +24,7 @@ TIMES: Mapping[int, Mapping[int, float | None]] = {
     4: {1: 1.0, 2: 3.0, 3: 1.5, 4: 0.5},
     64: {1: 40.0, 2: 10.0, 3: 14.0, 4: None},
 }
-"""Milliseconds by the length of x and n; n=4 fails for the larger one."""
+"""Milliseconds by the length of x and by n; n=4 fails for the longer x."""
 
 
 def scale(**options: Any) -> Any:
@@ -40,7 +40,7 @@ def scale(**options: Any) -> Any:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has sweeps end with the times above."""
+    """Makes sweeps end with the times above."""
 
     def tune(resolver: Any, call: Any, *, resume: bool) -> TuningResult:
         trials = [
@@ -96,7 +96,7 @@ def test_the_config_has_the_least_total_time_or_slowdown(
     assert f"* n={best} has the least total time" in table or by == "worst"
     assert f"x f32[64]: {result.calls[1].time_ms:.4g} ms, {ratios[1]:.2f}x of its own best, weight 1" in table
     for later in (tuned, scale()):
-        assert later.lookup(jax.ShapeDtypeStruct((8,), jnp.float32)) == {"n": best}, "the whole bucket uses it"
+        assert later.lookup(jax.ShapeDtypeStruct((8,), jnp.float32)) == {"n": best}, "the whole bucket uses the config"
     ((entry,),) = (each.values() for each in json.loads((cache_dir / "scale.json").read_text()).values())
     assert [share["time_ms"] / share["best_ms"] for share in entry["calls"]] == pytest.approx(ratios)
     assert entry["search"]["name"] == f"tune_for by {by}"
@@ -106,7 +106,7 @@ def test_the_config_has_the_least_total_time_or_slowdown(
 def test_reports_and_files_name_the_calls_of_a_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist sets 80
+    monkeypatch.setenv("COLUMNS", "120")  # pytest-xdist sets it to 80
     monkeypatch.setattr("quarantune.tuning.outcome.commit_of", lambda function: f"that of {function.__name__}")
     result = scale().tune_for([(SMALL,), (LARGE,)])
     assert result.commit == "that of scale"
@@ -171,7 +171,7 @@ def test_each_call_tries_the_same_configs_and_trials_count(search: dict[str, Any
     tried = {trial.config["n"] for trial in first.trials}
     assert len(tried) == (3 if search else 4)
     assert {trial.config["n"] for trial in first.trials if not trial.outcome.is_failure} == tried - {4}
-    assert {trial.config["n"] for trial in again.trials} == tried, "a search goes on from its journal"
+    assert {trial.config["n"] for trial in again.trials} == tried, "a search resumes from its journal"
     assert [share.call for share in again.calls] == ["x f32[4]", "x f32[64]"]
 
 

@@ -1,3 +1,5 @@
+"""`TuningCache` finds, changes, merges and exports entries, and functions of this process follow its changes."""
+
 from __future__ import annotations
 
 import json
@@ -130,7 +132,7 @@ def tuned(name: str, *, is_good: bool = True) -> quarantune.Autotuned:
     @jax.jit(static_argnames=["n"])
     def fn(x: Any, n: int = 1) -> Any:
         if n == 2 and not is_good:
-            raise ArithmeticError("n=2 is no good")
+            raise ArithmeticError("n=2 is bad")
         return x * n
 
     return fn
@@ -213,7 +215,7 @@ def test_functions_use_merged_entries_despite_their_memory(cache_dir: Path, tmp_
     (key,) = TuningCache(tmp_path / "other").keys()
     entry = TuningCache(tmp_path / "other").entry(*key)
     assert entry is not None
-    del entry["program"]  # of another config
+    del entry["program"]  # it identifies another config
     Store(tmp_path / "other").put(
         key.kernel_type,
         key.device,
@@ -227,7 +229,7 @@ def test_functions_use_merged_entries_despite_their_memory(cache_dir: Path, tmp_
             failing(X)
     TuningCache(cache_dir).merge(tmp_path / "other")
     assert fn.lookup(X) == {"n": 1}
-    with quarantune.settings(on_miss="error"):  # what is in no file is kept
+    with quarantune.settings(on_miss="error"):  # results in no file are kept
         np.testing.assert_array_equal(in_memory(X), 2 * X)
         with pytest.raises(quarantune.TuningFailedError):
             failing(X)

@@ -1,3 +1,5 @@
+"""One process at a time holds the claim of a problem, and a dead or silent holder loses it."""
+
 from __future__ import annotations
 
 import fcntl
@@ -98,7 +100,7 @@ def test_a_claim_made_while_another_is_set_aside_is_respected(
 
     def after_the_other(place: Directory, name: str) -> str:
         monkeypatch.setattr(Directory, "free_name", find_free_name)
-        while not quick.held:  # it may give way once, to the one that has the lock
+        while not quick.held:  # it may give way once, to the holder of the lock
             quick.try_acquire()
         return find_free_name(place, name)
 
@@ -189,7 +191,7 @@ def test_a_silent_holder_loses_its_claim_after_its_worst_case(
 def test_a_changing_claim_is_respected_whatever_its_clock(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
-    # As on a filesystem that takes the times of files from its clients.
+    # A network filesystem may take the times of files from its clients.
     holder, waiter = make(worst_case_s=30), make()
     assert holder.try_acquire()
     for waited_s in range(0, 100, 20):
@@ -199,7 +201,7 @@ def test_a_changing_claim_is_respected_whatever_its_clock(
         pass_time(monkeypatch, 20)
     assert holder.held
     pass_time(monkeypatch, 20)
-    assert waiter.try_acquire(), "it has changed no more"
+    assert waiter.try_acquire(), "the claim no longer changes"
     waiter.release()
     holder.release()
 
@@ -224,7 +226,7 @@ def test_a_hung_holder_does_not_keep_its_claim_for_ever(
     pass_time(monkeypatch, 100)
     assert second.try_acquire()
     second.release()
-    # It gives way once, because the holder of the lock may be about to make the claim.
+    # The third gives way once, because the holder of the lock may be about to make the claim.
     assert [third.try_acquire(), third.try_acquire()] == [False, True]
     third.release()
     hung.release()
@@ -256,7 +258,7 @@ def test_hosts_judge_each_other_by_silence_alone(make: Callable[..., Claim], mon
     here.release()
 
 
-@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # about a file that no crash leaves
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # some contents warn, as no crash leaves them
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": 1}'])
 def test_a_claim_torn_by_a_crash_is_taken_over_soon(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch, content: bytes
@@ -300,7 +302,7 @@ def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> 
 
 
 def test_a_fork_of_a_killed_holder_does_not_keep_its_lock(tmp_path: Path) -> None:
-    # The claim's holder is known by its lock alone: the rival is on a host of its own.
+    # Only its lock shows that the holder lives: the rival is on another host.
     script = """
 import os, signal, sys
 from pathlib import Path
@@ -328,7 +330,7 @@ signal.pause()
                 assert is_granted
 
 
-@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # of JAX, which other tests have imported
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # other tests have imported JAX, which warns
 def test_a_fork_that_leaves_the_block_keeps_its_parents_claim(make: Callable[..., Claim]) -> None:
     with make() as claim:
         assert claim.try_acquire()
@@ -403,9 +405,7 @@ def test_wait_returns_the_claim_when_nobody_has_it(make: Callable[..., Claim]) -
     claim.release()
 
 
-def test_wait_looks_again_after_acquiring_the_claim(
-    make: Callable[..., Claim],
-) -> None:
+def test_wait_looks_again_after_acquiring_the_claim(make: Callable[..., Claim]) -> None:
     answers = [None, "answer"]
     claim = make()
     assert wait(claim, lambda: answers.pop(0), lambda *_: None) == "answer"

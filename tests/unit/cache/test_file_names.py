@@ -1,3 +1,5 @@
+"""Keys and file names are equal for equal values, different for different values, and safe for any value."""
+
 from __future__ import annotations
 
 import functools

@@ -1,3 +1,5 @@
+"""A journal keeps every acknowledged record of an interrupted sweep, whatever happens to its files."""
+
 from __future__ import annotations
 
 import errno
@@ -183,7 +185,7 @@ for number in range(int(sys.argv[3])):
         other.communicate(timeout=280)
     found: dict[str, list[int]] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheWarning)  # about the line that the killed process may have been writing
+        warnings.simplefilter("ignore", CacheWarning)  # the killed process may have left a torn line
         records = Journal(tmp_path, "f", "cpu", "key").records()
     for record in records:
         found.setdefault(record["writer"], []).append(record["number"])
@@ -217,7 +219,7 @@ def test_a_journal_that_becomes_large_continues_in_a_new_file(
     assert max(path.stat().st_size for path in files) <= 2000
     assert journal.records() == records
     files[3].write_bytes(files[3].read_bytes()[:-5])
-    assert journal_module.damage(tmp_path) == []  # its last line is torn
+    assert journal_module.damage(tmp_path) == []  # a torn last line is not damage
     assert len(journal.records()) == 99
     assert [path.name.partition(".")[0] for path in files] == [problem_hash("cpu", "key")] * len(files)
     journal.discard()

@@ -1,3 +1,5 @@
+"""The store loses no saved entry to crashes, damage, full disks or other writers."""
+
 from __future__ import annotations
 
 import contextlib
@@ -286,7 +288,7 @@ def test_a_writer_taken_for_dead_starts_over(store: Store, monkeypatch: pytest.M
         real_fsync(fd)
         if not slept:
             slept.append(True)
-            # Meanwhile a writer without working locks withdraws our announcement and writes.
+            # Now a writer without working locks withdraws our announcement and writes.
             monkeypatch.setattr("quarantune.cache.store.side_lock", lambda *_: contextlib.nullcontext())
             (announced,) = store.directory.glob(".f.json.*.tmp")
             announced.unlink()
@@ -503,7 +505,7 @@ def test_without_flock_writers_keep_apart_by_their_announcements(
 def test_a_file_cut_under_its_name_is_not_damage(
     store: Store, monkeypatch: pytest.MonkeyPatch, has_links: bool, is_newer: bool
 ) -> None:
-    # As on a network filesystem, where the machine knows the size of the file that another host has replaced.
+    # A network filesystem may give the size of a file that another host has already replaced.
     store.put("f", "cpu", "k", ENTRY)
     if is_newer:
         store.path("f").write_text(NEWER)

@@ -1,4 +1,4 @@
-"""The command line: good and bad input for every command, in this process; the slow tests start programs."""
+"""Every command does its work on good input, and names the fix for bad input; slow tests start programs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process; returns its exit code and what it wrote to stdout and stderr."""
+    """Runs a command in this process; returns its exit code, its stdout and its stderr."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
     def run_it(*words: object) -> tuple[int, str, str]:
@@ -90,7 +90,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Writes a module into the working directory, and returns its name, which no other test uses."""
+    """Writes a module into the working directory and returns its name, unique to the test."""
     name = f"kernels_{abs(hash(tmp_path))}"
     directory = tmp_path / "work"
     directory.mkdir()
@@ -269,7 +269,7 @@ def test_a_cache_that_cannot_be_read_is_named_with_the_fix(run: Run, cache_dir: 
     def refuse(path: object) -> Any:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything
+    monkeypatch.setattr(os, "scandir", refuse)  # root ignores the modes of files
     code, _, err = run("cache", "list")
     assert code == 2
     assert is_one_line_about(err, "cannot be read (Permission denied): make it readable, or give another one")
@@ -329,9 +329,9 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
         assert (code, err) == (0, "")
         assert out.startswith(f"usage: {parser.prog}")
         assert max(map(len, out.splitlines())) <= 100
-        if (handler := parser.get_default("run")) and handler != "help:help":  # which shows the help of another
+        if (handler := parser.get_default("run")) and handler != "help:help":  # `help` shows another command's help
             handlers.add(handler)
-    assert max(map(len, make_parser().epilog.splitlines())) <= 80  # argparse breaks none of these lines
+    assert max(map(len, make_parser().epilog.splitlines())) <= 80  # argparse does not wrap these lines
     assert len(handlers) == 16
     for handler in handlers:
         module, _, name = handler.partition(":")
@@ -502,7 +502,7 @@ def test_a_dry_run_changes_nothing(run: Run, filled: Store) -> None:
     code, out, err = run("cache", "prune", "--older-than", "30d", "--dry-run")
     assert code == 0
     assert out.endswith("3 results would be removed\n")
-    assert err == "", "a file of another program is no damage"
+    assert err == "", "a file of another program is not damage"
     assert sorted(os.listdir(filled.directory)) == before
 
 
@@ -532,7 +532,7 @@ def test_a_result_renewed_during_pruning_is_not_pruned(filled: Store, monkeypatc
 @pytest.mark.usefixtures("filled")
 def test_a_reader_that_leaves_early_is_not_an_error(words: str) -> None:
     reader, writer = os.pipe()
-    os.close(reader)  # it has left before the first line
+    os.close(reader)  # the reader leaves before the first line
     command = [sys.executable, "-m", "quarantune", *words.split()]
     environ = child_environ(PYTHONUNBUFFERED="")
     with os.fdopen(writer, "wb") as out:
@@ -616,7 +616,7 @@ def test_calls_are_read_from_files_of_any_editor(text: str, tmp_path: Path, monk
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()), encoding="ascii"))
     for name in (str(tmp_path / "calls.txt"), "-"):
         assert [call.args[0].shape for call in read_calls(name)] == [(8,), (16,)]
-    assert parse_call("\ufefff32[8]").args[0].shape == (8,)  # as "$(cat FILE)" gives it
+    assert parse_call("\ufefff32[8]").args[0].shape == (8,)  # "$(cat FILE)" gives this
 
 
 def test_keys_are_shown_as_calls(run: Run, cache_dir: Path, tmp_path: Path) -> None:
@@ -642,7 +642,7 @@ def test_help_and_version_are_spelt_in_several_ways(run: Run) -> None:
     assert run("-V") == run("--version")
     assert run("-V")[1].startswith("quarantune ")
     for words in ((), ("tune",), ("check",), ("cache", "list")):
-        assert not re.search(r"docs/|\.md\b|README", run(*words, "--help")[1])  # pip installs no documents
+        assert not re.search(r"docs/|\.md\b|README", run(*words, "--help")[1])  # pip does not install documents
 
 
 def test_terminals_show_colours_and_files_do_not(run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,7 +793,7 @@ def test_calls_are_tuned_ahead_of_time_and_a_program_finds_them(run: Run, kernel
 
     assert re.search(r"\n4 results looked at: \d \w+", run("cache", "verify", f"{file.name}:scale")[1])
     code, out, _ = run("cache", "verify", f"{file.name}:scale", "--json")
-    assert code in (0, 1)  # with two configs that do the same, either may be faster now
+    assert code in (0, 1)  # two configs do the same, so that either may be faster now
     assert {it["kernel_type"] for it in json.loads(out)["entries"]} == {f"{kernels}.scale"}
 
 
@@ -819,7 +819,7 @@ def test_tuners_and_kernel_functions_are_tuned_by_name(run: Run, kernels: str) -
 @pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.clients
-@pytest.mark.filterwarnings("ignore")  # those of other people's libraries
+@pytest.mark.filterwarnings("ignore")  # warnings of other libraries
 def test_calls_are_tuned_on_a_cluster_and_saved_here(run: Run, kernels: str) -> None:
     distributed = pytest.importorskip("distributed")
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
@@ -914,7 +914,7 @@ def test_the_program_starts_in_time_and_lists_10_000_results(cache_dir: Path, tm
         assert process.returncode == 0
         return used.ru_utime + used.ru_stime
 
-    # The aims are 0.15 and 0.5 s. Four times that is allowed here, as machines that run tests are slow and shared: one
+    # The aims are 0.15 and 0.5 s. The test allows four times as long, because test machines are slow and shared: one
     # machine took 0.43 s for the same listing on one day, and 0.83 to 1.5 s on another.
     assert best_of(lambda: cpu_s("cache", "path"), limit=4 * 0.15) <= 4 * 0.15
     assert best_of(lambda: cpu_s("cache", "list"), limit=4 * 0.5) <= 4 * 0.5

@@ -1,4 +1,4 @@
-"""`quarantune run`: one config alone, with everything that it prints."""
+"""`quarantune run` runs one config alone and shows everything it prints."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Writes a module into the working directory, and returns its name, which no other test uses."""
+    """Writes a module into the working directory and returns its name, unique to the test."""
     name = f"alone_{abs(hash(tmp_path))}"
     (tmp_path / f"{name}.py").write_text(KERNELS)
     monkeypatch.chdir(tmp_path)
@@ -86,7 +86,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def run(kernels: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> Run:
-    """Runs a config of `total`, and checks that nothing is left of it but what it printed."""
+    """Runs a config of `total`, and checks that it leaves no process or file."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(cache_dir.parent / "temporary"))

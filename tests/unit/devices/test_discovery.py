@@ -1,4 +1,4 @@
-"""Devices are selected by the operator's setting and shown to workers through the platform's visibility variable."""
+"""The operator's setting selects devices, and the platform's visibility variable shows them to workers."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_devices_have_the_names_of_the_visibility_variable(
 
 
 def hip_sees(environ: dict[str, str], there: int = 8) -> list[str]:
-    """Returns the devices that HIP shows a process: a choice from those that the runtime below it, ROCr, leaves."""
+    """Returns the devices HIP shows a process; HIP chooses among those the lower runtime, ROCr, leaves."""
     left = [name for name in environ.get("ROCR_VISIBLE_DEVICES", "").split(",") if name] or list(map(str, range(there)))
     listed = environ.get("HIP_VISIBLE_DEVICES") or environ.get("CUDA_VISIBLE_DEVICES") or ""
     seen = []
     for name in (name.strip() for name in listed.split(",") if name):
         if name not in left and not (name.isdigit() and int(name) < len(left)):
-            break  # the rest counts no more
+            break  # entries after it do not count
         seen.append(name if name.startswith("GPU-") else left[int(name)])
     return seen if listed else left
 

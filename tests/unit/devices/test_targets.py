@@ -1,4 +1,4 @@
-"""Devices by name that need not be here, and their descriptions in the package and in cache directories."""
+"""Targets are found by name without the device, with descriptions in the package and in cache directories."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_sweep_leaves_its_gpu_for_jobs_without_it(cache_dir: Path, monkeypatch
     (file,) = (cache_dir / "targets").iterdir()
     before = file.stat().st_mtime_ns, file.stat().st_ino
     targets.remember(seen, blocks.current())
-    assert (file.stat().st_mtime_ns, file.stat().st_ino) == before, "it is not written again"
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == before, "the description is not written again"
     found = targets.find("l4")
     assert found.for_compiling == seen
     assert found.origin == f"read from NVIDIA L4 by JAX {jax.__version__}"

@@ -324,7 +324,7 @@ def _adder(n: int) -> Callable[[int], int]:
 
 
 def _wrapping(fn: Callable[..., Any], factor: int) -> Callable[..., Any]:
-    lock = threading.Lock()  # it cannot be described
+    lock = threading.Lock()  # a lock has no description
 
     @functools.wraps(fn)
     def wrapper(*args: Any) -> Any:

@@ -118,9 +118,7 @@ def odd(n):
     assert parts_that_differ(tmp_path, "n != 0", "n > 0", source=source) == ["helper:odd"]
 
 
-def test_an_edit_after_the_import_keeps_the_fingerprint(
-    tmp_path: Path,
-) -> None:
+def test_an_edit_after_the_import_keeps_the_fingerprint(tmp_path: Path) -> None:
     scope = load(tmp_path, BASE)
     path = Path(scope["__file__"])
     fresh = load(tmp_path, BASE.replace("inner(x) * BM", "inner(x) - BM"))

@@ -1,4 +1,4 @@
-"""The fingerprint of a function depends on what its code names: not on other fields, on history, seeds or places."""
+"""A function's fingerprint depends on the names in its code, not on other fields, history, seeds or places."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _names = (f"hinted_{number}" for number in itertools.count())
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that imports a source as a new module, from a directory of its own."""
+    """Returns a function that imports a source as a new module from its own directory."""
 
     def load_module(source: str, directory: str = "here", name: str = "") -> Any:
         place = tmp_path / directory
@@ -90,7 +90,7 @@ def kernel(x):
     assert digest(module.kernel) == fresh
     module.table["a"] = 2
     changed = digest(module.kernel)
-    assert changed != fresh, "nothing writes to it while it runs"
+    assert changed != fresh, "no call writes to it"
     module.kept.size = 4
     assert digest(module.kernel) != changed
 
@@ -141,7 +141,7 @@ def test_a_large_table_takes_little_time_and_counts_whole(make: str, load: Calla
     )
     began = time.process_time()
     before = digest(module.kernel)
-    assert time.process_time() - began < 1.5  # describing each part took 5 s
+    assert time.process_time() - began < 1.5  # describing each part alone took 5 s
     module.TABLE["token 7" if isinstance(module.TABLE, dict) else 7] = -1
     assert digest(module.kernel) != before
 

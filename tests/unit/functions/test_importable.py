@@ -1,4 +1,4 @@
-"""Which modules count as edited since they were imported, and which files as those of installed packages."""
+"""Modules edited after their import are found, and files of installed packages are recognised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Imports = Callable[[str, str], types.ModuleType]
 
 @pytest.fixture
 def imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Imports]:
-    """Writes a module into an empty directory on the path, and imports it until the test has ended."""
+    """Writes a module into an empty directory on the path, and imports it for the duration of the test."""
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.syspath_prepend(str(place))
@@ -119,7 +119,7 @@ spec.loader.exec_module(optional)
 class Connected:
     @property
     def __class__(self):
-        raise RuntimeError("there is no connection")
+        raise RuntimeError("the connection failed")
 
     __module__ = __class__
 
@@ -182,7 +182,7 @@ def test_a_package_made_by_this_program_cannot_be_imported(imports: Imports) -> 
     assert module.__file__ is not None
     package: Any = types.ModuleType("made_up")
     sys.modules["made_up"] = package
-    package.__path__ = [str(Path(module.__file__).parent)]  # as pytest does with --import-mode=importlib
+    package.__path__ = [str(Path(module.__file__).parent)]  # like pytest's --import-mode=importlib
     importlib.import_module("made_up.of_made_up")
     try:
         assert not importable.can_import("made_up.of_made_up")
@@ -224,11 +224,11 @@ def install(kind):
         sys.path_hooks.insert(0, suffix_hook)
         sys.path.append(str(file.parent))
         file.rename(file.with_suffix(".other"))
-    elif kind in ("specification", "beside a directory"):
+    elif kind in ("specification", "next to a directory"):
         spec = spec_of("secret", file)
         sys.modules["secret"] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules["secret"])
-        if kind == "beside a directory":
+        if kind == "next to a directory":
             Path(__file__).with_name("secret").mkdir()
     elif kind == "no path any more":
         sys.path.insert(0, str(file.parent))
@@ -266,7 +266,7 @@ if sys.argv[2:]:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
-    """Writes a program with a module that only its own finders find, and returns its file."""
+    """Writes a program with a module that only the program's finders find, and returns its file."""
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "secret.py").write_text(SECRET)
     (tmp_path / "finders.py").write_text(FINDERS)
@@ -274,11 +274,11 @@ def secret(tmp_path: Path) -> Path:
     return tmp_path / "script.py"
 
 
-KINDS = ["finder", "finder object", "directory", "suffix", "specification", "beside a directory", "no path any more"]
+KINDS = ["finder", "finder object", "directory", "suffix", "specification", "next to a directory", "no path any more"]
 
 
 LONG = ("finder object", "directory", "suffix")
-"""Kinds that differ from another one only in the finder; only a release needs them."""
+"""Kinds whose only difference is the finder; only a release needs them."""
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -
     packages.is_installed.cache_clear()
     found = [is_library("their_kernels"), packages.is_installed(str(place / "their_package" / "other.py"))]
     assert found == [True, True]
-    assert not is_library("own_kernels"), "a file of one's own beside installed packages"
+    assert not is_library("own_kernels"), "the user's file is next to installed packages"
 
 
 def test_code_without_a_file_belongs_to_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_code_without_a_file_belongs_to_no_package(tmp_path: Path, monkeypatch: 
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    monkeypatch.syspath_prepend("")  # as for `python -c` and in an interactive session
+    monkeypatch.syspath_prepend("")  # `python -c` and interactive sessions have this entry
     packages.is_installed.cache_clear()
     assert not packages.is_installed("<string>")
     assert packages.is_installed(pytest.__file__)

@@ -1,4 +1,4 @@
-"""Files in directories where others make names: links are not followed, and no file of another purpose is changed."""
+"""In directories where others make names, no link is followed and no unrelated file is changed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ PLACES = {
     "exported file": ("f.json", export),
 }
 REFUSED = {"lock of the cache file", "lock of the claim", "journal", "exported file"}
-"""The others are replaced, or set aside, or left."""
+"""Kinds whose write fails at a link; all other kinds replace it, set it aside or leave it."""
 FOLDERS = {
     "claims": ("f.trials", claim),
     "journals": ("f.trials", append),
@@ -100,7 +100,7 @@ FOLDERS = {
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A private file outside of the shared directory, which nothing may read, change or remove."""
+    """A private file outside the shared directory; nothing may read, change or remove it."""
     outside = tmp_path / "outside"
     outside.mkdir(mode=0o700)
     for name in ("authorized_keys", problem_file("jsonl").partition("/")[2], "x.failed", "x.tmp"):
@@ -220,7 +220,7 @@ def test_a_cache_directory_that_is_itself_a_link_is_used(tmp_path: Path) -> None
 
 
 def test_a_directory_only_read_from_may_hold_links(tmp_path: Path) -> None:
-    # The files of a mounted configuration, or of a package installed by links.
+    # Mounted configurations and packages installed by links have these.
     put(tmp_path / "data")
     (tmp_path / "table").mkdir()
     (tmp_path / "table" / "f.json").symlink_to(tmp_path / "data" / "f.json")
@@ -241,7 +241,7 @@ def test_a_draft_replaced_by_a_link_does_not_take_the_place(
             draft.symlink_to(victim)
 
     monkeypatch.setattr(os, "fsync", plant)
-    monkeypatch.setattr("quarantune.cache.entry_file._STALE_S", 0.0)  # the link has the name of a writer that lives
+    monkeypatch.setattr("quarantune.cache.entry_file._STALE_S", 0.0)  # the link's name belongs to a live writer
     Store(shared).put("f", "cpu", "k2", ENTRY)
     assert planted
     assert not (shared / "f.json").is_symlink()
@@ -254,7 +254,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two 
 
 
 def as_user(user: int, script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a script as another user; modules are imported before, as the interpreter may not be readable for it."""
+    """Runs a script as another user, who may not be able to read the interpreter: modules are imported before."""
     head = f"""
         import os, sys, warnings
         from pathlib import Path

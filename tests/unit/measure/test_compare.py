@@ -1,3 +1,5 @@
+"""Outputs are compared by value within tolerances, and a message names the worst difference."""
+
 from __future__ import annotations
 
 import math

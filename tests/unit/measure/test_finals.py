@@ -26,7 +26,7 @@ DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan, 1e-300]
 
 
 class Time:
-    """A clock that advances only when a test says so."""
+    """A clock that only tests advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -40,13 +40,13 @@ class Time:
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stops the clocks of sampling and of finals, whose budgets a busy machine may use up between scripted samples."""
+    """Stops the clocks of sampling and finals: a busy machine could exhaust their budgets between scripted samples."""
     for fn in (sampling.measure, finals.take_turns):
         monkeypatch.setitem(fn.__kwdefaults__ or {}, "clock", Time())
 
 
 class Sampler:
-    """Returns scripted samples, in milliseconds; each advances the clock by its own length, or by a given time."""
+    """Returns scripted samples in milliseconds; each advances the clock by its length or by a given time."""
 
     def __init__(self, samples: Iterable[float | RunTime], time: Time | None = None, seconds: float = 0.0) -> None:
         self._samples = iter(samples)
@@ -194,7 +194,7 @@ def test_an_exact_clock_takes_few_samples_of_a_config_far_behind() -> None:
     hopeless = Sampler(itertools.repeat(4.7))
     assert measure(hopeless).is_ruled_out
     assert hopeless.taken == 1
-    tiny = Sampler([0.047, *[0.01] * 30])  # a cold start may be all that
+    tiny = Sampler([0.047, *[0.01] * 30])  # a cold start may explain the whole first sample
     assert not measure(tiny, best_median_ms=0.01).is_ruled_out
 
 
@@ -227,7 +227,7 @@ def test_sampling_continues_while_every_run_is_disturbed() -> None:
         (29.0, 1.0, 7.0, True),
         (29.0, 1.0, 8.0, False),
     ],
-    ids=["long and behind", "long and not", "long as first runs are", "shorter and behind other first runs", "neither"],
+    ids=["long and behind", "long and not", "as long as first runs", "shorter and behind other first runs", "neither"],
 )
 def test_one_run_rules_out_a_config_that_is_far_behind(
     first_ms: float, fastest_ms: float, fastest_first_ms: float, is_hopeless: bool
@@ -317,7 +317,7 @@ def test_the_standard_error_is_the_scatter_of_medians() -> None:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    """Replaces the time of the clocks with one that the test controls."""
+    """Replaces the clocks' time with a time that the test controls."""
     time = Time()
     told = types.SimpleNamespace(perf_counter=time, thread_time_ns=lambda: 0)
     for module in (clocks, waits):
@@ -529,7 +529,7 @@ def test_warm_rounds_decide_between_equals_unless_they_tie() -> None:
     assert finals.decide(cold, default=2, warm=warm) == [4, 6]
     assert finals.decide(cold, default=6, warm=warm) == [6, 4]
     assert finals.decide(cold, default=6, warm=warm | {2: [0.7] * 9}) == [2]
-    # One config takes the place of all with its program; if it has no warm rounds, the final had none.
+    # One config stands for all with its program; if it has no warm rounds, the final had none.
     assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == [2, 4, 6]
 
 
@@ -602,13 +602,13 @@ def test_the_profiler_holds_the_outputs_of_one_run_at_a_time() -> None:
         return sum(output() is not None for output in made)
 
     def dispatch() -> jax.Array:
-        assert not alive(), "the outputs of the run before take no memory any more"
+        assert not alive(), "the previous run's outputs are freed"
         output = jnp.arange(4) + 1
         made.append(weakref.ref(output))
         return output
 
     run = device_clock._ProfiledRun(dispatch, flush=lambda: jnp.zeros(8))
-    results = [run() for _ in range(5)]  # as the profiler does it
+    results = [run() for _ in range(5)]  # the profiler runs it like this
     assert len(jax.block_until_ready(results)) == 5
     assert alive() == 1
     run.release()

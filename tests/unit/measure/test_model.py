@@ -1,4 +1,4 @@
-"""Beside busy processes the fastest config is found all the same: whole sweeps on a simulated machine, seeded."""
+"""Busy machines do not change the choice of the fastest config: whole seeded sweeps on a simulated machine."""
 
 from __future__ import annotations
 
@@ -178,15 +178,15 @@ def test_a_first_run_is_judged_by_other_first_runs() -> None:
 
     disturbance = sampling.Disturbance([(50.0, 50.0)] * 9)
     disturbance.add_first_run(60.0, 50.0)
-    disturbance.add_first_run(7.0, 0.5)  # of a short first run the cold may be the greater part
+    disturbance.add_first_run(7.0, 0.5)  # a cold start may be most of a short first run
     assert is_hopeless(101.0, disturbance)
     disturbance.add_first_run(100.0, 50.0)
     assert not is_hopeless(101.0, disturbance)
     assert is_hopeless(126.0, disturbance)
     disturbance.add([50.0] * 4 + [1000.0] * 5, 50.0)
-    assert not is_hopeless(3000.0, disturbance), "where half of all samples are disturbed as much, one run says nothing"
-    assert is_hopeless(5000.0, disturbance), "where none was disturbed nearly as much, it does"
-    assert not is_hopeless(1e6, sampling.Disturbance()), "nor where nobody knows"
+    assert not is_hopeless(3000.0, disturbance), "if half of all samples are disturbed as much, one run proves nothing"
+    assert is_hopeless(5000.0, disturbance), "no sample was disturbed nearly as much"
+    assert not is_hopeless(1e6, sampling.Disturbance()), "the noise is unknown"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_runs_must_agree_until_disturbance_of_all_is_unlikely(samples: int, dist
     disturbance = sampling.Disturbance()
     disturbance.add([1.0] * (samples - disturbed) + [3.0] * disturbed, 1.0)
     assert disturbance.runs_needed(9.0, 1.0) == needed
-    assert disturbance.runs_needed(9.1, 1.0) == 2, "none was disturbed nearly as much"
+    assert disturbance.runs_needed(9.1, 1.0) == 2, "no sample was disturbed nearly as much"
     take = [RunTime.exactly(9.0)] * 30
     ruled_out = sampling.measure(
         lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, disturbance=disturbance, clock=lambda: 0.0
@@ -209,7 +209,7 @@ def test_a_first_run_stops_after_the_time_of_hopeless_ones() -> None:
     quiet = sampling.Disturbance(runs=[(80.0, 80.0)] * 20)
     assert sampling.longest_first_run(80.0, disturbance=quiet) == 2 * 2 * 80.0
     assert sampling.longest_first_run(80.0, disturbance=sampling.Disturbance()) == 4 * 2 * 80.0, (
-        "nothing is known of the noise yet"
+        "the noise is still unknown"
     )
     assert sampling.longest_first_run(1.0, disturbance=quiet) == 2 * 2 * 50.0, (
         "a cold start may take tens of milliseconds"

@@ -1,4 +1,4 @@
-"""Other objectives than time: a function of a trial, and the energy of a call."""
+"""Objectives other than time choose the winner: a function of a trial, and the energy of a call."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ GRID = {"turns": [2, 4000]}
 
 @functools.partial(jax.jit, static_argnames=["turns"])
 def turned(x: Any, turns: int = 2) -> Any:
-    """Takes longer the more it turns; an even number of turns changes nothing."""
+    """Reverses an array `turns` times: more turns take longer, and an even number changes nothing."""
     return jax.lax.fori_loop(0, turns, lambda _, y: y[::-1], jnp.tile(x, 64))[: len(x)]
 
 
 def most_turns(trial: Trial) -> float:
-    """Is the less, the more a config turns."""
+    """Objective that prefers more turns."""
     assert trial.time_ms is not None
     return -float(trial.config["turns"])
 
@@ -54,11 +54,11 @@ def test_the_winner_has_the_least_objective_even_if_slower(isolation: str, cache
         result = tuned.tune(X)
         verified = quarantune.TuningCache(cache_dir).verify(tuned, max_loss_percent=1e-9).entries[0]
     assert (result.best_config, result.score, result.default_score) == ({"turns": 4000}, -4000.0, -2.0)
-    assert {trial.outcome for trial in result.trials} == {Outcome.OK}, "none is ruled out by its time"
+    assert {trial.outcome for trial in result.trials} == {Outcome.OK}, "no config is ruled out by its time"
     assert result.energy_mj is None
     assert "less of the objective than the defaults (objective -4000 against objective -2; " in repr(result)
     assert "turns=4000 has the lowest objective: -4000, where turns=2 has -2" in result.table(width=200)
-    assert (verified.verdict, verified.loss_percent) == ("current", None), "more time is no loss to another objective"
+    assert (verified.verdict, verified.loss_percent) == ("current", None), "another objective ignores more time"
     saved = tuned.result(((X,), {}))
     assert (saved.score, saved.findings.compared) == (-4000.0, result.findings.compared)
 
@@ -147,7 +147,7 @@ def test_a_round_of_a_final_that_scores_zero_counts() -> None:
     ]
 
 
-# --- what is saved and shown ---
+# --- files and tables ---
 
 
 def test_results_of_different_objectives_are_kept_apart() -> None:
@@ -181,7 +181,7 @@ def test_energy_is_shown_only_if_it_was_measured(tmp_path: Path) -> None:
     assert not {*names, "score", "default_score"} & {*plain.to_json(), *plain.trials[0].to_json(), *plain.to_dicts()[0]}
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 def test_compiled_only_configs_have_neither_energy_nor_score() -> None:
@@ -204,7 +204,7 @@ def test_energy_is_refused_by_name_if_it_cannot_be_measured(monkeypatch: pytest.
         for given in ("energy", lambda trial: trial.time_ms * trial.energy_mj, lambda trial: trial.watts):
             with pytest.raises(ValueError, match=r"turned: objective needs the energy of a call.* runs on cpu"):
                 run(objective=given)
-        assert run(objective=lambda trial: trial.energy_mj or 1.0).score == 1.0, "it can do without"
+        assert run(objective=lambda trial: trial.energy_mj or 1.0).score == 1.0, "it also works without the energy"
         donates = jax.jit(lambda x, turns=2: x, static_argnames=["turns"], donate_argnums=[0])
         with pytest.raises(ValueError, match="a jitted function that donates no arguments"):
             run(donates, objective="energy")
@@ -220,11 +220,11 @@ def test_energy_is_refused_by_name_if_it_cannot_be_measured(monkeypatch: pytest.
 
 
 class NVMLError(Exception):
-    """An error of the stand-in for NVML."""
+    """Error of the fake NVML."""
 
 
 class FakeGpu:
-    """A stand-in for NVML, CUDA and the time: a GPU whose counter advances in steps as time passes."""
+    """Stands for NVML, CUDA and the time: a GPU whose counter advances in steps with the time."""
 
     NVMLError = NVMLError
 
@@ -305,7 +305,7 @@ def test_the_energy_of_a_run_is_known_to_within_a_percent_or_two(fake_gpu: FakeG
     began_s = fake_gpu.now
     found, watts = energy.per_call(dispatch, energy.counter(0), run_s)
     assert watts == pytest.approx(fake_gpu._watts, rel=0.02)
-    # In the stand-in, the GPU waits while its counter is read, which counts as a part of the runs.
+    # The fake GPU waits while its counter is read, and this wait counts towards the runs.
     assert found >= 0.98 * fake_gpu._watts * run_s * 1e3
     assert found <= 1.02 * fake_gpu._watts * (run_s * 1e3 + 1e3 * fake_gpu._read_s / max(1, round(0.01 / run_s)))
     assert fake_gpu.now - began_s < 5.5
@@ -323,7 +323,7 @@ def test_a_gpu_without_a_counter_is_refused_with_nvmls_reason(fake_gpu: FakeGpu,
     said = {"no driver": "Shared Library Not Found", "no counter": "Not Supported", "": ""}[fake_gpu._fault]
     reason = energy.why_not("cuda", "NVIDIA H200")
     assert said in reason
-    assert bool(reason) is bool(said), "that another GPU of the machine has none does not matter"
+    assert bool(reason) is bool(said), "another GPU without a counter does not matter"
     assert fake_gpu.opened == bool(said == "Not Supported")
     assert "only whole NVIDIA GPUs" in energy.why_not("cuda", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
     assert "this call runs on rocm" in energy.why_not("rocm", "MI300")
@@ -354,7 +354,7 @@ def test_a_sweep_for_energy_measures_trials_and_the_final(monkeypatch: pytest.Mo
     assert (result.best_config, result.score, result.energy_mj) == ({"turns": 4000}, 11.0, 11.0)
     assert "3.64x less energy than the defaults (11 mJ against 40 mJ; " in repr(result)
     assert [(trial.energy_mj, trial.watts) for trial in result.finalists] == [(11.0, 300.0), (40.0, 300.0)]
-    assert min(map(measured.count, (2, 4000))) >= 4, "in the trial, and in three rounds of the final"
+    assert min(map(measured.count, (2, 4000))) >= 4, "once in the trial and in three rounds of the final"
 
 
 # --- a score of exactly 0 ---

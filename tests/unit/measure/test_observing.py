@@ -1,4 +1,4 @@
-"""Observers of a run: what one sees is in trials, tables, rows, files and the final, and it need not be energy."""
+"""Values that an observer of runs returns, not only energy, are in trials, tables, rows, files and the final."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = jnp.arange(8.0)
 
 
 class Steps:
-    """Observes how many steps a run takes: the value of a tunable."""
+    """Observes the number of steps of a run, the value of a tunable."""
 
     WHAT = "the steps of a call"
     FIELDS: ClassVar = {"steps": ("steps", "steps of one call")}
@@ -62,7 +62,7 @@ def test_a_new_observer_is_shown_wherever_energy_would_be(monkeypatch: pytest.Mo
     assert (result.best_config, result.score, result.default_score) == ({"steps": 0}, 0.0, 3.0)
     assert [dict(trial.observed) for trial in result.trials] == [{"steps": 3.0}, {"steps": 0.0}, {"steps": 5.0}]
     assert [trial.observed["steps"] for trial in result.finalists] == [0.0, 3.0]
-    assert steps.times > 3 + 3, "in each trial, and in each of a few rounds of the final"
+    assert steps.times > 3 + 3, "each trial and a few rounds of the final are observed"
     assert result.energy_mj is None
     head = result.table(width=120).splitlines()[0]
     assert head.split() == ["steps", "outcome", "ms", "steps", "objective", "speed-up", "compile", "s"]

@@ -1,4 +1,4 @@
-"""The default check tells rounding from error: programs that differ by rounding pass, and bugs do not."""
+"""The default check accepts programs that differ by rounding, and finds bugs."""
 
 from __future__ import annotations
 
@@ -133,15 +133,15 @@ def test_bugs_smaller_than_fixed_tolerances_are_found(name: str) -> None:
 def judged_as(
     fn: Any, args: list[Any], *values: str, on_device: bool, programs: int | None = None, told: Any = lambda: None
 ) -> list[bool]:
-    """Returns which configs are right, as a worker judges them; on a CPU it compares on the device only if told to.
+    """Returns which configs a worker judges right.
 
     Args:
         fn: the function.
         args: its arguments.
         *values: its configs.
-        on_device: whether outputs are compared on the device.
-        programs: a file with the programs for that.
-        told: called before the worker is told which outputs there will be, and after that.
+        on_device: whether outputs are compared on the device, which a CPU does not do by default.
+        programs: a file with the programs that compare on the device.
+        told: called before and after the worker receives the expected outputs.
     """
     packed = payload.pack_call(jax.jit(fn, static_argnames=["do"]), tuple(args), {}, {})
     options = BenchOptions(platform="cpu", warmup=0, rep=1, supply="auto", tolerance=None)
@@ -328,7 +328,7 @@ def test_static_parts_of_outputs_are_compared_by_value() -> None:
 
     @functools.partial(jax.jit, static_argnames=["do"])
     def step(x: Any, do: float = 0.1) -> Any:
-        # Two functions that are equal but for their identity, and one with another closure.
+        # Two functions differ only in identity; a third has another closure.
         return State(
             x * 2, types.SimpleNamespace(update=update(0.1)) if do == 0.3 else update(0.5 if do == 0.2 else 0.1)
         )
@@ -416,7 +416,7 @@ def test_large_numbers_have_the_noise_of_small_ones(size: float, on_device: bool
 def test_numbers_beyond_the_range_of_float32_differ() -> None:
     wanted = 1e40 * np.random.default_rng(0).standard_normal(10_000)
     noise = rounding.RoundingNoise(wanted, coarsest=None)
-    with np.errstate(all="raise"):  # as the author's module may have it
+    with np.errstate(all="raise"):  # the author's module may set this
         for seed in range(4):
             noise.add(rounding.moved(np, wanted, np.uint32(seed), np.int32(0)))
         allowance = noise.allowance()

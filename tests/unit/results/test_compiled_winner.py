@@ -1,4 +1,4 @@
-"""A compiled winner: it runs its executable where that fits the call, and the jitted function otherwise."""
+"""A compiled winner runs its executable if it fits the call, and otherwise the jitted function."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 
 def jitted(fn: Callable[..., Any]) -> Any:
-    """Returns `fn` jitted; it has the tunable `n`, and `p` is static."""
+    """Returns `fn` jitted, with the tunable `n` and the static `p`."""
     return functools.partial(jax.jit, static_argnames=["n", "p"])(fn)
 
 
@@ -121,7 +121,7 @@ def test_a_first_call_with_other_containers_gets_its_result() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class One:
-    """A class of outputs, whose programs have no tree of their own."""
+    """A class of outputs; programs do not contain its tree."""
 
     def __init__(self, only: Any) -> None:
         self.only = only
@@ -135,7 +135,7 @@ class One:
 
 
 class Other(One):
-    """Another such class."""
+    """Another class of outputs."""
 
 
 jax.tree_util.register_pytree_node_class(Other)
@@ -176,7 +176,7 @@ TRACED: list[Any] = []
 
 @jitted
 def sensitive(x: Any, p: Any = None, n: int = 1) -> Any:
-    """Its results depend on x64 and on PRNG keys, and its dtypes on the rules of promotion."""
+    """Depends on x64, on PRNG keys and on the rules of dtype promotion."""
     TRACED.append(x)
     return x @ x, jnp.arange(3), jax.random.normal(jax.random.PRNGKey(0), (2,)), x * jnp.arange(2), 0 * x / x
 

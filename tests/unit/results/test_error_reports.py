@@ -1,4 +1,4 @@
-"""What is shown of an exception: its message, then the lines of the author's own files that led to it."""
+"""Reports of an exception start with its message, then show the lines in the author's files that led to it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_the_message_comes_first_then_the_authors_lines() -> None:
 
 def test_a_host_callbacks_own_error_is_shown() -> None:
     def fails(x: Any) -> Any:
-        raise ArithmeticError("this config is no good")
+        raise ArithmeticError("this config is bad")
 
     function = jax.jit(lambda x: jax.pure_callback(fails, x, x))
     described = describe_error(caught(lambda: jax.block_until_ready(function(jnp.ones(3)))))
-    assert described.text.endswith("error calling callback: ArithmeticError: this config is no good")
+    assert described.text.endswith("error calling callback: ArithmeticError: this config is bad")
     message, line, *_ = described.traceback.splitlines()
     assert message == f"{described.error}: {described.text}"
     assert re.fullmatch(rf"  {re.escape(__file__)}:\d+, in fails: raise ArithmeticError.*", line)

@@ -1,4 +1,4 @@
-"""Reports as HTML pages: their content, their size, strings that try to escape, and a real browser that draws them."""
+"""HTML reports are complete and small, contain hostile strings, and are drawn correctly by a real browser."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def trial(config: Config, rng: random.Random, ended_s: float) -> Trial:
 
 
 def data(*, key_values: Any, note: str = "", **fields: Any) -> ResultData:
-    """Returns a result as a report takes it."""
+    """Returns a result in the form that reports take."""
     return ResultData(TuningResult(key="", **fields), key_values, note)
 
 
 def changed(given: ResultData, **fields: Any) -> ResultData:
-    """Returns the same with other fields of the result."""
+    """Returns a copy with other fields of the result."""
     return dataclasses.replace(given, result=dataclasses.replace(given.result, **fields))
 
 
@@ -112,7 +112,7 @@ def result(count: int = 48, size: int = 512) -> ResultData:
 
 
 def sized() -> ResultData:
-    """Returns a result on a device whose peaks are known, of programs whose memory and costs are known."""
+    """Returns a result with known peaks of the device and known memory and costs of the programs."""
     whole = result()
     trials = [
         dataclasses.replace(
@@ -166,7 +166,7 @@ def hostile() -> ResultData:
 
 
 def failures() -> ResultData:
-    """Returns a result whose journal holds nothing but failures, of every kind."""
+    """Returns a result whose journal has only failures, of every kind."""
     kinds = [outcome for outcome in Outcome if outcome.is_failure]
     trials = [
         Trial(config={"a": a, "b": b}, outcome=kinds[(a + b) % len(kinds)], phase=Phase.MEASURE, message="no")
@@ -176,7 +176,7 @@ def failures() -> ResultData:
 
 
 def defaults_alone() -> ResultData:
-    """Returns a result of long values, of which only the defaults work."""
+    """Returns a result with long values; only the defaults work."""
     trials = [
         Trial(
             config={"mode": f"a rather long name of number {n}"},
@@ -314,7 +314,7 @@ def test_a_report_has_the_device_memory_and_the_peaks() -> None:
     assert (trials["flops"][0], trials["moved"][0]) == pytest.approx((2 * 512**3, 3 * 512 * 512 * 4), rel=1e-5)
     mixed = {"a": {"shape": [8], "dtype": "float32"}, "b": {"shape": [8], "dtype": "bfloat16"}}
     (unsure,) = page_data([dataclasses.replace(sized(), key_values=mixed)])["problems"]
-    assert unsure["peaks"] == {"gbps": 4800.0, "tflops": None, "dtype": ""}, "which of them it multiplies is not known"
+    assert unsure["peaks"] == {"gbps": 4800.0, "tflops": None, "dtype": ""}, "the multiplied dtype is unknown"
     (unknown,) = page_data([result()])["problems"]
     assert (unknown["peaks"], unknown["pareto"]) == (None, [])
 
@@ -412,7 +412,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def shown(window: Browser, tmp_path: Path, *results: ResultData) -> None:
-    """Draws a report, and asserts that the browser has nothing to complain of."""
+    """Draws a report, and asserts that the browser does not complain."""
     page = tmp_path / "report.html"
     html_report.write(page, results)
     window.size(1280, 900)
@@ -682,7 +682,7 @@ def test_five_thousand_trials_are_paged_and_selected_quickly(window: Browser, tm
         return performance.now() - began;"""
     assert window.run(steps) < 5_000
     assert window.complaints() == []
-    # It takes 0.3 s on a quiet machine, and a busy one gets three attempts at ten seconds.
+    # A quiet machine takes 0.3 s; a busy machine gets three attempts of ten seconds.
     drawn_ms = "return performance.getEntriesByName('quarantune-ready')[0].startTime"
     assert any(window.open(tmp_path / "report.html") or window.run(drawn_ms) < 10_000 for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""Progress: the counts, the last line, terminals of any width, pipes, notebooks, Ctrl-C; rich itself is not tested."""
+"""Progress is right on terminals of any width, in pipes and notebooks, and after Ctrl-C; rich is not tested."""
 
 from __future__ import annotations
 
@@ -380,7 +380,7 @@ class Stream(io.StringIO):
         return super().write(text)
 
 with display.Progress("parent", 2, shown=True) as parent:
-    with parent._screen._lock, parent._screen._writing, display._making:  # as when another thread draws meanwhile
+    with parent._screen._lock, parent._screen._writing, display._making:  # another thread may draw at the fork
         child = os.fork()
     if not child:
         sys.stderr = Stream()
@@ -414,7 +414,7 @@ WRITTEN = (
     ("\x1b[34m50%\rblue\x1b[0m\n", [("blue", "blue")]),
     ("after\n", [("after", "default")]),
 )
-"""Texts, and the lines with their colours that a terminal shows of them."""
+"""Texts, each with the lines and colours that a terminal shows for it."""
 
 
 @pytest.mark.clients
@@ -471,7 +471,7 @@ def test_a_line_written_during_a_redraw_leaves_no_line_behind(monkeypatch: pytes
     render = rich.text.Text.__rich_console__
 
     def render_late(text: rich.text.Text, *about: Any) -> Any:
-        if "printed" in text.plain:  # the way up to the first line is computed by now
+        if "printed" in text.plain:  # the display has computed the way up to its first line
             is_late.set()
             is_drawn.wait(1)
         return render(text, *about)
@@ -485,7 +485,7 @@ def test_a_line_written_during_a_redraw_leaves_no_line_behind(monkeypatch: pytes
     printing = threading.Thread(target=stream.write, args=("printed\n",))
     printing.start()
     assert_in_time(is_late)
-    progress.enter(1, "compile")  # one more line
+    progress.enter(1, "compile")  # adds a line to the display
     drawing = threading.Thread(target=lambda: (surface.draw([progress.view]), is_drawn.set()))
     drawing.start()
     printing.join()
@@ -564,13 +564,13 @@ def test_a_sweep_reports_phases_and_the_untuned_time(isolation: str, monkeypatch
             np.ones(1 << 16, np.float32)
         )
     phases = [phase for index, phase in noted if index == 0 and phase in ("compile", "check", "measure", "end")]
-    assert list(dict.fromkeys(phases)) == ["compile", "check", "measure", "end"]  # it is measured again if disturbed
+    assert list(dict.fromkeys(phases)) == ["compile", "check", "measure", "end"]  # a disturbed config is measured again
     assert {phase for index, phase in noted if index < 0} >= {"compile", "check", "measure", "end"}
     assert len(default_ms) == 1
     assert default_ms[0]
     assert ((0, READY) in noted) is (isolation == "process")
     on_device: set[int] = set()
-    for index, phase in noted:  # a config that waits again after its first run is ready, and not being measured
+    for index, phase in noted:  # a config that waits again after its first run is ready
         on_device = on_device | {index} if phase in ("check", "measure") else on_device - {index}
         assert len(on_device) <= 1
     assert given == [(index, phase) for index, phase in noted if index >= 0 and phase != READY]
@@ -591,7 +591,7 @@ DISTURBANCES = (
 
 
 def settled_screens(recording: Recording, columns: int) -> list[tuple[float, list[str]]]:
-    """Returns the screen after each piece that was followed by a pause, and in the end, and the seconds until then."""
+    """Returns the screens before each pause and at the end, each with its time in seconds."""
     pyte = pytest.importorskip("pyte")
     screen = pyte.Screen(columns, 100)
     stream = pyte.ByteStream(screen)
@@ -608,13 +608,13 @@ def settled_screens(recording: Recording, columns: int) -> list[tuple[float, lis
 def recordings(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[int, Future[Recording]]]:
-    """Records the sweep in terminals of two widths at once: each sleeps most of the time."""
+    """Records the sweep in terminals of two widths at once, as each sleeps most of the time."""
     place = tmp_path_factory.mktemp("terminals")
     file = place / "program.py"
     file.write_text(PROGRAM, encoding="utf-8")
 
     def run(columns: int) -> Recording:
-        about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)), COLUMNS="80")  # as left by a resized terminal
+        about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)), COLUMNS="80")  # a resized terminal leaves this
         return record(program_of(str(file), "24", "0.6", "noisy"), columns=columns, lines=100, environ=about)
 
     with ThreadPoolExecutor(2) as pool:
@@ -632,7 +632,7 @@ def test_a_terminal_gets_news_every_second_and_no_torn_line(
     assert recording.status == 0, recording.text
     screens = settled_screens(recording, columns)
     live = [(at, lines) for at, lines in screens if any(" of 24 done" in line for line in lines)]
-    # One line has the time gone, so that each redrawing makes a new one. What other threads write repeats the lines.
+    # One line shows the elapsed time, so that it is new at each redraw. Output of other threads repeats the lines.
     news: dict[str, float] = {}
     for at, lines in live:
         news.setdefault(next((line for line in lines if " s gone" in line), ""), at)
@@ -661,7 +661,7 @@ def test_a_terminal_gets_news_every_second_and_no_torn_line(
         assert not any(re.search("careful|logged|printed|torn", line) for line in lines[at:])
     _, end = screens[-1]
     assert not any(re.search("━| of 24 done|now: ", line) for line in end)
-    assert re.search(LAST.replace(" ", ""), "".join(end).replace(" ", "")), end  # a line ends where the terminal does
+    assert re.search(LAST.replace(" ", ""), "".join(end).replace(" ", "")), end  # the terminal's width breaks lines
     assert end.count("torn apart") >= 10
 
 
@@ -681,7 +681,7 @@ def test_ctrl_c_says_what_is_kept_and_the_next_run_continues(program: str, calls
     assert (many is not None) is (calls == "many")
     again = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=280)
     assert again.returncode == 0, again.stderr
-    # The one call is resumed; of many, the last one is tuned now.
+    # The one call is resumed; of many calls, only the last is tuned now.
     last = LAST if calls == "many" else RESUMED
     assert re.search(last, again.stderr.replace("f32[4,8] ", "")), again.stderr
 

@@ -1,4 +1,4 @@
-"""Replays of searches against recorded trials."""
+"""Searches replay against recorded trials of any format, and damaged recordings are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHARED_MEMORY_BYTES = 176 * 1024
 
 
 def hopper_like() -> list[Trial]:
-    """Returns 648 trials like those of a Hopper matmul, of which 408 need more shared memory than there is."""
+    """Returns 648 trials like a Hopper matmul's; 408 need too much shared memory."""
     trials = []
     sizes, names = (64, 128, 256), ("tile_m", "tile_n", "tile_k", "steps", "minor", "width", "wg")
     for values in itertools.product(sizes, sizes, (64, 128), (2, 4, 6), "MN", (1, 8, 16), "MN"):
@@ -134,7 +134,7 @@ def test_our_journals_and_trials_in_memory_replay(tmp_path: Path, monkeypatch: p
     trials.append(Trial(config={"BM": 64, "via": "a"}, outcome=Outcome.NOT_RUN))
     expected(quarantune.replay(trials, "exhaustive", seeds=[0]))
     journal = Journal(tmp_path, "matmul", "cpu", "key")
-    journal.append({"trial": Trial(config=ROWS[0][0], outcome=Outcome.CRASHED).to_json()})  # measured again later
+    journal.append({"trial": Trial(config=ROWS[0][0], outcome=Outcome.CRASHED).to_json()})  # a later trial replaces it
     for trial in trials:
         journal.append({"trial": trial.to_json()})
     Journal(tmp_path, "matmul", "cpu", "trouble").append({"config": "{}", "outcome": "crashed"})
@@ -266,7 +266,7 @@ def test_only_the_damaged_journal_is_named(tmp_path: Path) -> None:
 
 
 def recorded(directory: Path) -> Path:
-    """Records ROWS in the journal of a function, and returns its file."""
+    """Records ROWS in a function's journal, and returns its file."""
     journal = Journal(directory, "matmul", "cpu", "key")
     for config, time in ROWS:
         ended = {"outcome": Outcome.ERROR} if isinstance(time, str) else {"outcome": Outcome.OK, "time_ms": time}

@@ -1,4 +1,4 @@
-"""Tables, exports and messages: sorted and explained, and no config or message garbles a terminal or breaks print."""
+"""Tables, exports and messages are sorted and explained, and no config or message garbles a terminal."""
 
 from __future__ import annotations
 

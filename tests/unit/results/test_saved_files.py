@@ -1,4 +1,4 @@
-"""`TuningResult.save` is whole or absent: other savers, full disks and kills leave one of the results there."""
+"""`TuningResult.save` is atomic: after other savers, full disks and kills, one whole result is there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def doubled(x: Any, n: int = 1) -> Any:
 
 
 def result(n: int, *, size_bytes: int = 100) -> TuningResult:
-    """A result whose parts show whether they belong together."""
+    """Returns a result whose parts all contain its number."""
     config = {"n": n, "pad": "x" * size_bytes}
     return TuningResult(
         best_config=config, time_ms=1.0, trials=(), key="key", device="cpu", from_cache=False, tie=(), versions={},
@@ -42,12 +42,12 @@ def result(n: int, *, size_bytes: int = 100) -> TuningResult:
 
 
 def whole(directory: Path, *, quiet: bool = True) -> int:
-    """Loads what is saved, and returns which result it is; `quiet`: nobody saves meanwhile."""
+    """Loads the saved result and returns its number; `quiet` means that nobody saves at the same time."""
     loaded = TuningResult.load(directory)  # compares every checksum
     n = int(loaded.best_config["n"])
     assert loaded.name == f"f{n}"
     if not quiet:
-        return n  # the part that was loaded may be gone by now
+        return n  # another saver may have removed the loaded part
     (winner,) = directory.glob("winner*.bin") if len(list(directory.glob("winner*.bin"))) == 1 else [None]
     assert winner is None or set(winner.read_bytes()) == {n % 256}
     return n
@@ -86,7 +86,7 @@ def test_a_result_of_an_earlier_version_is_loaded_and_replaced(tmp_path: Path) -
 
 
 def newer_layout(directory: Path) -> None:
-    """Saves a result as a version of the future may do."""
+    """Saves a result as a future version might."""
     result(1).save(directory)
     about = json.loads((directory / "result.json").read_text())
     about |= {"schema": 99, "files": {"names": ["not", "known"]}}
@@ -94,7 +94,7 @@ def newer_layout(directory: Path) -> None:
 
 
 def unreadable_layout(directory: Path) -> None:
-    """Saves a result whose JSON file is damaged, though its other files may still be of use."""
+    """Saves a result with a damaged JSON file and other files that may still be useful."""
     result(1).save(directory)
     (directory / "result.json").write_text('{"schema": 2, "files": {"functi')
 
@@ -104,7 +104,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def let_age(directory: Path) -> None:
-    """Gives all files of a directory a time of long ago, as results usually have."""
+    """Makes all files of a directory old, as saved results usually are."""
     for path in directory.iterdir():
         os.utime(path, (0, 0))
 
@@ -142,7 +142,7 @@ def test_a_result_that_the_disk_refuses_leaves_the_earlier_one(tmp_path: Path, l
 
 
 class EndingError(BaseException):
-    """Ends a save as Ctrl-C does."""
+    """Interrupts a save like Ctrl-C."""
 
 
 @pytest.mark.parametrize("step", ["write", "fsync", "replace", "unlink"])
@@ -264,7 +264,7 @@ def test_a_full_disk_leaves_the_earlier_result(tmp_path: Path, free_bytes: int) 
 
 
 def table(number: int, *, rows: int = 1) -> TuningResult:
-    """A result with so many trials."""
+    """Returns a result with `rows` trials."""
     trials = [Trial(config={"n": n}, outcome=Outcome.OK, time_ms=float(number)) for n in range(rows)]
     return TuningResult(best_config={"n": 0}, time_ms=1.0, trials=tuple(trials), key="key", device="cpu", fn=doubled)
 
@@ -453,7 +453,7 @@ def test_a_saver_removes_no_part_that_another_is_about_to_name(tmp_path: Path, m
     def replace(source: str, target: str, **where: int) -> None:
         if target == "result.json" and not others:
             others.append(True)
-            result(2).save(tmp_path)  # meanwhile, with all parts of the other saver there already
+            result(2).save(tmp_path)  # the outer saver has already written all its parts
             assert whole(tmp_path) == 2
         real(source, target, **where)
 

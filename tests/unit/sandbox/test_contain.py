@@ -1,4 +1,4 @@
-"""Shared memory that a config made goes with its worker; that of other processes stays."""
+"""A config's shared memory is removed with its worker; other processes keep theirs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ held: list[Any] = []
 
 
 def hold(x: Any, name: str, n: int = 0) -> Any:
-    """Config 1 attaches to shared memory of the caller, makes some of the same name elsewhere, and never ends."""
+    """Config 1 attaches to the caller's shared memory, makes more under similar names, and never ends."""
     if n == 1:
         held.append(SharedMemory(name=name))
         resource_tracker.unregister(f"/{name}", "shared_memory")  # type: ignore[attr-defined]
         held.append(SharedMemory(name=f"{name}-own", create=True, size=1 << 20))
         held.append(SharedMemory(name=f"{name}-other", create=True, size=1 << 20))
         held[-1].unlink()
-        subprocess.run(["touch", f"/dev/shm/{name}-other"], check=True)  # another process has made it anew
+        subprocess.run(["touch", f"/dev/shm/{name}-other"], check=True)  # now another process's file
         os.mkdir(f"/dev/shm/{name}-folder")
         for path in (Path(f"/dev/shm/{name}-plain"), Path(f"/dev/shm/{name}-folder/plain")):
             path.write_text("plain")
-        with open(file=f"/dev/shm/{name}", mode="r+b") as file:  # which was there before
+        with open(file=f"/dev/shm/{name}", mode="r+b") as file:  # the caller's file existed before
             held.append(pickle.loads(pickle.dumps(open)) is open and file.read(1))
         assert held[-1]
         signal.pause()
@@ -100,7 +100,7 @@ def dying(real):
 
 
 def run_noting(code: str, name: str, directory: Path) -> tuple[subprocess.CompletedProcess[str], int]:
-    """Runs a process that notes its names as a worker does; returns it, and the file with its names."""
+    """Runs a process that notes names like a worker; returns it and the file with the names."""
     fd = os.open(directory / "names", os.O_RDWR | os.O_CREAT | os.O_APPEND)
     command = [sys.executable, "-c", BEGINNING + code, name, str(fd)]
     return subprocess.run(command, pass_fds=[fd], capture_output=True, text=True, check=False), fd

@@ -45,7 +45,7 @@ from quarantune.worker.arguments import BenchOptions
 
 OPTIONS = BenchOptions.of("cpu", Options(warmup=0, rep=1))
 PATIENCE_S = 60.0
-"""The longest wait for steps that take milliseconds on a quiet machine."""
+"""Longest wait, in seconds, for steps that take milliseconds on a quiet machine."""
 
 WORKLOAD = """
 import ctypes, fcntl, json, mmap, os, signal, sys, time
@@ -206,7 +206,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     yield
     wait_for(lambda: len(processes_below_us()) <= 1, "only the template remains")
     assert len(os.listdir("/proc/self/fd")) == fds
-    # No directories: those belong to compile checks for a TPU, which another process may be running.
+    # Directories belong to compile checks for a TPU, which another process may be running.
     left = [name for name in os.listdir("/dev/shm") if "quarantune" in name and Path("/dev/shm", name).is_file()]
     assert set(left) <= shared_memory
     assert list(scratch.iterdir()) == []
@@ -302,7 +302,7 @@ def measure(sandbox: Sandbox, worker: History) -> None:
 
 
 def run(sandbox: Sandbox, *, environ: dict[str, str] | None = None, **config: Any) -> History:
-    """Runs one config in a worker of its own and waits for the worker's end."""
+    """Runs one config in a new worker and waits for the worker's end."""
     worker = start(sandbox, environ=environ, **config)
     histories = {worker.number: worker}
     listen(sandbox, histories, lambda: worker.ended or worker.types)
@@ -319,7 +319,7 @@ def facts_of(sandbox: Sandbox, worker: History) -> dict[str, Any]:
 
 
 def forks_loaded(sandbox: Sandbox) -> bool:
-    """Whether workers are forks of a template that has loaded the payload, and not of the process's."""
+    """Returns whether workers are forks of the sweep's template, which has loaded the payload."""
     return sandbox.template_pid not in (None, template.shared().pid)
 
 
@@ -328,7 +328,7 @@ def sweep_template() -> psutil.Process:
         children = psutil.Process(template.shared().pid).children()
         return [child for child in children if is_running(child.pid)]
 
-    wait_for(lambda: len(running()) == 1, "that of an earlier sweep is gone")
+    wait_for(lambda: len(running()) == 1, "an earlier sweep's template is gone")
     return running()[0]
 
 
@@ -371,7 +371,7 @@ def test_a_worker_has_its_own_session_environment_and_files(
     assert facts["stdin"] == ""
     assert facts["oom"] == "1000"
     assert facts["cwd"] == str(tmp_path)
-    assert len(facts["fds"]) < 15, "descriptors for the waiting times of its own threads are not counted"
+    assert len(facts["fds"]) < 15, "the count includes descriptors for its threads' waiting times"
     assert "EXTRA" not in os.environ
     assert SANDBOX_MARK not in os.environ
 
@@ -404,7 +404,7 @@ def test_workers_do_not_inherit_blocked_or_ignored_signals(method: str, load: Ca
         signal.signal(signal.SIGHUP, hangup)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
-        worker = run(sandbox, do="say_what_signals_do")  # its exit is reported only if SIGCHLD arrives
+        worker = run(sandbox, do="say_what_signals_do")  # only SIGCHLD reports its exit
         python_ignores = [signal.SIGPIPE, signal.SIGXFSZ]
         assert facts_of(sandbox, worker) == {"blocked": [], "ignored": python_ignores}
 
@@ -472,11 +472,11 @@ def test_leaving_the_sandbox_kills_hanging_workers(
         listen(sandbox, histories, lambda: all(worker.types for worker in workers))
         for worker in workers:
             measure(sandbox, worker)
-        wait_for(lambda: all((tmp_path / f"up-{number}").exists() for number in range(2)), "they hang")
+        wait_for(lambda: all((tmp_path / f"up-{number}").exists() for number in range(2)), "the workers hang")
         pids = [sandbox.pid(worker.number) for worker in workers]
         assert all(pid is not None and is_running(pid) for pid in pids)
         leaves = time.monotonic()
-    assert time.monotonic() - leaves < PATIENCE_S, "nobody waits for the workers to end by themselves"
+    assert time.monotonic() - leaves < PATIENCE_S, "leaving does not wait for the workers to end"
     assert not any(pid is not None and is_running(pid) for pid in pids)
 
 
@@ -496,9 +496,7 @@ def test_sweeps_of_several_threads_are_independent(load: Callable[..., ModuleTyp
     assert totals == {number: [10.0 * number] * 3 for number in range(4)}
 
 
-def test_a_template_survives_a_worker_that_cannot_start(
-    load: Callable[..., ModuleType],
-) -> None:
+def test_a_template_survives_a_worker_that_cannot_start(load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act, method="spawn") as sandbox:
         before = template.shared().pid
         worker = start(sandbox, do="nothing", environ={"TOO_LARGE_FOR_EXEC": "x" * 200_000})
@@ -581,7 +579,7 @@ def test_a_module_that_makes_forks_unsafe_is_loaded_by_workers(hostility: str, l
             worker = run(sandbox, do="nothing")
             assert worker.types == ["Compiled", "Measured"]
             assert facts_of(sandbox, worker) == {"loaded": True}
-        assert sandbox.baseline_bytes > 10 << 20  # the template's memory, with JAX, does not count as the worker's
+        assert sandbox.baseline_bytes > 10 << 20  # the template's memory, including JAX, does not count for workers
 
 
 SENDS_DESCRIPTORS = """
@@ -683,7 +681,7 @@ def start_hanging(sandbox: Sandbox, tmp_path: Path, count: int = 2) -> dict[int,
     listen(sandbox, histories, lambda: all(worker.types for worker in workers))
     for worker in workers:
         measure(sandbox, worker)
-    wait_for(lambda: all(path.exists() for path in paths), "they hang")
+    wait_for(lambda: all(path.exists() for path in paths), "the workers hang")
     return histories
 
 
@@ -706,9 +704,9 @@ def test_a_sweep_continues_after_its_template_is_killed(
         wait_for(lambda: not any(pid is not None and is_running(pid) for pid in pids), "its workers died with it")
         for number in histories:
             sandbox.forget(number)
-            sandbox.finish(number)  # as the scheduler does whose idle worker died while another scheduler ran
+            sandbox.finish(number)  # a scheduler does this if its idle worker died under another scheduler
         worker = run(sandbox, do="nothing")
-        if victims == "both" and worker.status is None:  # ordered from the other template before its death was noticed
+        if victims == "both" and worker.status is None:  # the dead template took the order unnoticed
             worker = run(sandbox, do="nothing")
         assert worker.types == ["Compiled", "Measured"]
         assert (template.shared().pid == process.pid) == (victims in ("the sweep's template", "stopped and killed"))
@@ -723,7 +721,7 @@ def test_a_dying_template_is_not_used_again(load: Callable[..., ModuleType], mon
         dying = template.shared().pid
         monkeypatch.setattr(template.Template, "is_alive", property(lambda self: True))
         process = psutil.Process(dying)
-        process.suspend()  # it forks no template for this sweep any more, which would do without it
+        process.suspend()  # suspended, it cannot fork a template for the sweep
         for each in (*process.children(), process):
             each.kill()
         for _ in range(3):
@@ -738,7 +736,7 @@ def test_a_template_is_asked_to_end_before_the_wait_for_it(load: Callable[..., M
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
         running = template.shared()
         template.close_shared()
-    assert running._process.returncode == 0, "it was waited for in vain, and killed"
+    assert running._process.returncode == 0, "the wait ended with a kill"
     template.shared()
 
 
@@ -774,7 +772,7 @@ def test_no_later_template_loads_a_plugin_that_spoils_one(
     assert warmed[0] == warmed[1]
     assert (first != warmed[0]) is is_spoiled
     template.close_shared()
-    template.shared()  # the next tests' one does not have the plugin
+    template.shared()  # the next tests need a template without the plugin
 
 
 @pytest.mark.parametrize(("is_installed", "imports"), [(True, 3), pytest.param(False, 4, marks=pytest.mark.slow)])
@@ -791,21 +789,21 @@ def test_later_sweeps_do_not_import_an_installed_package_again(
     )
     monkeypatch.syspath_prepend(str(folder))
     act = load(f"import {library}\n{WORKLOAD}").act
-    monkeypatch.delenv("EXTRA")  # as where only workers import the package
+    monkeypatch.delenv("EXTRA")  # usually only workers import the package
     template.close_shared()
     for _ in range(3):
         with sandbox_for(act) as sandbox:
             assert forks_loaded(sandbox)
             facts = facts_of(sandbox, run(sandbox, do="say_who_i_am"))
-    assert facts["extra"] == ("theirs" if is_installed else None), "no worker imports it after the template has"
+    assert facts["extra"] == ("theirs" if is_installed else None), "workers do not import it after the template"
     shared_pid = str(template.shared().pid)
     pids = notes.read_text().split()
     assert len(set(pids)) == len(pids) == imports, (
-        "this process, the first sweep's template, and the shared or two more"
+        "this process, the first sweep's template, and the shared template or two more"
     )
     assert (shared_pid in pids) is is_installed
     template.close_shared()
-    template.shared()  # the next tests' one does not have the package
+    template.shared()  # the next tests need a template without the package
 
 
 def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..., ModuleType]) -> None:
@@ -855,7 +853,7 @@ def test_a_template_that_cannot_be_woken_is_replaced(
             patch.setattr(template, "wake", lambda pids: None)
             patch.setattr(template, "SILENT_CHECKS", 3)
             patch.setattr(template, "STOPPED_CHECKS", 3)
-            if seems == "silent":  # it is stopped here, too, because a sound template is never silent
+            if seems == "silent":  # a sound template is never silent, so that it is also stopped
                 patch.setattr(machine, "activity", lambda pid: ("S", 0))
             sweep_template().suspend()
             assert run(sandbox, do="nothing").status is None

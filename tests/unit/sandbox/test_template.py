@@ -11,7 +11,7 @@ from quarantune.sandbox.template import TemplateWatch
 
 @pytest.fixture
 def woken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Process ids that were woken."""
+    """Ids of the woken processes."""
     pids: list[int] = []
     monkeypatch.setattr(template, "wake", pids.extend)
     return pids

@@ -118,9 +118,7 @@ def test_messages_before_the_damage_are_received(ends: tuple[Connection, socket.
             ours.receive()
 
 
-def test_a_message_with_too_many_descriptors_harms_no_other(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_message_with_too_many_descriptors_harms_no_other(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     null = os.open(os.devnull, os.O_RDONLY)
     before = len(open_fds())
@@ -297,16 +295,14 @@ def test_each_frame_has_its_own_deadline(
     frame = encode({"type": "phase"})
     theirs.send(frame[:5])
     received = []
-    for _ in range(8):  # an incomplete frame is always waiting, but never the same one for long
+    for _ in range(8):  # always one incomplete frame, but a new one each time
         received += ours.receive()
         now += wire.FRAME_DEADLINE_S / 2
         theirs.send(frame[5:] + frame[:5])
     assert len(received) == 7
 
 
-def test_a_closed_connection_is_noticed_after_its_last_message(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_closed_connection_is_noticed_after_its_last_message(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     theirs.send(encode({"type": "measured"}))
     theirs.close()
@@ -317,9 +313,7 @@ def test_a_closed_connection_is_noticed_after_its_last_message(
         ours.send({"do": "measure"})
 
 
-def test_a_large_message_that_arrived_is_received_in_one_call(
-    ends: tuple[Connection, socket.socket],
-) -> None:
+def test_a_large_message_that_arrived_is_received_in_one_call(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     message = {"samples_ms": [0.125] * 12_000}
     assert len(encode(message)) < theirs.send(encode(message)) + 1

@@ -1,4 +1,4 @@
-"""What every workforce promises to the scheduler: a sandbox, this process, both together, and the tests' own."""
+"""Every workforce keeps its promises to the scheduler: a sandbox, this process, both together, and the fake."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def file() -> Iterator[int]:
 
 
 def events_until(workforce: Workforce, is_last: Callable[[Event], bool]) -> list[Event]:
-    """Returns all events up to one."""
+    """Returns all events up to the first that `is_last` accepts."""
     found: list[Event] = []
     latest = time.monotonic() + deadline_s(60.0)
     while not any(map(is_last, found)):
@@ -123,7 +123,7 @@ def test_a_worker_that_is_killed_ends_once(workforce: Workforce) -> None:
     number = workforce.start(compiling())
     workforce.kill(number)
     assert [event.number for event in events_until(workforce, is_end) if is_end(event)] == [number]
-    # Until it is forgotten, nothing that is asked of it does harm, and it does not end again.
+    # Until it is forgotten, requests for it do no harm, and it does not end again.
     workforce.finish(number)
     workforce.clear_log(number)
     assert isinstance(workforce.log(number), str)

@@ -1,4 +1,4 @@
-"""Which routes a sweep takes, one after another, under which conditions."""
+"""The conditions of a sweep decide the order of its routes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def conditions(platform: str, mode: Mode = Mode.IN_WORKERS, **changes: Any) -> C
 def routes_of(
     given: Conditions, *, unfit: tuple[Route, ...] = (), count: int = 8, is_closed: bool = True
 ) -> tuple[str | None, list[str]]:
-    """Returns the names of the route without the device, and of those with it."""
+    """Returns the names of the route without the device and of the routes with it."""
     apart = choosing.without_device(given, unfit, is_closed=is_closed)
     later = choosing.with_device(given, unfit, count=count, is_closed=is_closed)
     return None if apart is None else type(apart).__name__, [type(route).__name__ for route in later]

@@ -1,4 +1,4 @@
-"""Configs that are predicted to compile for long begin first, also where values are opaque."""
+"""Configs predicted to compile for long begin first, even if their values are opaque."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Kind(enum.Enum):
 
 
 def last_end_s(configs: Sequence[Config], times_s: Sequence[float], *, model: CompileTimes | None) -> float:
-    """Returns when the last of some configs is compiled; without a model, they begin in a sweep's first order."""
+    """Returns the time of the last compilation; without a model, configs begin in a sweep's initial order."""
     jobs = [Job(index, config) for index, config in enumerate(configs)]
     waiting = [*_from_both_ends(dict(enumerate(jobs)), ()).values()]
     running: list[tuple[float, int, float]] = []

@@ -10,7 +10,7 @@ from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.scheduler.reference import Reference
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def first_run(worker: FakeWorker, run_ms: float, cpu_ms: float, *, is_disturbed: bool = False, **more: bool) -> Said:
@@ -37,7 +37,7 @@ def test_in_the_callers_process_the_fastest_continues_first(is_disturbed: bool) 
     assert len(slow) + len(again) == 8
 
 
-@pytest.mark.parametrize("again_ms", [2.0, 9.0], ids=["quiet by then", "busy still"])
+@pytest.mark.parametrize("again_ms", [2.0, 9.0], ids=["quiet then", "still busy"])
 def test_a_config_with_disturbed_runs_is_measured_again_last(again_ms: float) -> None:
     seen: list[int | None] = []
 
@@ -113,9 +113,9 @@ def test_a_first_run_that_cannot_win_is_stopped_as_slow() -> None:
     slow = result.trials[2]
     assert (slow.phase, slow.time_ms, slow.own_ms, slow.samples_ms) == ("check", 520.0, 480.0, (520.0,))
     assert slow.message == "its first run was stopped after 520 ms; another config takes 60"
-    assert limits[0] is None, "there is nothing to compare the first one with"
-    assert (limits[1], limits[2]) == (4 * 2 * 60.0, 3 * 2 * 60.0), "the more is known of the noise, the sooner"
-    assert limits[3] is None, "the time of the function's defaults is of interest in any case"
+    assert limits[0] is None, "the first config has no rival yet"
+    assert (limits[1], limits[2]) == (4 * 2 * 60.0, 3 * 2 * 60.0), "more knowledge of the noise ends runs sooner"
+    assert limits[3] is None, "the defaults always get a time"
 
 
 @pytest.mark.parametrize(("run_ms", "cpu_ms"), [(float("nan"), 1.0), (-1.0, 1.0), (1.0, float("inf"))])

@@ -24,11 +24,11 @@ from scripted import (
 
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def shares_a_program(worker: FakeWorker) -> list[Step] | None:
-    """Even configs lower to one program and odd ones to another."""
+    """Even configs lower to one program, odd configs to another."""
     return compiles(worker, program=f"program {(worker.trial or 0) % 2}") if worker.do == "Compile" else None
 
 
@@ -78,12 +78,12 @@ def test_configs_waiting_for_an_unfit_config_are_left_over() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or (worker.trial == 0 and worker.starts):
             return None
-        if worker.trial == 2:  # lost with its template, like 0, and unfit the next time
+        if worker.trial == 2:  # lost with its template like 0, then unfit
             end = (0.1, worker.raises("compile", "unfit")) if worker.starts else (1.6, worker.ends(None))
             return [(0.1, worker.says("PhaseEntered", "compile")), end]
         return compiles(worker, program="same") if worker.trial else lowers(worker, "same", (1.5, worker.ends(None)))
 
-    result = run(plan_for(Route.APART, slots=3), 3, act)  # which checks that every config ends
+    result = run(plan_for(Route.APART, slots=3), 3, act)  # `run` checks that every config ends
     assert set(result.trials) | set(result.leftovers.unfit) == {0, 1, 2}
 
 
@@ -104,7 +104,7 @@ def test_a_deadline_spent_tracing_fails_no_equal_program(lowering_s: float, outc
         if worker.do != "Compile" or worker.trial != 0:
             return compiles(worker, program="same") if worker.do == "Compile" else None
         lowered = (lowering_s, worker.says("Lowered", "compile", program="same"))
-        return [(0.1, worker.says("PhaseEntered", "compile")), lowered]  # and compiles for ever
+        return [(0.1, worker.says("PhaseEntered", "compile")), lowered]  # compiles for ever
 
     result = run(plan_for(Route.APART, slots=1), 2, act)
     assert result.outcomes == ["timeout", outcome_of_same_program]
@@ -205,6 +205,6 @@ def test_an_unfit_program_is_left_over_with_those_not_yet_begun() -> None:
         ]
 
     result = run(plan_for(Route.APART, slots=2, target=TARGET), 8, for_config(1, unfit))
-    assert set(result.trials) == {0}  # it was being compiled then, and went its way
+    assert set(result.trials) == {0}  # config 0 was already compiling
     assert set(result.leftovers.unfit) == set(range(1, 8))
     assert result.leftovers.why_unfit == "XLA tunes its dot_general on the device"

@@ -1,4 +1,4 @@
-"""Devices are shared, have one owner at a time where they must, and are withdrawn where workers fail on them."""
+"""Devices are shared, exclusive ones have one owner at a time, and devices that fail workers are withdrawn."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from quarantune.values.codec import DamageError
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Route, SandboxError, Trial
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 KILL_DEADLINE_S = 10.0
@@ -48,7 +48,7 @@ ROUTES_OF_ONE_OWNER = pytest.mark.parametrize("route", [Route.TOGETHER, Route.AP
 
 
 class OneOwner(FakeSandbox):
-    """A sandbox whose device only one worker may use at a time; workers take long to die."""
+    """A sandbox with a device for one worker at a time; workers take long to die."""
 
     def __init__(self, clock: Clock, act: Act, *, is_together: bool) -> None:
         super().__init__(clock, act, kill_s=0.5)
@@ -134,9 +134,7 @@ def test_two_devices_share_the_configs(route: Route) -> None:
 
 
 @ROUTES
-def test_an_unkillable_worker_costs_its_device_not_the_sweep(
-    route: Route,
-) -> None:
+def test_an_unkillable_worker_costs_its_device_not_the_sweep(route: Route) -> None:
     plan = plan_for(route, devices=fake_devices(2), parked=8)
     result = run(plan, 12, for_config(1, when("Measure", immortal)))
     assert result.outcomes == ["ok", "timeout", *["ok"] * 10]
@@ -196,16 +194,14 @@ def out_of_memory(worker: FakeWorker) -> list[Step]:
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_memory_that_standby_workers_took_is_tried_again(
-    configs_per_worker: int,
-) -> None:
+def test_standby_workers_memory_costs_a_config_only_a_retry(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
     once = for_config(1, when("Measure", lambda worker: None if worker.starts else out_of_memory(worker)))
     result = run(plan, 12, once)
     assert result.outcomes == ["ok"] * 12
     again = [worker.trial for worker in result.sandbox.given if worker.do != "Compile"]
     since = again[len(again) - again[::-1].index(1) - 1 :]
-    # From then on a worker is made ready only when there is no other.
+    # From then on at most one standby worker is made ready at a time.
     assert all(since[at + 1] is not None for at in range(len(since) - 1) if since[at] is None)
 
 
@@ -281,7 +277,7 @@ def test_one_failed_standby_worker_does_not_withdraw_a_device() -> None:
 
 
 def workers_of_two_routes(route: Route, standby: Act = lambda worker: None) -> dict[str, set[int]]:
-    """Runs three configs, all unfit for the split route, on another one; returns the workers by the task they got."""
+    """Runs three configs unfit for the split route on another route; returns the workers of each task."""
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         is_unfit = worker.do == "Compile" and not worker.starts

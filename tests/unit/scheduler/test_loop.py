@@ -1,4 +1,4 @@
-"""The scheduler: its order, its bursts, and that whatever happens every config ends in exactly one outcome."""
+"""The scheduler keeps its order and its bursts, and every config ends in exactly one outcome."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import Outcome, Phase, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 @EVERY_WAY
@@ -72,10 +72,10 @@ def test_configs_like_those_that_compile_for_long_begin_next(troubled: tuple[int
     act = when("Compile", lambda worker: compiles(worker, compile_s=4.0 if is_long(worker.trial or 0) else 0.5))
     result = run(plan, 30, act, config_of=lambda index: {"stages": index // 6, "tile": index % 6})
     begun = [worker.trial or 0 for worker in result.given("Compile")]
-    assert begun[:6] == list(range(6)), "nothing is known yet"
+    assert begun[:6] == list(range(6)), "compile times are still unknown"
     long = [place for place, index in enumerate(begun) if is_long(index) and index not in troubled]
-    assert max(long) < 24, "those that are not known to be long come last"
-    assert {begun.index(index) for index in troubled} <= {17}, "one that was in trouble keeps its place"
+    assert max(long) < 24, "configs not known to be long come last"
+    assert {begun.index(index) for index in troubled} <= {17}, "a troubled config keeps its place"
 
 
 @ROUTES
@@ -87,7 +87,7 @@ def test_configs_that_compile_equally_long_keep_their_order(route: Route) -> Non
 def test_on_the_route_apart_compiling_continues_in_measuring() -> None:
     result = run(plan_for(Route.APART, slots=2), 10)
     assert result.sandbox.compiled_while_measuring
-    assert result.seconds < 10 / 2 * 1.3 + 2  # measuring is hidden behind compiling
+    assert result.seconds < 10 / 2 * 1.3 + 2  # measuring overlaps with compiling
 
 
 @ROUTES
@@ -185,7 +185,7 @@ def test_every_config_ends_in_exactly_one_outcome(seed: int, worker_memory: dict
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         some = generator.choice([0, 0, 0, 0, 0, 2 * GB if generator.random() < 0.1 else 1])
-        # A limit below the least that a worker needs would be refused.
+        # The scheduler refuses a limit below a worker's least need.
         worker_memory[worker.number] = 0 if worker.do == "Prepare" else some
         return scripted(worker)
 

@@ -1,4 +1,4 @@
-"""Deadlines count what a config does itself, and nothing that it waits for."""
+"""Deadlines count a config's own work, and no waiting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quarantune.sandbox.workforce import Event
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S
 from quarantune.values.trial import Phase, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 WAITS_LONG_S = 30.0
@@ -99,7 +99,7 @@ def test_checking_and_measuring_share_a_deadline(route: Route, exclusive: bool) 
 
 
 class Stopping(FakeSandbox):
-    """A sandbox whose caller is stopped for a while when it listens for the `nth` time."""
+    """A sandbox whose caller stops for a while at its `nth` poll."""
 
     def __init__(self, clock: Clock, act: Act, *, nth: int, seconds: float, frozen: bool) -> None:
         super().__init__(clock, act)
@@ -110,9 +110,9 @@ class Stopping(FakeSandbox):
         if self.nth:
             return super().poll(timeout_s)
         self.clock.now += self.seconds
-        if self.frozen:  # with its workers: what they were about to say comes as much later
+        if self.frozen:  # its workers stop with it, so that their messages come later
             self._agenda = [(due + self.seconds, order, event) for due, order, event in self._agenda]
-        return []  # a call that is interrupted by a signal returns nothing once its time is up
+        return []  # an interrupted poll returns nothing after its timeout
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["alone", "with its workers"])
@@ -123,7 +123,7 @@ def test_a_stopped_caller_reads_first_and_extends_deadlines(route: Route, exclus
         clock = Clock()
         sandbox = Stopping(clock, lambda worker: None, nth=nth, seconds=300.0, frozen=frozen)
         result = run(plan_for(route, exclusive=exclusive), 4, clock=clock, sandbox=sandbox)
-        assert result.outcomes == ["ok"] * 4, f"stopped at the poll number {nth}: {result.trials}"
+        assert result.outcomes == ["ok"] * 4, f"the caller stopped at poll {nth}: {result.trials}"
         assert {trial.time_ms for trial in result.trials.values()} == {trial.time_ms for trial in plain.trials.values()}
 
 

@@ -1,4 +1,4 @@
-"""Each way in which a worker may end has its outcome, and kills from outside cost no config."""
+"""Each ending of a worker has its outcome, and kills from outside cost no config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quarantune.host import machine
 from quarantune.sandbox.workforce import Event, Said
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 KILLED = -int(signal.SIGKILL)
@@ -42,7 +42,7 @@ def test_an_exception_is_an_error_with_its_phase_and_message(route: Route, do: s
     assert result.outcomes == ["ok", "error", "ok"]
     assert result.trials[1].phase == phase
     assert result.trials[1].message == "KeyError: 'x'"
-    assert result.sandbox.killed  # whatever it did to itself, it is not used again
+    assert result.sandbox.killed  # a worker that raised is not used again
 
 
 @ROUTES
@@ -106,7 +106,7 @@ def test_the_worker_that_took_the_memory_is_oom(worker_memory: dict[int, int], m
     monkeypatch.setattr(machine, "oom_kills", lambda: next(kills))
 
     def takes_what_the_kernel_does_not_see(worker: FakeWorker) -> list[Step]:
-        if worker.starts:  # alone, it is what the kernel takes
+        if worker.starts:  # alone, it is the kernel's only choice
             return dies(worker)
         worker_memory[worker.number] = GB - 1
         return [(0.1, worker.says("PhaseEntered", "compile"))]
@@ -190,7 +190,7 @@ def test_a_killed_config_is_repeated_alone_before_it_counts(route: Route, exclus
 
 
 class Murderous(FakeSandbox):
-    """Config 2 kills all other workers, and then itself, whenever it does `do`."""
+    """A sandbox whose config 2 kills all other workers and then itself whenever it does `do`."""
 
     do = ""
 

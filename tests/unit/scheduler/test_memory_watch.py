@@ -1,4 +1,4 @@
-"""Workers over their limit, and the largest where the machine has no memory left, are killed and tried alone."""
+"""Workers over their limit, and the largest worker in a shortage of memory, are killed and tried alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quarantune.host import machine
 from quarantune.scheduler.reference import Reference
 from quarantune.values.trial import Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def test_parked_configs_that_hold_memory_are_measured_early(worker_memory: dict[int, int]) -> None:
@@ -177,4 +177,4 @@ def test_a_config_over_a_default_limit_is_tried_once_more_alone(
     assert beside == []
     if end == "oom":
         assert "it held 2.15 GB alone, over its memory_limit of 1.93 GB" in result.trials[1].message
-    assert result.seconds < 30, "configs wait only for the one that runs alone"
+    assert result.seconds < 30, "configs wait only for the config that runs alone"

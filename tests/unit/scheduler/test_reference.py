@@ -34,7 +34,7 @@ from quarantune.values import codec
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import ArrayKind, ReferenceFailedError, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_reference_delays_compiling_only_if_exclusive(exclusive: bool) -> None
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do in ("Compile", "Measure"):
             (compiled_at if worker.do == "Compile" else measured_at).append(clock())
-            assert worker.do == "Compile" or reference.fds, "nothing is compared before there is a reference"
+            assert worker.do == "Compile" or reference.fds, "comparisons need a reference"
         if worker.do == "ComputeReference":
             given_at.append(clock() + 3.1)
             return computes_reference(worker, 3.0)
@@ -87,7 +87,7 @@ def test_a_reference_delays_compiling_only_if_exclusive(exclusive: bool) -> None
     assert min(measured_at) > given_at[0]
     assert (min(compiled_at) > given_at[0]) == exclusive
     if not exclusive:
-        assert len([at for at in compiled_at if at < given_at[0]]) == 6, "all six took a second"
+        assert len([at for at in compiled_at if at < given_at[0]]) == 6, "all six compile within a second"
 
 
 def test_a_reference_of_other_shapes_ends_the_sweep() -> None:
@@ -112,7 +112,7 @@ def test_shapes_that_take_too_long_are_not_waited_for() -> None:
         act = when("ComputeReference", lambda worker: computes_reference(worker)[:2])
         result = run(plan_for(Route.APART), 3, act, reference=reference)
         assert result.outcomes == ["ok"] * 3
-        assert 5 < result.seconds < 20  # the deadline is that of compiling
+        assert 5 < result.seconds < 20  # the deadline for compiling applies
 
 
 def test_the_references_error_is_reported_without_any_config() -> None:
@@ -184,9 +184,9 @@ def test_later_standby_workers_get_compiled_comparisons(reference: Reference) ->
     plan = plan_for(Route.APART, target=TARGET, configs_per_worker=1)
     assert run(plan, 16, clock=clock, sandbox=sandbox, reference=reference).outcomes == ["ok"] * 16
     prepared = [given.task.has_programs for given in sandbox.given if given.do == "Prepare"]
-    assert prepared == sorted(prepared), "those that start before the programs are there compile their own"
+    assert prepared == sorted(prepared), "workers that start before the programs compile their own"
     assert 0 < sum(prepared) < 16
-    assert len(loaded_by_expect) <= 16 - sum(prepared), "nobody loads them twice"
+    assert len(loaded_by_expect) <= 16 - sum(prepared), "no worker loads them twice"
 
 
 def test_a_worker_that_dies_after_its_sweep_leaves_no_file_open(reference: Reference) -> None:
@@ -201,14 +201,14 @@ def test_a_worker_that_dies_after_its_sweep_leaves_no_file_open(reference: Refer
     clock = Clock()
     sandbox = FakeSandbox(clock, act, kill_s=100.0)
     result = run(plan_for(Route.TOGETHER), 2, clock=clock, sandbox=sandbox, reference=reference)
-    assert result.outcomes == ["ok"] * 2  # and `run` has counted descriptors
+    assert result.outcomes == ["ok"] * 2  # and `run` checks the number of descriptors
 
 
 @EVERY_WAY
 def test_lost_defaults_run_first_again(route: Route, exclusive: bool, reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do == "Compile" and worker.trial == 5 and worker.starts == 0:
-            return [(20.0, worker.ends(None))]  # by then as many wait as there is room for
+            return [(20.0, worker.ends(None))]  # all places for waiting configs are taken then
         return agrees(worker) if worker.do == "Measure" else None
 
     plan = plan_for(route, exclusive=exclusive, parked=2)

@@ -1,4 +1,4 @@
-"""Errors that were raised without the device are confirmed on it."""
+"""Errors raised without the device are confirmed on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quarantune.scheduler.plan import ConfigSource, Leftovers, Unconfirmed
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Phase, Route, Trial
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def test_an_error_without_a_device_waits_for_confirmation() -> None:
@@ -37,7 +37,7 @@ def test_an_error_raised_on_the_device_needs_no_confirmation() -> None:
 def confirming(
     on_device: Callable[[FakeWorker], Sequence[Step]], *failing: int, places: Mapping[int, str] | None = None
 ) -> Act:
-    """Has some configs fail where there is no device, and the workers that confirm them do `on_device`."""
+    """Makes some configs fail without a device; the workers that confirm them do `on_device`."""
     places = places or dict.fromkeys(failing, "here")
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -124,13 +124,11 @@ def test_the_config_of_the_same_program_fails_at_the_same_place() -> None:
         pytest.param(lambda worker: [(0.1, worker.ends(-11))], id="it crashes there"),
         pytest.param(lambda worker: [(0.1, worker.says("PhaseEntered", "compile"))], id="it hangs there"),
         pytest.param(lambda worker: [(0.1, worker.raises("load"))], id="it cannot be loaded there"),
-        pytest.param(lambda worker: [(0.1, worker.raises("load", outcome="device_oom"))], id="there is no memory"),
-        pytest.param(lambda worker: [(0.1, worker.raises("compile", outcome="unfit"))], id="it says nonsense there"),
+        pytest.param(lambda worker: [(0.1, worker.raises("load", outcome="device_oom"))], id="it lacks memory there"),
+        pytest.param(lambda worker: [(0.1, worker.raises("compile", outcome="unfit"))], id="it reports nonsense there"),
     ],
 )
-def test_an_error_the_device_does_not_raise_is_not_confirmed(
-    on_device: Callable[[FakeWorker], Sequence[Step]],
-) -> None:
+def test_an_error_the_device_does_not_raise_is_not_confirmed(on_device: Callable[[FakeWorker], Sequence[Step]]) -> None:
     result = run(confirming_plan(), 5, confirming(on_device, 1, 3))
     assert not result.leftovers.confirmed
     assert {error.trial.route for error in result.leftovers.unconfirmed.values()} == {Route.APART}
@@ -161,7 +159,7 @@ def test_without_a_plan_or_target_nothing_is_confirmed(changes: dict[str, Any]) 
 
 
 def unconfirmed(**places: str) -> Leftovers:
-    """Returns configs that failed without the device, each at a place."""
+    """Returns leftover configs that failed without the device, each at its place."""
     left = Leftovers()
     for name, place in places.items():
         config = {"id": int(name[1:])}
@@ -173,9 +171,9 @@ def unconfirmed(**places: str) -> Leftovers:
 def settled(
     left: Leftovers, ends: Mapping[int, tuple[Outcome, Phase]], **elsewhere: str
 ) -> tuple[dict[int, Trial], list[list[int]]]:
-    """Settles configs that end on the device as `ends` says; returns their trials and what ran there.
+    """Settles configs with the device outcomes `ends`; returns their trials and the configs of each run there.
 
-    Errors of compiling are raised at the same place there, but for those of `elsewhere`.
+    Errors of compiling keep their place there, except for configs in `elsewhere`.
     """
     trials: dict[int, Trial] = {}
     runs: list[list[int]] = []

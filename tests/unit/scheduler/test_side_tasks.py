@@ -1,4 +1,4 @@
-"""Finalists are compared in one worker, which loads their executables."""
+"""One worker loads the finalists' executables and compares them."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from quarantune.values import codec
 from quarantune.values.configs import Config
 from quarantune.values.trial import Outcome, Route, Trial
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def noting_comparisons(act: Act) -> tuple[list[Any], Act]:
-    """Returns a list that receives the tasks to compare finalists, and the act that fills it."""
+    """Returns a list for the tasks that compare finalists, and the act that fills it."""
     tasks: list[Any] = []
 
     def noting(worker: FakeWorker) -> Sequence[Step] | None:
@@ -111,7 +111,7 @@ def test_the_finals_worker_is_made_ready_in_an_idle_slot(each: int, count: int) 
     else:
         assert late_s - end_s > 0.5
         assert len(numbers["Prepare"]) == len(numbers_late["Prepare"]) + 1
-        assert numbers["Prepare"][-1] > numbers["Compile"][-1], "no config waited for it"
+        assert numbers["Prepare"][-1] > numbers["Compile"][-1], "no config waited for the final's worker"
 
 
 def test_a_final_that_compares_nothing_gets_no_ready_worker() -> None:
@@ -142,7 +142,7 @@ def test_the_final_takes_place_though_its_standby_worker_dies(end: int | None) -
 
 
 class Writing(FakeSandbox):
-    """Compile workers leave an executable."""
+    """A sandbox whose compile workers leave an executable."""
 
     def _give(self, worker: FakeWorker, frame: codec.JsonObject, fds: Sequence[int]) -> None:
         super()._give(worker, frame, fds)
@@ -151,7 +151,7 @@ class Writing(FakeSandbox):
 
 
 def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Fastest], Scheduler], act: Act) -> list[bool]:
-    """Returns which of four configs' executables are loaded for the final by the last of some schedulers."""
+    """Returns for four configs whether the last scheduler's final loads their executables."""
     clock = Clock()
     tasks, noting = noting_comparisons(act)
     sandbox, fastest = Writing(clock, noting), Fastest()

@@ -1,4 +1,4 @@
-"""Where processes or the memory of the device run out, fewer configs run and all end well."""
+"""If processes or device memory run out, fewer configs run at once and all end well."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from quarantune.scheduler.reference import Reference
 from quarantune.values import codec
 from quarantune.values.trial import ReferenceFailedError, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 class Crowded(FakeSandbox):
-    """At most `room` workers can start their threads, or use the device; `tells` are the words of those that cannot."""
+    """A sandbox in which `room` workers can start threads or use the device; others fail with the message `tells`."""
 
     room = 1
     tells = "pthread_create failed: Resource temporarily unavailable"
@@ -82,7 +82,7 @@ def test_a_shortage_of_processes_runs_fewer_configs(
 
 
 class Full(Crowded):
-    """The memory of the device is enough for `room` workers."""
+    """A sandbox whose device has memory for `room` workers."""
 
     tells = "RuntimeError: Unable to initialize backend 'cuda': INTERNAL: no supported devices found for platform CUDA."
 
@@ -107,7 +107,7 @@ def test_no_config_is_blamed_if_no_worker_gets_the_device(route: Route) -> None:
     began, sandbox = clock(), Full(clock, lambda worker: None)
     sandbox.room = 0
     plan = plan_for(route, target=TARGET if route is Route.APART else None)
-    if route is Route.APART:  # it has compiled all the same
+    if route is Route.APART:  # compiling needs no device
         result = run(plan, 12, clock=clock, sandbox=sandbox)
         assert result.outcomes == ["lost"] * 12
         assert "could not use the device" in result.trials[0].message
@@ -171,7 +171,7 @@ def test_the_reference_waits_for_processes_as_configs_do(route: Route, times: in
 def test_errors_that_only_resemble_a_shortage_stand() -> None:
     def is_busy(worker: FakeWorker) -> list[Step]:
         text = "[Errno 11] Resource temporarily unavailable"
-        return [(0.1, worker.raises("compile", error="BlockingIOError", message=text))]  # of a file lock
+        return [(0.1, worker.raises("compile", error="BlockingIOError", message=text))]  # a file lock raises this
 
     assert run(plan_for(Route.TOGETHER), 2, for_config(1, is_busy)).outcomes == ["ok", "error"]
 

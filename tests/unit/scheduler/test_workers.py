@@ -1,4 +1,4 @@
-"""How many configs a worker takes, and when its failure is repeated in a fresh one."""
+"""Workers take as many configs as they may, and a used worker's failure is repeated in a fresh one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from quarantune.sandbox.workforce import Said
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import CompileTarget, Outcome, Route
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 
 
 def test_the_next_worker_is_made_ready_while_one_measures() -> None:
@@ -97,11 +97,11 @@ def test_compile_workers_that_often_end_take_one_config_each() -> None:
 
     result = run(plan_for(Route.APART, slots=1, compiles_per_worker=100), 40, when("Compile", fails))
     assert result.outcomes == ["ok", "crashed"] * 20
-    assert len(result.given("Compile")) < 40 + 5, "hardly any failure had to be repeated"
+    assert len(result.given("Compile")) < 40 + 5, "few failures are repeated"
 
 
 def raising(places: Mapping[int, str]) -> Act:
-    """Has configs raise while they are compiled, each at a place; their workers go on if they may."""
+    """Makes configs raise while they compile, each at a place; their workers continue if they may."""
 
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or worker.trial not in places:
@@ -121,12 +121,12 @@ def test_an_exception_at_a_known_place_is_not_repeated(compiles_per_worker: int,
     ended = {index: trial.outcome.value for index, trial in result.trials.items()}
     ended |= {index: error.trial.outcome.value for index, error in left.items()}
     assert [ended[index] for index in range(40)] == ["ok", "error"] * 20
-    assert len(result.given("Compile")) == 41, "only the first was repeated, which a used worker had raised"
+    assert len(result.given("Compile")) == 41, "only the first, raised in a used worker, is repeated"
     taken = collections.Counter(worker.number for worker in result.given("Compile"))
     assert len(taken) == 2 if compiles_per_worker == 100 else 14 <= len(taken) <= 15
     assert result.sandbox.most_compiling == 1
     logs = {index: error.log for index, error in left.items()}
-    assert all(log.endswith(f": [{index}] tb") for index, log in logs.items()), "the output of others is not theirs"
+    assert all(log.endswith(f": [{index}] tb") for index, log in logs.items()), "a log has only its config's output"
 
 
 @pytest.mark.parametrize("still_works", [True, False])
@@ -142,7 +142,7 @@ def test_a_measuring_worker_survives_a_repeated_exception(still_works: bool) -> 
     assert result.outcomes == ["ok", "error"] * 10
     tried = collections.Counter(worker.trial for worker in result.given("Measure"))
     repeated = {index for index, times in tried.items() if times == 2}
-    assert len(repeated) == 2, "one of each place had to show that no other config was to blame"
+    assert len(repeated) == 2, "one failure of each place is repeated"
     assert 9 in repeated
     workers = {worker.number for worker in result.given("Measure")}
     assert len(workers) == 3 if still_works else len(workers) > 10
@@ -160,7 +160,7 @@ def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
     assert len(ended) == 12
     assert all(isinstance(worker.task, CompileAlone) is is_check for worker in result.given("Compile"))
     taken = collections.Counter(worker.number for worker in result.given("Compile"))
-    assert sum(taken.values()) == 13, "only the first exception was raised in a used worker, and repeated"
+    assert sum(taken.values()) == 13, "only the first exception, raised in a used worker, is repeated"
     assert len(taken) == 4
     assert not result.given("Prepare")
 
@@ -206,7 +206,7 @@ def one_device(one_owner: bool) -> tuple[Device, ...]:
 
 
 def workers_of(result: Result, trial: int) -> list[int]:
-    """Returns the workers that compiled a config, in turn."""
+    """Returns the workers that compiled a config, in order."""
     return [worker.number for worker in result.given("Compile") if worker.trial == trial]
 
 
@@ -328,7 +328,7 @@ TROUBLES: dict[str, Callable[[FakeWorker], list[Step]]] = {
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("exclusive", [True, False])
 def test_a_used_workers_failure_counts_if_a_fresh_one_repeats_it(trouble: str, devices: int, exclusive: bool) -> None:
-    """Configs 2 and 5 fail in any process that has measured something; 7 fails everywhere."""
+    """Configs 2 and 5 fail in processes that have measured another; 7 fails everywhere."""
     plan = plan_for(Route.APART, slots=1, configs_per_worker=100, devices=fake_devices(devices), exclusive=exclusive)
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -339,7 +339,7 @@ def test_a_used_workers_failure_counts_if_a_fresh_one_repeats_it(trouble: str, d
     expected = {"raises": "error", "hangs": "timeout"}.get(trouble, "crashed")
     assert result.outcomes == ["ok"] * 7 + [expected, "ok"]
     last_try = result.given("Measure", 7)[-1]
-    assert last_try.measured == 0, "the verdict was spoken by a fresh worker"
+    assert last_try.measured == 0, "a fresh worker decides"
     assert len(result.given("Measure", 7)) <= 2
 
 

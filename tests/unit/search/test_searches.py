@@ -1,4 +1,4 @@
-"""Spaces of a million and of a billion configs: nothing is listed, and nothing is read that is not needed."""
+"""In spaces of a million or a billion configs, nothing is listed and only needed configs are read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def test_a_grid_of_a_billion_is_tuned_by_reading_few_configs(cache_dir: Path) ->
     assert (len(result.trials), result.space_size) == (4, 10**9)
     assert all(trial.config["a"] % 5 == 2 and trial.config["b"] % 3 == 1 for trial in result.trials)
     assert len(looked_at) < 5000
-    assert len(looked_at) == len({json.dumps(config, sort_keys=True) for config in looked_at}), "each is asked once"
+    assert len(looked_at) == len({json.dumps(config, sort_keys=True) for config in looked_at}), (
+        "no config is seen twice"
+    )
     looked_at.clear()
     assert decorate(kernel()).lookup(jnp.ones(8)) == result.best_config
     assert not looked_at
@@ -65,9 +67,7 @@ def test_trying_a_billion_configs_is_refused_before_any_process(cache_dir: Path,
         tuned.tune(jnp.ones(8))
 
 
-def test_the_first_config_runs_before_the_others_are_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_config_runs_before_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searches, "_READ_FIRST_S", 0.01)
     read: list[int] = []
     space = Space(many(200_000, read))
@@ -107,9 +107,9 @@ def test_a_saved_function_space_is_found_without_the_function(cache_dir: Path, t
     assert tuned(space).lookup(jnp.ones(8)) == result.best_config
     np.testing.assert_array_equal(tuned(space)(jnp.ones(8)), 2 * np.ones(8))
     assert not notes.exists()
-    counts[0] = 20  # a value that the function reaches is part of its fingerprint
+    counts[0] = 20  # values that the function reaches belong to its fingerprint
     assert tuned(space).lookup(jnp.ones(8)) is None
-    assert tuned(lambda x: many(700, [])).lookup(jnp.ones(8)) is None, "its code is, too"
+    assert tuned(lambda x: many(700, [])).lookup(jnp.ones(8)) is None, "its code also belongs to it"
 
 
 def test_a_file_gives_no_config_its_function_cannot_make(cache_dir: Path) -> None:
@@ -150,7 +150,7 @@ def test_configs_are_found_even_if_one_in_a_million_is_kept() -> None:
         found.append(config)
         made.tell(config, Trial(config=config, outcome=Outcome.OK, time_ms=float(config["tx"])))
     assert len({json.dumps(config) for config in found}) == 20
-    assert asked < 1_000_000, "as many for twenty as at random for one"
+    assert asked < 1_000_000, "fewer looks than one random find"
 
 
 def test_reading_configs_singly_takes_little_longer() -> None:

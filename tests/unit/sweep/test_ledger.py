@@ -1,4 +1,4 @@
-"""The ledger of a sweep has a trial before its listeners hear of it, and each ends once."""
+"""The ledger of a sweep has a trial before its listeners do, and each config ends once."""
 
 from __future__ import annotations
 

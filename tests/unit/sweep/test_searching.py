@@ -30,7 +30,7 @@ from quarantune.values.options import Options
 from quarantune.values.space import Space, expand
 from quarantune.values.trial import Findings, Outcome, Phase, Route, Searched, Trial
 
-pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are no processes
+pytestmark = pytest.mark.usefixtures("worker_memory")  # scripted workers are not processes
 EXAMPLES = ROOT / "examples"
 RECORDINGS = EXAMPLES / "spaces"
 read = runpy.run_path(str(EXAMPLES / "search_replay.py"))["read"]
@@ -38,7 +38,7 @@ ROUTES = pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])
 
 
 class Growing:
-    """Gives configs one after another, waits for trials now and then, and notes what it was asked."""
+    """A source of configs that sometimes waits for trials, and records its calls."""
 
     def __init__(self, count: int, *, batch: int = 100, stop_after: int | None = None) -> None:
         self.left = list(range(count))
@@ -102,7 +102,7 @@ def test_every_config_of_a_source_gets_an_outcome(route: Route) -> None:
 def test_a_source_is_asked_as_late_as_places_become_free(route: Route) -> None:
     source = Growing(40)
     run(source, route, parked=4)
-    # Those that compile, those that wait, and the one that is measured; and those that were asked at once.
+    # Configs that compile, wait or are measured, and one batch just taken.
     assert source.most_pending <= SLOTS + 4 + 1 + 8
 
 
@@ -113,7 +113,7 @@ def test_slots_are_busy_while_a_worker_initialises_its_device() -> None:
     source = Growing(60)
     _, (sandbox, _) = run(source, Route.APART, act, slots=8, parked=4)
     before = list(itertools.takewhile(lambda worker: worker.do != "Measure", sandbox.given))
-    # Each compiles in 1.2 s: twice eight have begun by then.
+    # Each compiles in 1.2 s: 16 have begun after 2.3 s.
     assert sum(worker.do == "Compile" for worker in before) == 16
     assert source.most_pending <= 16 + 8
 
@@ -123,7 +123,7 @@ def test_a_source_that_waits_for_trials_gets_them_without_delay(route: Route) ->
     waiting = Growing(12, batch=2)
     trials, (_, waited_s) = run(waiting, route)
     assert len(trials) == 12
-    # Each pair compiles for about a second, and is measured in turn: nothing waits for a tick or a deadline.
+    # Each pair compiles for a second and is measured in turn: nothing waits for a tick or a deadline.
     assert waited_s < 6 * 2.5
 
 
@@ -211,7 +211,7 @@ def test_a_search_that_has_tried_all_says_so_whatever_its_budget() -> None:
 
 def test_a_search_without_a_gain_ends_after_its_patience() -> None:
     search = searching(limits(patience=3))
-    times = [5.0, 4.0, 3.99, 3.985, 4.5]  # the later ones are no gain of half a percent over 4.0
+    times = [5.0, 4.0, 3.99, 3.985, 4.5]  # the later ones gain less than half a percent over 4.0
     for time_ms in times:
         assert search.stopped == ""
         ((index, config),) = search.take(1).items()
@@ -233,7 +233,7 @@ def test_failures_while_configs_compile_use_up_no_patience() -> None:
     ((index, config),) = search.take(1).items()
     search.ended(index, trial(config, 1.0))
     ends = [(Outcome.ERROR, Phase.COMPILE)] * 5 + [(Outcome.TIMEOUT, Phase.COMPILE), (Outcome.ERROR, Phase.CHECK)]
-    for outcome, phase in ends:  # only the last two cost time
+    for outcome, phase in ends:  # only the last two count
         assert not search.is_closed
         ((index, config),) = search.take(1).items()
         search.ended(index, dataclasses.replace(trial(config, None, outcome), phase=phase))
@@ -242,7 +242,7 @@ def test_failures_while_configs_compile_use_up_no_patience() -> None:
 
 
 class Hopeful:
-    """A search that expects a gain until it was told, or asked, of so many configs."""
+    """A search that expects a gain for its first `told` trials and `asked` configs."""
 
     def __init__(self, told: int = 100, asked: int = 100) -> None:
         self.left_to_tell, self.left_to_ask = told, asked
@@ -289,7 +289,7 @@ def test_without_the_option_a_search_continues_without_a_gain() -> None:
 
 
 def auto(trials: list[Trial], configs: Any = None, **options: Any) -> tuple[Searching, list[Trial]]:
-    """Runs `auto` on recorded trials, eight at a time, and returns it with the trials that it asked for."""
+    """Runs `auto` on recorded trials, eight at a time; returns the search and the trials it asked for."""
     recorded = {text_of(trial.config): trial for trial in trials}
     space = Space([trial.config for trial in trials] if configs is None else configs)
     search = Searching(SearchLimits.of(Options(**options), blocks.current()).resolved(space), space)
@@ -318,7 +318,7 @@ def test_auto_ends_soon_in_recorded_spaces_that_half_fail(recording: Path, seed:
 
 
 def half_invalid(size: int = 24, *, duplicates: int = 1) -> list[Trial]:
-    """Returns trials of a square, of which the half beyond a diagonal fails while it is traced."""
+    """Returns trials of a square; the half beyond a diagonal fails in tracing."""
     trials = []
     for a, b, c in itertools.product(range(size), range(size), range(duplicates)):
         config = {"a": a, "b": b, "c": c}
@@ -338,7 +338,7 @@ def test_half_of_a_space_that_fails_costs_the_search_little() -> None:
 
 
 def test_configs_of_equal_times_end_no_search_before_the_best() -> None:
-    trials = half_invalid(duplicates=20)  # more than the models look at to tell how much faster a config may be
+    trials = half_invalid(duplicates=20)  # more than the models use to predict a gain
     search, asked = auto(trials)
     assert search.stopped == "no_gain"
     assert best_ms(asked) == best_ms(trials)
@@ -349,7 +349,7 @@ def test_a_slow_generator_is_searched_until_no_gain_is_expected() -> None:
 
     def slowly() -> Iterator[Config]:
         for at, each in enumerate(trials):
-            if at == 310:  # read once the first config was tried
+            if at == 310:  # read after the first config was tried
                 began_s = time.thread_time()
                 while time.thread_time() < began_s + 0.3:
                     pass
@@ -411,7 +411,7 @@ def test_a_config_that_was_not_run_does_not_count_as_tried() -> None:
 def test_the_first_config_begins_however_short_the_time_is() -> None:
     now = 0.0
     search = searching(limits(time_budget_s=1e-3), clock=lambda: now, trial_s=10.0)
-    now = 1.0  # the search took so long to set up
+    now = 1.0  # setting up the search took this long
     ((index, config),) = search.take(1).items()
     assert (search.take(1), search.stopped) == ({}, "time_budget")
     search.ended(index, trial(config, None, Outcome.NOT_RUN))
@@ -568,7 +568,7 @@ def test_problems_with_similar_sizes_are_nearer() -> None:
     distances = [difference(here, other) for other in others]
     assert distances[0] == 0
     assert all(nearer < farther for nearer, farther in itertools.pairwise(distances))
-    assert difference({"x": 10**400}, {"x": 3}) < difference({"x": 10**500}, {"x": 3}), "numbers that no float holds"
+    assert difference({"x": 10**400}, {"x": 3}) < difference({"x": 10**500}, {"x": 3}), "numbers beyond any float"
     assert difference({"key_fn": ["small", 64]}, {"key_fn": ["small", 128]}) < difference(here, {"key_fn": 3})
 
 
@@ -585,7 +585,7 @@ def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
     everything = entry(1.2, "exhausted", 100)
     assert more_thorough("gpu", "key", thorough, everything) is everything
     assert more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
-    nothing_spent = thorough | {"score": 0.0}  # which is less than 0.5
+    nothing_spent = thorough | {"score": 0.0}  # 0.0 is a score, less than 0.5
     assert more_thorough("gpu", "key", nothing_spent, quick | {"score": 0.5}) is nothing_spent
     of_another_space = quick | {"space": {"configs": 7}}
     assert more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
@@ -634,8 +634,8 @@ def test_a_route_that_cannot_compile_takes_no_more_configs() -> None:
     leftovers = scheduler.run({})
     scheduler.close()
     assert 4 in leftovers.unfit
-    assert leftovers.unfit.keys() == source.pending, "the other route runs them"
-    assert source.left, "and asks for the rest"
+    assert leftovers.unfit.keys() == source.pending, "the other route runs the rest"
+    assert source.left, "the source still has configs"
 
     together = plan_for(Route.TOGETHER).scheduler(
         FakeSandbox(clock, lambda worker: None),

@@ -1,4 +1,4 @@
-"""Calls in transit: packed in one process, unpacked in another, with the same result; and errors for the rest."""
+"""A call packed in one process and unpacked in another gives the same result, or packing fails with the reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quarantune.sandbox import spool
 from quarantune.transport import arrays, payload, pickling
 from quarantune.transport.payload import Call
 
-# A script without an `if __name__` guard, so that all of it is in `__main__`. Each case is a call: this script packs it
+# The script has no `if __name__` guard, so that all of it is in `__main__`. Each case is a call: this script packs it
 # and records its result, and another process unpacks it and reports the result there.
 SENDER = r"""
 import dataclasses, enum, functools, json, linecache, sys, types, typing
@@ -477,7 +477,7 @@ def _run(script: str, directory: Path, *args: object, name: str, path: tuple[Pat
 
 @pytest.fixture(scope="module")
 def travelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The receiver's result of each case of the sender, with the result that the sender recorded."""
+    """Returns for each case the receiver's result and the sender's recorded result."""
     out, sender, receiver, modules = (tmp_path_factory.mktemp(name) for name in ("out", "sender", "receiver", "mods"))
     (modules / "named_module.py").write_text(NAMED_MODULE)
     _run(SENDER, sender, out, name="train.py", path=(modules,))
@@ -724,11 +724,11 @@ def test_numpy_arguments_keep_their_strides() -> None:
 
 
 def test_a_spread_view_is_refused_for_plain_callables_alone() -> None:
-    column = np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 10,), (1 << 20,))  # never read
+    column = np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 10,), (1 << 20,))  # its elements are never read
     with pytest.raises(ValueError, match=r"covers 1,072,693,256 bytes.*ascontiguousarray"):
         payload.pack_call(_plain, (column,), {})
     (spec,) = payload.pack_call(jax.jit(_plain), (column,), {}).call.specs
-    assert spec.strides is None, "JAX copies it"
+    assert spec.strides is None, "JAX copies the view"
     (spec,) = payload.pack_call(_plain, (np.zeros((64, 64))[:, 0],), {}).call.specs
     assert spec.strides == (512,)
 
@@ -807,7 +807,7 @@ def test_the_spool_is_unmapped_after_use(tmp_path: Path) -> None:
     with open(tmp_path / "the_spool", "w+b") as spool:
         payload.write_arrays(packed, spool.fileno())
         arguments = payload.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
-    gc.collect()  # JAX lets go of what it has copied only now
+    gc.collect()  # JAX frees the copied arrays only now
     assert arguments[0][0][99_999] == 99_999
     assert "the_spool" not in Path("/proc/self/maps").read_text()
 
@@ -857,7 +857,7 @@ def test_an_option_a_module_sets_on_import_has_the_callers_value(
         module = importlib.import_module("setting_an_option")
         jax.config.update(name, "warn")
         packed = payload.pack_call(module.double, (np.ones(3),), {})
-        del sys.modules["setting_an_option"]  # as in a worker
+        del sys.modules["setting_an_option"]  # a worker has not imported it
         payload.unpack_call(packed.blob)
         assert "setting_an_option" in sys.modules
         assert jax.config.values[name] == "warn"  # type: ignore[attr-defined]
@@ -1011,7 +1011,7 @@ def test_an_objects_held_locks_arrive_as_new_ones() -> None:
         def __init__(self) -> None:
             self.lock, self.again, self.changed = threading.Lock(), threading.RLock(), threading.Condition()
 
-        @functools.cached_property  # with a lock of its own in Python 3.11
+        @functools.cached_property  # it has a lock in Python 3.11
         def doubled(self) -> int:
             return 2 * 3
 
@@ -1021,7 +1021,7 @@ def test_an_objects_held_locks_arrive_as_new_ones() -> None:
     assert found.lock is not sent.lock
     assert all(lock.acquire(blocking=False) for lock in (found.lock, found.again, found.changed))
     assert found.doubled == 6
-    found.changed.notify_all()  # raises unless it is held
+    found.changed.notify_all()  # raises unless the lock is held
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Workers run the caller's program: the values that it has set in the modules that a function reaches."""
+"""Workers run a function with the values that the caller's program has set in the modules it reaches."""
 
 from __future__ import annotations
 
@@ -149,19 +149,19 @@ X = jnp.arange(4.0)
 
 
 def write(directory: Path, **programs: str) -> None:
-    """Writes the modules, and programs beside them."""
+    """Writes the modules and the programs."""
     for name, text in {**MODULES, **programs}.items():
         (directory / f"{name}.py").write_text(textwrap.dedent(text))
 
 
 def run(directory: Path, *arguments: str, **environ: str) -> str:
-    """Runs Python in a directory, in a process of its own; returns the output."""
+    """Runs Python in a directory, in a new process; returns the output."""
     return python(*arguments, cwd=directory, path=[directory, SUPPORT], **environ)
 
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[SharedPython]:
-    """The process of the programs that need no fresh one; each defines its flags."""
+    """The process of all programs that need no fresh one; each program defines its flags again."""
     process = SharedPython(environ=child_environ(SUPPORT), anew=["absl"])
     yield process
     process.close()
@@ -381,7 +381,7 @@ VALUES = [
     ("CONFIG.depth", "mysettings.CONFIG.depth = 0"),
     ("TABLE", "mysettings.TABLE['a'] = 1"),
 ]
-"""What a kernel reads, and how a program sets it."""
+"""Expressions that a kernel reads, each with the code by which a program sets its value."""
 
 
 @pytest.mark.parametrize("values", [VALUES[:2], pytest.param(VALUES[2:], marks=pytest.mark.long)], ids=["two", "four"])
@@ -450,7 +450,7 @@ print("tuned")
     ],
 )
 def test_all_kinds_of_programs_may_set_values(tmp_path: Path, kind: str) -> None:
-    # Kernels of an imported module, and of the program itself.
+    # Some kernels are in an imported module, others in the program.
     cells = [SET, KERNELS, "options = {}", TUNE]
     write(tmp_path, kernels=KERNELS, program="\n".join(cells))
     if kind == "script":

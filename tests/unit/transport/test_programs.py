@@ -1,4 +1,4 @@
-"""Programs are more than their text: which may be taken for one, what loading them takes, what a first run says."""
+"""Equal programs are recognised beyond their text, load without harm, and are judged by their first run."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def test_a_function_that_needs_its_device_gets_it_at_once_later(
         assert len([text for text in caplog.messages if "another route" in text]) == times
 
 
-# --- what loading takes -------------------------------------------------------------------------------------
+# --- loading -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["1", "4"], ids=["together", "apart"])
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One worker compiles and measures, or two do."""
+    """Lets one worker compile and measure, or two workers."""
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", request.param)
 
 
@@ -144,7 +144,7 @@ def test_programs_that_call_lapack_are_tuned_and_compared(caplog: pytest.LogCapt
 
 
 def factor_by_hand(x: Any, do: int = 1) -> Any:
-    """Calls a function of a library that this process hears of only here, as somebody's own may be."""
+    """Calls a function of a library that the process loads only here, like a user's library."""
     from jaxlib.cpu import _lapack
 
     _lapack.initialize()
@@ -156,18 +156,16 @@ def factor_by_hand(x: Any, do: int = 1) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("route")
-def test_programs_that_call_what_tracing_registers_are_tuned(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_programs_that_call_what_tracing_registers_are_tuned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert ends(tuner(factor_by_hand, [1, 2]).run(4 * jnp.eye(8)).trials) == ["ok", "ok"]
     assert "could not be compared" not in caplog.text
 
 
-# --- what a worker compiles for others ------------------------------------------------------------------------
+# --- workers with many configs ------------------------------------------------------------------------
 
 _traced: list[str] = []
-"""The configs that this process has traced; a worker has its own."""
+"""Configs that this process has traced; each worker has its list."""
 
 
 def refuse(x: Any, do: str = "") -> Any:
@@ -184,7 +182,7 @@ def refuse(x: Any, do: str = "") -> Any:
 
 @pytest.mark.usefixtures("quiet_place")
 def test_a_worker_survives_an_exception_a_fresh_one_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # On a CPU, each config has a compile worker of its own.
+    # A CPU would give each config a new compile worker.
     monkeypatch.setattr(apart, "compiles_apart", lambda given: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     monkeypatch.setenv("QUARANTUNE_CPU_UTILIZATION", "0.01")  # one at a time
@@ -195,13 +193,13 @@ def test_a_worker_survives_an_exception_a_fresh_one_repeated(tmp_path: Path, mon
     assert ends(trials) == ["ok", *["error"] * 6, "ok", "ok"]
     assert all("not this one" in trial.log_tail for trial in trials[1:7])
     for trial in trials:
-        assert set(re.findall("tracing (.*)", trial.log_tail)) <= {trial.config["do"]}, "the output of another config"
+        assert set(re.findall("tracing (.*)", trial.log_tail)) <= {trial.config["do"]}, "another config's output"
     pids = collections.defaultdict(set)
     for line in (tmp_path / "pids").read_text().splitlines():
         config, pid = line.rsplit(" ", 1)  # the defaults have an empty name
         pids[config].add(pid)
     used = set.union(*(pids[f"refuse {i}"] for i in range(6)))
-    assert len(used) <= 4, "most were taken by a worker that had raised the exception before"
+    assert len(used) <= 4, "workers that had raised the exception took most configs"
 
 
 def misread(x: Any, do: str = "") -> Any:
@@ -209,14 +207,12 @@ def misread(x: Any, do: str = "") -> Any:
     if not do.startswith("fail"):
         return x
     result = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32))
-    return jax.ffi.ffi_call("lapack_spotrf_ffi", result)(x * int(do[-1]))[0]  # it is called without its attribute
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", result)(x * int(do[-1]))[0]  # this call lacks its attribute
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_a_measuring_worker_survives_an_error_repeated_fresh(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_measuring_worker_survives_an_error_repeated_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     started: list[WorkerState] = []
     start = Workers.start
@@ -231,7 +227,7 @@ def test_a_measuring_worker_survives_an_error_repeated_fresh(
     assert ends(trials) == ["ok", *["error"] * 6, "ok"]
     assert {(trial.phase, trial.message) for trial in trials[1:7]} == {("check", trials[1].message)}
     assert "attribute" in trials[1].message
-    assert started.count(WorkerState.PREPARING) <= 5, "most errors ended no worker"
+    assert started.count(WorkerState.PREPARING) <= 5, "most errors end no worker"
 
 
 def switch(x: Any, do: str = "") -> Any:
@@ -260,10 +256,10 @@ def test_no_config_meets_settings_another_left_in_its_worker(tmp_path: Path, mon
     assert {trial.outcome.value for trial in trials if trial not in refused} <= {"ok", "slow"}
     seen = [line.split()[-2:] for line in (tmp_path / "seen").read_text().splitlines()]
     assert {setting for setting, _ in seen} == {"None"}
-    assert len({pid for _, pid in seen}) < len(seen), "some workers took several"
+    assert len({pid for _, pid in seen}) < len(seen), "some workers took several configs"
 
 
-# --- what a first run says ----------------------------------------------------------------------------------
+# --- first runs ----------------------------------------------------------------------------------
 
 _made: list[object] = []
 
@@ -347,14 +343,14 @@ def test_products_have_the_same_names_in_every_process() -> None:
     assert told[0] == told[1]
     whole, half, again = (set(line.split()) for line in told[0])
     assert half == again
-    # Products of the whole are those outside of the loop, which the programs share, and two of one row or two.
+    # Programs share the products outside the loop; each also has products of one or two rows.
     assert len(whole & half) >= 4
     assert whole - half
     assert half - whole
 
 
 def test_names_of_results_do_not_distinguish_programs() -> None:
-    # A worker has no names for the fields of a class that a script has registered, only their positions.
+    # A worker knows only the positions of fields in a class that a script has registered, not their names.
     traced = jax.jit(lambda x: {"twice": 2 * x, "thrice": 3 * x}).trace(1.0)
     lowered = traced.lower()
     named = lowered.as_text()
@@ -395,7 +391,7 @@ def test_a_program_with_products_compiles_once_it_may_proceed(is_check: bool, tm
             here.send_message(messages.Proceed(trial=1))
         worker.join(120)
         assert isinstance(replies[-1], messages.Compiled)
-        if not is_check:  # what XLA has tried for one config, or in an earlier sweep, no other waits for
+        if not is_check:  # no config waits for products that XLA has already tried
             work()
             assert lowered().products == ()
             assert isinstance(replies[-1], messages.Compiled)

@@ -1,4 +1,4 @@
-"""A config that failed to compile for a kind of device is not compiled again for it, by whichever job."""
+"""No job compiles a config again that failed to compile for its kind of device."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_failure_of_limits_counts_under_no_larger_limits(
     assert failures(tmp_path).known()
     assert failures(tmp_path, **less).known()
     assert not failures(tmp_path, **more).known()
-    assert not failures(tmp_path).known(start_over=True), "another try may find the machine in a better state"
+    assert not failures(tmp_path).known(start_over=True), "a new start tries failures again"
 
 
 def test_a_config_that_compiles_at_last_is_not_a_failure(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def notes(tmp_path: Path) -> Path:
 
 
 def kernel(notes: Path, configs: list[int], *, factor: int = 1, **options: Any) -> quarantune.Autotuned:
-    """Returns a function that notes in a file which n it is traced with in a worker; odd n do not compile."""
+    """Returns a function whose workers write each traced n to a file; odd n do not compile."""
     file = str(notes)
 
     @quarantune.autotune({"n": configs}, rep=1, name="kernel", **options)
@@ -189,7 +189,7 @@ def kernel(notes: Path, configs: list[int], *, factor: int = 1, **options: Any) 
 
 
 def traced(notes: Path) -> set[str]:
-    """Returns the configs that were traced since the last call."""
+    """Returns the configs traced since the last call."""
     found = set(notes.read_text().split()) if notes.exists() else set()
     notes.unlink(missing_ok=True)
     return found
@@ -203,17 +203,17 @@ def test_another_sweep_does_not_compile_known_failures(
     assert traced(notes) == {"1", "2", "3"}
     caplog.set_level("INFO", logger="quarantune")
     again = kernel(notes, [1, 2, 3, 4]).tune(X)
-    assert traced(notes) == {"2", "4"}, "neither the configs nor the defaults, which equal one of them"
+    assert traced(notes) == {"2", "4"}, "neither failed configs nor the equal defaults are traced"
     assert again.failures["error"] == 2
     assert "known since" in again.trials[0].message
     assert "NotImplementedError: n=1 is odd" in again.trials[2].message.replace("n=3", "n=1")
     assert "2 configs are known not to compile" in caplog.text
     changed = kernel(notes, [1, 2], factor=2).tune(X)
-    assert traced(notes) == {"1", "2"}, "other code"
+    assert traced(notes) == {"1", "2"}, "other code has other failures"
     assert "known since" not in changed.trials[0].message
     with pytest.raises(quarantune.TuningFailedError):
         kernel(notes, [1, 3]).tune(X)
-    assert traced(notes) == {"1", "3"}, "where nothing else is left, the set-up may have been wrong"
+    assert traced(notes) == {"1", "3"}, "a sweep without other configs tries them again"
     for record in TuningCache():
         TuningCache().delete(*record.key)
     assert "known since" not in kernel(notes, [1, 2]).tune(X).trials[0].message
@@ -242,12 +242,12 @@ def test_a_sweep_knows_what_a_compile_check_found(notes: Path, cache_dir: Path) 
         quarantune.compile_configs(fn, [{"n": 3}], structs)
     assert traced(notes) == {"1", "2", "3"}
     result = fn.tune(X)
-    assert traced(notes) >= {"2", "3"}, "compile_configs does not know the name or the options of what it compiles"
+    assert traced(notes) >= {"2", "3"}, "compile_configs knows neither the name nor the options"
     assert "in a compile check: NotImplementedError: n=1 is odd" in result.trials[0].message
     assert result.best_config == {"n": 2}
     with quarantune.settings(cache_dir=notes.parent / "mine", cache_path=cache_dir):
         fn.tune(X)
-    assert traced(notes) == {"2"}, "what a read-only directory holds is known, too"
+    assert traced(notes) == {"2"}, "failures in a read-only directory are also known"
 
 
 @pytest.mark.slow
@@ -272,8 +272,8 @@ def test_a_check_compiles_only_configs_without_a_verdict(notes: Path) -> None:
     with quarantune.settings(disable_cache=True):
         assert (check(fn, 1, 2).known, traced(notes)) == (0, {"1", "2"})
     fn.tune(X)
-    assert {"2", "3"} <= traced(notes), "a config that compiles is no failure"
-    assert (check(fn, 2, 3).known, traced(notes)) == (2, set()), "a failure in a sweep is one of a check"
+    assert {"2", "3"} <= traced(notes), "a config that compiles is not a failure"
+    assert (check(fn, 2, 3).known, traced(notes)) == (2, set()), "a check knows the failures of sweeps"
 
 
 PROGRAM = """

@@ -1,4 +1,4 @@
-"""Kernels tuned inside the function that calls them: tried in order, timed together, remembered for that function."""
+"""Kernels of a function are tuned inside it: tried in order, timed together and remembered for the function."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ X = np.zeros(4, np.float32)
 
 
 def pause(x: Any, ms: float, then: Any = None) -> Any:
-    """Returns x after a time that the device spends, as with a kernel."""
+    """Returns x after the device has been busy for a time, like a kernel."""
 
     def host(value: Any) -> Any:
         time.sleep(ms / 1000)
@@ -49,7 +49,7 @@ def pause(x: Any, ms: float, then: Any = None) -> Any:
 
 
 def kernel(name: str, configs: Any, body: Any = lambda x, ms: pause(x, ms)) -> quarantune.Autotuned:
-    """Makes an autotuned kernel with the one tunable `ms`."""
+    """Returns an autotuned kernel with the tunable `ms`."""
 
     def run(x: Any, ms: Any = 1) -> Any:
         return body(x, ms)
@@ -81,14 +81,14 @@ def test_kernels_are_tuned_in_turn_with_the_others_at_their_best() -> None:
     assert chosen(result) == {"first": 3, "second": 2}
     assert result.baseline_ms is not None
     assert result.baseline_ms >= 307 > result.time_ms >= 5
-    # Every time is that of the whole function.
+    # Every time is the whole function's time.
     assert [min(trial.samples_ms) >= least for trial, least in zip(result.trials, (307, 55, 55, 103, 5), strict=True)]
     assert [len(choice.trials) for choice in result.kernels] == [2, 3]
 
 
 @pytest.mark.slow
 def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
-    # The kernel is quick with ms=0, but leaves data that its successor takes long over.
+    # The kernel is quick with ms=0, but leaves data that slow its successor.
     maker = kernel("maker", {"ms": [0, 30]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
     taker = kernel("taker", {"ms": [150]}, lambda x, ms: jax.lax.cond(x[0] > 0, lambda x: pause(x, ms), lambda x: x, x))
 
@@ -98,13 +98,13 @@ def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
 
     assert maker(X)[0] == 1
     assert both(X)[0] == 0
-    assert maker(X)[0] == 1, "what is best within the function must not leak out of it"
-    assert both(X)[0] == 0, "what is best alone must not leak into it"
+    assert maker(X)[0] == 1, "the best config within the function does not leak out"
+    assert both(X)[0] == 0, "the best config alone does not leak in"
 
 
 @pytest.mark.slow
 def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
-    # Each shape has a config of its own that is quick.
+    # Each shape has another quick config.
     shaped = kernel("shaped", {"ms": [4, 8]}, lambda x, ms: pause(x, 1 if x.size == ms else 50))
 
     @quarantune.contextual_autotune(n_repeat=2)
@@ -132,18 +132,18 @@ def test_an_inner_kernel_is_tuned_for_the_shape_it_gets() -> None:
         (c.name.rpartition(".")[2], str(json.loads(c.key)["x"]["shape"])): c.config["ms"] for c in result.kernels
     }
     assert by_shape[("outer", "[4]")] == 4
-    assert by_shape[("inner", "[4, 1]")] == 1, "the outer one's winner calls it with this shape"
-    assert len(by_shape) == 2, "and with no other"
+    assert by_shape[("inner", "[4, 1]")] == 1, "the outer kernel's winner calls it with this shape"
+    assert len(by_shape) == 2, "no other shape occurs"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> None:
-    # Tracing the inner jit anew, every time, takes 25 ms, and longer on a busy machine; no difference must drown in it.
+    # Each call traces the inner jit again, which takes 25 ms or longer; differences must be larger.
     slow, quick = kernel("left", {"ms": [400, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 400]})
 
     def add(x: Any, *, offset: int) -> Any:
-        return jax.jit(lambda x: quick(slow(x)))(x) + offset  # what an inner jit has traced must not stick either
+        return jax.jit(lambda x: quick(slow(x)))(x) + offset  # traces of an inner jit must not persist
 
     tuned = quarantune.contextual_autotune(n_repeat=3)(
         functools.partial(jax.jit, static_argnames=["offset"])(add) if jitted else add
@@ -161,7 +161,7 @@ def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> N
 
 def test_programs_compile_ahead_and_name_their_kernels() -> None:
     ahead = kernel("ahead", {"ms": [1, 2]}, lambda x, ms: x + 0 * ms)
-    inner = jax.jit(lambda x: ahead(x))  # which JAX traces once for each assignment
+    inner = jax.jit(lambda x: ahead(x))  # JAX traces it once for each assignment
 
     @quarantune.contextual_autotune(n_repeat=1)
     @functools.partial(jax.jit, static_argnames=["twice"])
@@ -242,7 +242,7 @@ def test_all_kernels_of_a_function_share_one_reference(
     descriptors = os.listdir("/proc/self/fd")
     with isolated(isolation):
         result = both_tuned.tune(X)
-    # JAX lets go of arrays that it has used in place when Python collects garbage.
+    # JAX frees arrays used in place only when Python collects garbage.
     assert isolation != "none" or eventually(lambda: (gc.collect(), os.listdir("/proc/self/fd"))[1] == descriptors)
     assert ends(result.trials) == ["ok", "ok", "wrong"] * 2
     assert untuned == [True, False, False]
@@ -309,7 +309,7 @@ def test_a_function_that_always_fails_names_its_attempts() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str]) -> None:
-    # Two of a factory, quick with different configs, and two lambdas.
+    # Two kernels of a factory, quick with different configs, and two lambdas.
     def make(quick: int) -> quarantune.Autotuned:
         def run(x: Any, ms: int = 1) -> Any:
             return pause(x, 1 if ms == quick else 25) + ms
@@ -337,7 +337,7 @@ def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str
     assert all_four(X)[0] == 8 + 4 + 2 - 1
     assert all_four(X)[0] == 8 + 4 + 2 - 1
     again = quarantune.contextual_autotune(n_repeat=2, ref_fn=None)(all_four.__wrapped__)
-    assert again(X)[0] == 8 + 4 + 2 - 1, "the order of their first calls is what the entry goes by"
+    assert again(X)[0] == 8 + 4 + 2 - 1, "the entry depends on the order of first calls"
     assert len(sweeps) == count
 
 
@@ -368,7 +368,7 @@ def test_first_and_default_configs_may_fail_if_another_works() -> None:
 
 @pytest.mark.slow
 def test_kernels_that_fail_together_are_tried_in_combinations() -> None:
-    # Inside a jit all kernels are traced before any fails, so that none of them alone helps.
+    # A jit traces all kernels before any fails, so that no single change helps.
     def fails_when_run(x: Any, ms: Any) -> Any:
         def host(value: Any) -> Any:
             if ms != 3:
@@ -420,7 +420,7 @@ def test_the_result_is_remembered_until_a_kernels_configs_change(
     with quarantune.settings(disable_cache=True):
         make([80, 1])(X)
     assert len(sweeps) == 6
-    # Only new kernels are to be found by their name now.
+    # From now on only new kernels are found by name.
     monkeypatch.setattr("quarantune.functions.binding._kernels", {})
     wider = make([80, 1, 5])
     assert wider.lookup(X) is None
@@ -487,8 +487,8 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
     def both(x: Any) -> Any:
         return two(one(x))
 
-    for isolation in ("none", "compile"):  # there is nothing to compile in workers
-        processes._warn.cache_clear()  # it warns once in a process
+    for isolation in ("none", "compile"):  # workers have nothing to compile
+        processes._warn.cache_clear()  # a process warns once
         with (
             quarantune.settings(isolation=isolation),
             pytest.warns(RuntimeWarning, match="configs run in this process"),
@@ -664,7 +664,7 @@ MADE = pytest.mark.parametrize("configs", [listed(X), listed], ids=["a list", "m
 
 
 def planned(name: str, configs: Any, **options: Any) -> quarantune.Contextual:
-    """Makes a function with one kernel, whose configs hold plans."""
+    """Returns a function with one kernel, whose configs contain plans."""
 
     def run(x: Any, ms: Any = 1) -> Any:
         return x + 0 * (0 if ms == 1 else ms.type)
@@ -681,7 +681,7 @@ def planned(name: str, configs: Any, **options: Any) -> quarantune.Contextual:
 
 
 class AsksForPlans:
-    """A search of the user's own."""
+    """A user's search."""
 
     def __init__(self) -> None:
         self.left = listed(X)[:2]
@@ -742,7 +742,7 @@ def test_a_users_search_learns_which_objects_are_unknown() -> None:
 
 @pytest.mark.parametrize(("jitted", "isolation"), [(True, "process"), (False, "none")])
 def test_a_users_search_gets_objects_that_one_call_makes(jitted: bool, isolation: str) -> None:
-    """A kernel whose key does not describe its calls: its configs are those that this process has seen."""
+    """The kernel's key does not describe its calls; its configs are the ones this process has seen."""
     one = planned("seen_here", listed, key_fn=lambda x: 4)
     whole = quarantune.contextual_autotune(n_repeat=1, name=f"in_{isolation}")(
         jax.jit(one.__wrapped__) if jitted else one.__wrapped__

@@ -1,4 +1,4 @@
-"""Messages become JSON and messages again, and nothing else does."""
+"""Messages survive a round trip through JSON, and nothing else is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enums, dataclasses and dicts in configs, in the function, its workers, the cache and a saved result."""
+"""Objects in configs reach the function, its workers, the cache and saved results unchanged."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
 
 
 def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., Any]:
-    """Returns an autotuned function with one good config, whose types workers cannot import."""
+    """Returns an autotuned function with one good config; workers cannot import the config's types."""
 
     class Mode(enum.Enum):
         FAST = "fast"
@@ -151,7 +151,7 @@ def test_objects_reach_workers_caller_and_cache_unchanged(cache_dir: Path, sweep
     assert type(restored.best_config["config"]).__name__ == "TuningConfig"
     assert quarantune.TuningResult.load(cache_dir / "saved").best_config["config"]["tile"] == 2
 
-    again = planned()  # other classes of the same names, as in another process
+    again = planned()  # new classes with the same names, as another process has
     config = again.lookup(x)  # type: ignore[attr-defined]
     assert dataclasses.asdict(config["config"])["more"] is Way.FORTH
     np.testing.assert_array_equal(again(x), np.full(4, 4.0))

@@ -1,3 +1,5 @@
+"""Settings come from blocks, then variables, then defaults, and bad ones are refused by name."""
+
 from __future__ import annotations
 
 import asyncio
@@ -156,9 +158,7 @@ def test_a_block_refuses_a_bad_value_before_it_is_entered(name: str, value: Any)
         settings(**{name: value})
 
 
-def test_blocks_override_the_variable_and_outer_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_override_the_variable_and_outer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_TIMEOUT", "1")
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "3")
     with settings(timeout=2, on_miss="default"):
@@ -280,7 +280,7 @@ def test_an_unknown_variable_is_reported_once_with_the_nearest(monkeypatch: pyte
     monkeypatch.setenv("QUARANTUNE_TIMEOUTT", "5")
     with pytest.warns(RuntimeWarning, match="no variable QUARANTUNE_TIMEOUTT.*Did you mean 'QUARANTUNE_TIMEOUT'"):
         assert current().timeout is None
-    current()  # the second time in silence: a warning would be an error here
+    current()  # silent the second time: a warning would raise
 
 
 def test_a_relative_cache_directory_stays_when_the_process_moves(

@@ -1,3 +1,5 @@
+"""A config space of any form becomes one list of configs, and a bad space is refused with a remedy."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What kernels need on an NVIDIA GPU: the texts of ptxas, XLA and Mosaic GPU are read as data."""
+"""Resources of kernels on NVIDIA GPUs are read from the texts of ptxas, XLA and Mosaic GPU as data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MOSAIC = 'custom_call_target="mosaic_gpu_v2", backend_config={{kernel_hash = "C\
 
 
 def told(name: str, registers: int, spilled: int = 0, rest: str = "", arch: str = "sm_90a") -> str:
-    """What XLA logs of a kernel."""
+    """Returns XLA's log of a kernel."""
     warning = (
         f"ptxas warning : Registers are spilled to local memory in function '{name}', {spilled} bytes spill stores\n"
     )
@@ -79,13 +79,13 @@ def test_kernels_of_mosaic_gpu_with_one_name_stay_apart(name: str, host: str) ->
     ("registers", "threads", "shared", "arch", "occupancy"),
     [
         (32, 128, 0, "sm_90a", 1.0),
-        (33, 128, 0, "sm_90a", 48 / 64),  # registers come in units of 8 for each thread: 12 warps in each partition
+        (33, 128, 0, "sm_90a", 48 / 64),  # threads get registers in units of 8: 12 warps in each partition
         (168, 384, 0, "sm_90a", 12 / 64),
         (255, 128, 0, "sm_90a", 8 / 64),
         (32, 128, 226 << 10, "sm_90a", 4 / 64),
-        (32, 128, (114 << 10) - 1024, "sm_90", 8 / 64),  # two blocks, with 1 KiB for the system each
+        (32, 128, (114 << 10) - 1024, "sm_90", 8 / 64),  # two blocks, each with 1 KiB for the system
         (32, 128, (114 << 10) - 1023, "sm_90", 4 / 64),
-        (16, 32, 0, "sm_90a", 32 / 64),  # as many blocks as there may be
+        (16, 32, 0, "sm_90a", 32 / 64),  # the largest number of blocks
         (16, 32, 0, "sm_86", 16 / 64),
         (16, 32, 0, "sm_75", None),
     ],
@@ -134,7 +134,7 @@ def test_missing_figures_do_not_cost_the_verdict(writes: str | None, monkeypatch
         return program
 
     if writes is None:
-        monkeypatch.setattr(contain, "_SHARED_MEMORY", "/nowhere")  # as where there is no room
+        monkeypatch.setattr(contain, "_SHARED_MEMORY", "/nowhere")  # no room for the files
     target = CompileTarget(platform="cuda", config_text=H100, device_kind="H100", num_cores=132)
     assert compiled(SimpleNamespace(compile=compile_one), target) == (program, NO_FIGURES)
     assert not any(directory.exists() for directory in directories)

@@ -1,4 +1,4 @@
-"""Cycle estimates of the TPU compiler: what libtpu writes is read as data, and the rest of a grid is extrapolated."""
+"""Cycle estimates of the TPU compiler read libtpu's files as data and extrapolate the rest of a grid."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def matmul(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128) -> Any:
 def test_a_grid_gives_its_steps_and_the_bytes_it_moves() -> None:
     jaxpr = matmul.trace(struct(1024, 512), struct(512, 1024)).jaxpr
     blocks = 128 * 128 * 2
-    # Both inputs change their block at each of the 8 * 8 * 4 steps, and the output after the last along k.
+    # Both inputs change their block at each of the 8 * 8 * 4 steps, the output only after the last step along k.
     assert (kernels.free_steps(jaxpr), kernels.moved_bytes(jaxpr)) == ([64], (2 * 256 + 64) * blocks)
 
 
@@ -81,7 +81,7 @@ def test_a_smaller_grid_keeps_the_dependencies_of_steps() -> None:
     (kernel,) = [each for each in kernels.equations(smaller) if each.primitive.name == "pallas_call"]
     assert kernel.params["grid_mapping"].grid == (2, 8, 4)
     assert steps == [16]
-    assert kernels.free_steps(jaxpr) == [64]  # the program itself is as it was
+    assert kernels.free_steps(jaxpr) == [64]  # the original program is unchanged
 
 
 def test_a_smaller_grid_keeps_all_cores_busy() -> None:
@@ -124,7 +124,7 @@ def test_a_loop_in_a_kernel_whose_end_is_data_is_named(turns: Any) -> None:
             kernels.free_steps(jaxpr)
 
 
-# --- what libtpu writes -----------------------------------------------------------------------------------------
+# --- files of libtpu -----------------------------------------------------------------------------------------
 
 WRITTEN = 'hlo_op_estimate {\n  hlo_op_name: "copy.1"\n  estimated_cycles: 31280\n  num_equivalent_hlos: 2\n}\n'
 
@@ -341,7 +341,7 @@ class TestRealCompiler:
         assert [trial.config["bm"] for trial in report.ranked] == [512, 128, 8]
         slow, fast, failed = report.trials
         assert failed.outcome.is_failure
-        # 4.3 times by the compiler's whole simulation, which takes 382,780 cycles for the small blocks.
+        # The compiler's whole simulation gives a ratio of 4.3, with 382,780 cycles for the small blocks.
         assert slow.figures is not None
         assert slow.figures.estimate is not None
         assert slow.figures.estimate.cycles == pytest.approx(382_780, rel=0.05)
@@ -425,9 +425,9 @@ class TestRealCompiler:
             print(found.no_estimate or found.estimate.cycles)
             """
         )
-        with open("/tmp/libtpu_lockfile", "a") as lock:  # as another process with libtpu in it
+        with open("/tmp/libtpu_lockfile", "a") as lock:  # another process with libtpu would hold it
             for hold in (fcntl.flock, fcntl.lockf):
-                with contextlib.suppress(BlockingIOError):  # there is another one with libtpu in it
+                with contextlib.suppress(BlockingIOError):  # another process with libtpu already holds it
                     hold(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             changes = {"ALLOW_MULTIPLE_LIBTPU_LOAD": None, "JAX_PLATFORMS": "cpu", **environ}
             answer = python("-c", program, path=[SUPPORT, Path(__file__).parent], **changes).strip()

@@ -1,4 +1,4 @@
-"""Free memory does not keep the outputs of earlier configs, which could pass for those of a config that writes none."""
+"""Free memory keeps no outputs of earlier configs, which could pass as outputs of a config that writes none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quarantune.worker.judging import StaleMemory, fill_value
 
 
 class Recorded(StaleMemory):
-    """Notes the arrays that are made."""
+    """Records the arrays it makes."""
 
     def __init__(self, *, is_shared: bool = True) -> None:
         super().__init__(is_shared=is_shared)
