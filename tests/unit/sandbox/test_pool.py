@@ -371,7 +371,7 @@ def test_a_worker_has_its_own_session_environment_and_files(
     assert facts["stdin"] == ""
     assert facts["oom"] == "1000"
     assert facts["cwd"] == str(tmp_path)
-    assert len(facts["fds"]) < 15, "the count includes descriptors for its threads' waiting times"
+    assert len(facts["fds"]) < 15, "the list leaves out descriptors for threads' waiting times"
     assert "EXTRA" not in os.environ
     assert SANDBOX_MARK not in os.environ
 
