@@ -24,6 +24,7 @@ from scripted import (
     for_config,
     gets_ready,
     immortal,
+    lacks_device_memory,
     measures,
     plan_for,
     run,
@@ -189,14 +190,10 @@ def test_without_a_worker_on_the_last_device_configs_say_why(
     assert all("no worker could be made ready" in trial.message for trial in result.trials.values())
 
 
-def out_of_memory(worker: FakeWorker) -> list[Step]:
-    return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
-
-
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
 def test_standby_workers_memory_costs_a_config_only_a_retry(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
-    once = for_config(1, when("Measure", lambda worker: None if worker.starts else out_of_memory(worker)))
+    once = for_config(1, when("Measure", lambda worker: None if worker.starts else lacks_device_memory(worker)))
     result = run(plan, 12, once)
     assert result.outcomes == ["ok"] * 12
     again = [worker.trial for worker in result.sandbox.given if worker.do != "Compile"]
@@ -208,7 +205,7 @@ def test_standby_workers_memory_costs_a_config_only_a_retry(configs_per_worker: 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
 def test_a_config_that_lacks_memory_alone_is_device_oom(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
-    result = run(plan, 6, for_config(1, when("Measure", out_of_memory)))
+    result = run(plan, 6, for_config(1, when("Measure", lacks_device_memory)))
     assert result.outcomes == ["ok", "device_oom", "ok", "ok", "ok", "ok"]
     assert len(result.given("Measure", 1)) == 2
 
@@ -217,7 +214,7 @@ def test_standby_workers_that_lack_memory_cost_no_device() -> None:
     starts = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
-        return out_of_memory(worker) if worker.do == "Prepare" and next(starts) in (1, 2, 3, 4) else None
+        return lacks_device_memory(worker) if worker.do == "Prepare" and next(starts) in (1, 2, 3, 4) else None
 
     assert run(plan_for(Route.APART, configs_per_worker=1), 6, act).outcomes == ["ok"] * 6
 
@@ -234,7 +231,7 @@ def test_a_dying_standby_worker_is_blamed_on_its_device(fault: str, caplog: pyte
             return [
                 (0.05, worker.says("PhaseEntered", "check")),
                 (delay_s, worker.says("PhaseEntered", "measure")),
-                *out_of_memory(worker),
+                *lacks_device_memory(worker),
             ]
         return None
 
@@ -251,7 +248,7 @@ def test_a_dying_standby_worker_is_blamed_on_its_device(fault: str, caplog: pyte
 def test_a_device_with_room_for_one_worker_runs_every_config(do: str) -> None:
     def lacks_memory(worker: FakeWorker) -> list[Step] | None:
         is_alone = [*sandbox.workers] == [worker.number]
-        return out_of_memory(worker) if worker.do == do and not is_alone else None
+        return lacks_device_memory(worker) if worker.do == do and not is_alone else None
 
     clock = Clock()
     sandbox = FakeSandbox(clock, lacks_memory)
@@ -260,7 +257,7 @@ def test_a_device_with_room_for_one_worker_runs_every_config(do: str) -> None:
 
 
 def test_a_device_without_memory_for_one_worker_is_withdrawn() -> None:
-    result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("Prepare", out_of_memory))
+    result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("Prepare", lacks_device_memory))
     assert result.outcomes == ["device_oom"] * 6
 
 

@@ -6,7 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from scripted import TARGET, Act, FakeWorker, Scenario, Step, behaves, compiles, for_config, plan_for, run, when
+from scripted import (
+    TARGET,
+    Act,
+    FakeWorker,
+    Scenario,
+    Step,
+    behaves,
+    compiles,
+    for_config,
+    lacks_device_memory,
+    plan_for,
+    run,
+    when,
+)
 
 from quarantune.scheduler import side_tasks
 from quarantune.scheduler.plan import ConfigSource, Leftovers, Unconfirmed
@@ -137,11 +150,8 @@ def test_an_error_the_device_does_not_raise_is_not_confirmed(on_device: Callable
 
 
 def test_a_config_that_lacked_the_confirmers_memory_runs_again() -> None:
-    def lacks_memory(worker: FakeWorker) -> list[Step]:
-        return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
-
     hangs = confirming(lambda worker: [(0.1, worker.says("PhaseEntered", "compile"))], 0)
-    starved = for_config(1, lacks_memory, behaves)
+    starved = for_config(1, lacks_device_memory, behaves)
     plan = confirming_plan(slots=1, compile_timeout_s=1000.0)
     result = run(plan, 3, lambda worker: hangs(worker) or (starved(worker) if worker.do == "Measure" else None))
     assert [result.trials[index].outcome for index in (1, 2)] == [Outcome.OK] * 2
