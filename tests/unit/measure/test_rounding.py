@@ -14,22 +14,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import ends
 
 import quarantune
 from quarantune.measure import compare, rounding
 from quarantune.measure.rounding import Motion
 from quarantune.sandbox import spool
 from quarantune.transport import payload
-from quarantune.values.trial import ArrayKind, Trial
+from quarantune.values.trial import ArrayKind
 from quarantune.worker.arguments import BenchOptions
 from quarantune.worker.bench import Bench
 from quarantune.worker.compiling import compile_here
 
 ONCE: dict[str, Any] = {"warmup": 0, "rep": 1}
-
-
-def ends(trials: tuple[Trial, ...]) -> list[str]:
-    return ["ok" if trial.outcome == "slow" else str(trial.outcome) for trial in trials]
 
 
 def swept(fn: Any, values: list[Any], *args: Any, **options: Any) -> quarantune.TuningResult:
