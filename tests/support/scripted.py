@@ -512,6 +512,10 @@ def immortal(worker: FakeWorker) -> list[Step]:
     return [(0.1, worker.says("PhaseEntered", "load" if worker.do == "Compile" else "check"))]
 
 
+def lacks_device_memory(worker: FakeWorker) -> list[Step]:
+    return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
+
+
 def agrees(worker: FakeWorker) -> list[Step]:
     """Measures a config whose output is that of all others."""
     return [(0.2, measured(worker, judgement={"group": 0}))]
