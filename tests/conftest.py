@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import re
 import sys
 import textwrap
 import warnings
@@ -16,12 +17,13 @@ import pytest
 
 if TYPE_CHECKING:
     from helpers import SweepWatch
+    from tuned_functions import Notes
 
     from quarantune.scheduler.reference import Reference
     from quarantune.sweep.request import SweepRequest, Swept
     from quarantune.values.configs import Config
 
-pytest.register_assert_rewrite("helpers", "scripted")
+pytest.register_assert_rewrite("cached_functions", "helpers", "scripted")
 # Else, every process that a test starts would compile every module again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
@@ -131,6 +133,28 @@ def swept(sweep_watch: SweepWatch) -> list[list[Any]]:
     sweep_watch.on_begin.append(note)
     sweep_watch.on_end.append(leave_out_recalled)
     return started
+
+
+@pytest.fixture
+def findings(sweep_watch: SweepWatch) -> list[Swept]:
+    """Notes the findings of every sweep."""
+    done: list[Swept] = []
+    sweep_watch.on_end.append(done.append)
+    return done
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Notes:
+    """A file in which workers note what they do."""
+    from tuned_functions import Notes
+
+    return Notes(tmp_path / "notes")
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A different name for each test's function: a message that names the function appears once per process."""
+    return re.sub(r"\W+", "-", request.node.name).lower()
 
 
 @pytest.fixture

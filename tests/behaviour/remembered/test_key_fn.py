@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from tuned_functions import tuned
 
 import quarantune
 
@@ -61,3 +64,23 @@ def test_a_context_that_key_fn_takes_is_still_refused_by_name(key_fn: Any, sweep
     with pytest.raises(TypeError, match=r"Context|lock"):
         scaled(key_fn)(X, Context())
     assert sweeps == []
+
+
+def test_calls_of_one_bucket_share_one_sweep(sweeps: list[str], cache_dir: Path) -> None:
+    kernel = tuned(lambda x, do: x * 2 + 0 * do, [1, 2], key_fn=lambda x: {"rows": max(16, x.shape[0])})
+    for size in (3, 9, 16):
+        np.testing.assert_array_equal(kernel(X[:size]), 2 * X[:size])
+    np.testing.assert_array_equal(jax.jit(kernel)(X[:5]), 2 * X[:5])
+    assert len(sweeps) == 1
+    kernel(X[:17])
+    assert len(sweeps) == 2
+    (file,) = cache_dir.glob("*.json")
+    assert '"rows":16' in json.dumps(json.loads(file.read_text()), separators=(",", ":")).replace("\\", "")
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("bucket", [{1, 2}, X, object(), float("nan")], ids=["set", "array", "object", "nan"])
+def test_a_bucket_that_json_cannot_hold_is_refused_by_value(bucket: Any) -> None:
+    kernel = tuned(lambda x, do: x * do, [1, 2], key_fn=lambda x: bucket)
+    with pytest.raises(TypeError, match=r"(?s)key_fn returned .*, which JSON cannot hold"):
+        kernel(X)
