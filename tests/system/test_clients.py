@@ -171,9 +171,7 @@ agree(eqx.filter_grad(lambda net: net(x).sum())(net).bias, np.full(4, 2.0))
     )
 
 
-def test_optax_trains_through_a_tuned_attention_under_transformations(
-    tmp_path: Path, run: Callable[[Path, str], None]
-) -> None:
+def test_optax_trains_through_a_tuned_attention(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     pytest.importorskip("optax")
     run(
         tmp_path,
@@ -350,9 +348,7 @@ agree(product, jnp.concatenate([lhs[:64] @ rhs[0], lhs[64:] @ rhs[1]]))
 
 
 @pytest.mark.parametrize("run", [4], indirect=True)
-def test_gspmd_and_shard_map_programs_on_four_devices_call_tuned_kernels(
-    tmp_path: Path, run: Callable[[Path, str], None]
-) -> None:
+def test_gspmd_and_shard_map_programs_call_tuned_kernels(tmp_path: Path, run: Callable[[Path, str], None]) -> None:
     run(
         tmp_path,
         """

@@ -23,7 +23,7 @@ PAGES = [
 ]
 
 
-def test_blocks_are_found_with_their_reasons_and_keep_their_lines() -> None:
+def test_blocks_keep_their_reasons_and_line_numbers() -> None:
     text = (
         "# Title\n\n1. A list\n\n   ```python\n   x = 1\n   ```\n\n<!-- run first:\ny = 2\n-->\n"
         "<!-- not run: no device -->\n\n```bash\nfalse\n```\n\n```bash\ntrue\n```\n"
@@ -41,7 +41,7 @@ def test_blocks_are_found_with_their_reasons_and_keep_their_lines() -> None:
 
 
 @pytest.mark.parametrize("page", document_blocks.documents())
-def test_a_block_is_of_a_language_that_runs_or_gives_a_reason(page: str) -> None:
+def test_a_block_runs_or_says_why_it_does_not(page: str) -> None:
     blocks = document_blocks.blocks_of((ROOT / page).read_text(encoding="utf-8"))
     assert not [
         f"{page}:{block.line}: {block.language}: write <!-- not run: REASON --> above it"

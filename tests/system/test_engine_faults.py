@@ -89,7 +89,7 @@ def tuner(**options: Any) -> quarantune.AutoTuner:
     return quarantune.AutoTuner(engine_kernels.plain, {"n": [0, 4]}, rep=2, ref_fn=None, **options)
 
 
-def test_values_that_are_no_executor_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_are_not_executors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"executor=5 is not valid: it must be a concurrent\.futures\.Executor"):
         tuner().run(X, executor=5)
     monkeypatch.setenv("QUARANTUNE_EXECUTOR", "dask")
@@ -145,13 +145,13 @@ def test_an_engine_that_does_not_answer_holds_up_no_other_one() -> None:
             waits.join()
 
 
-def test_no_config_is_blamed_for_a_pool_that_broke_before_its_shard_began() -> None:
+def test_a_pool_that_breaks_before_its_shard_blames_no_config() -> None:
     advice = r"Breaking takes no further work: BrokenProcessPool: a child process terminated abruptly"
     with Breaking(1) as pool, pytest.raises(EngineError, match=advice):
         tuner().run(X, executor=pool)
 
 
-def test_trials_in_this_process_and_an_executor_exclude_each_other() -> None:
+def test_an_executor_excludes_trials_in_this_process() -> None:
     with (
         ThreadPoolExecutor(1) as pool,
         quarantune.settings(isolation="none"),
@@ -160,7 +160,7 @@ def test_trials_in_this_process_and_an_executor_exclude_each_other() -> None:
         tuner().run(X, executor=pool)
 
 
-def test_calls_that_are_none_are_refused_by_tune_many() -> None:
+def test_tune_many_refuses_values_that_are_not_calls() -> None:
     for call, words in [
         (5, "5 is not a call to tune for"),
         ((engine_kernels.plain, (X,)), "neither an autotuned function nor an AutoTuner"),
@@ -170,7 +170,7 @@ def test_calls_that_are_none_are_refused_by_tune_many() -> None:
             quarantune.tune_many([call])
 
 
-def test_a_function_may_have_a_parameter_named_executor_or_resume() -> None:
+def test_a_function_may_have_parameters_executor_and_resume() -> None:
     import inspect
 
     from quarantune.api.autotune import on_engine
@@ -181,7 +181,7 @@ def test_a_function_may_have_a_parameter_named_executor_or_resume() -> None:
         assert (kwargs, resume) == ({"executor": 5, "resume": "yes"}, False)
 
 
-def test_shards_divide_configs_evenly_and_leave_dangerous_ones_for_last() -> None:
+def test_shards_are_even_and_leave_dangerous_configs_for_last() -> None:
     assert [len(shard.indices) for shard in shards.partition(range(10))] == [10]
     assert [len(shard.indices) for shard in shards.partition(range(64))] == [16] * 4
     sizes = [len(shard.indices) for shard in shards.partition(range(5000))]
@@ -240,7 +240,7 @@ def test_damaged_messages_of_shards_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_worker_without_quarantune_is_told_to_install_it() -> None:
+def test_a_worker_without_quarantune_is_an_error_that_says_so() -> None:
     with pytest.raises(EngineError, match=r"executor Fresh cannot import quarantune .*install quarantune"):
         tuner().run(X, executor=Fresh("", "-I", "-S"))
 
@@ -276,7 +276,7 @@ class WithMisfit(ThreadPoolExecutor):
     ],
     ids=["import", "death"],
 )
-def test_a_worker_that_ends_before_it_begins_is_kept_out_and_blames_no_config(
+def test_a_worker_that_dies_at_its_start_is_kept_out(
     error: Exception, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     configs = {"n": [0, 1], "same": list(range(18))}
@@ -313,7 +313,7 @@ class Dying(ThreadPoolExecutor):
     ],
     ids=["killed", "stopped", "late"],
 )
-def test_shards_that_nobody_has_heard_of_are_no_deaths_of_their_configs(error: Exception, named: str) -> None:
+def test_shards_that_were_never_heard_blame_no_config(error: Exception, named: str) -> None:
     advice = f"could not run a shard, twice; the last time .*{named}; the trials so far are kept"
     with Dying(error) as pool, pytest.raises(EngineError, match=advice):
         tuner().run(X, executor=pool)
@@ -321,7 +321,7 @@ def test_shards_that_nobody_has_heard_of_are_no_deaths_of_their_configs(error: E
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_worker_of_another_version_is_told_both_versions() -> None:
+def test_a_worker_of_another_version_is_named_with_both() -> None:
     prelude = f"sys.path.insert(0, {str(SOURCE)!r})\nimport quarantune._version as v\nv.__version__ = '0.0.1'\n"
     ours = remote.versions_here()["quarantune"]
     with pytest.raises(EngineError, match=f"it has quarantune 0.0.1, and the submitter {ours}; give all machines"):
@@ -372,7 +372,7 @@ def no_files() -> None:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_machines_out_of_disk_are_named_and_later_ones_go_on() -> None:
+def test_machines_out_of_disk_are_named_and_others_continue() -> None:
     context = get_context("spawn")
     advice = r"ProcessPoolExecutor could not run a shard, twice; the last time on .*File too large"
     with ProcessPoolExecutor(1, context, no_files) as pool, pytest.raises(EngineError, match=advice):
@@ -405,7 +405,7 @@ def test_a_broken_pool_is_named_and_its_trials_are_kept(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_slow_defaults_of_an_interrupted_sweep_are_compared_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_defaults_of_an_interrupted_sweep_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     append = Journal.append
 
     def append_as_slow(journal: Journal, record: Any) -> None:
@@ -443,7 +443,7 @@ def shards_of(pool: Executor, configs: dict[int, Any], request: Any) -> shards.S
     return shards.Shards(pool, b"", configs, request, Proof(), check=lambda: None)
 
 
-def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_shard_within_its_deadline_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     started = time.monotonic()
     now, looks = [started], [0]
     most_told, may_end = threading.Event(), threading.Event()
@@ -485,7 +485,7 @@ def test_a_shard_that_is_slow_within_its_deadline_is_not_given_up(monkeypatch: p
     assert [(shard.given, shard.deaths) for shard, _ in ends] == [(tuple(configs), ())]
 
 
-def test_a_shard_goes_on_though_the_engine_has_repeated_it_and_the_repetition_was_stopped(
+def test_a_shard_survives_its_stopped_repetition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_collected = threading.Event()
@@ -522,7 +522,7 @@ def test_a_shard_goes_on_though_the_engine_has_repeated_it_and_the_repetition_wa
     assert {trial.outcome for trial in trials.values()} == {Outcome.OK}
 
 
-def test_finalists_whose_machine_is_lost_are_compared_with_the_winners_of_the_others() -> None:
+def test_finalists_of_a_lost_machine_are_compared_elsewhere() -> None:
     trials = {index: measured(index, 1.0 + index, f"host-{index}") for index in range(40)}
     compared: list[list[int]] = []
 
@@ -614,7 +614,7 @@ def test_workers_get_the_limits_of_threads_of_the_submitter(monkeypatch: pytest.
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_tune_many_gives_each_machine_a_whole_sweep_and_tunes_equal_calls_once() -> None:
+def test_tune_many_gives_each_machine_a_whole_sweep() -> None:
     kernel = quarantune.autotune({"n": list(range(20))}, rep=2, ref_fn=None, name="many")(engine_kernels.plain)
     calls = [(kernel, (jnp.ones((rows, 128)),)) for rows in (8, 16, 8)]
     tasks: list[Any] = []
@@ -637,7 +637,7 @@ def test_tune_many_gives_each_machine_a_whole_sweep_and_tunes_equal_calls_once()
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_where_no_connection_is_possible_shards_report_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_without_a_connection_report_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError("no ports here")
 
@@ -658,7 +658,7 @@ def test_where_no_connection_is_possible_shards_report_at_their_end(monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.engines
-def test_a_search_asks_for_shards_as_for_trials() -> None:
+def test_a_search_asks_for_shards_in_place_of_trials() -> None:
     space = {"n": [0, 2], "same": list(range(200))}
     searched = quarantune.AutoTuner(
         engine_kernels.plain, space, rep=1, ref_fn=None, search="random", max_trials=30, name="searched"
@@ -702,7 +702,7 @@ STRANGERS = [
 ]
 
 
-def test_whatever_a_stranger_says_shards_are_heard() -> None:
+def test_shards_are_heard_whatever_a_stranger_sends() -> None:
     contacts = contact.Contacts(lambda *_: True)
     with contextlib.closing(contacts), contextlib.ExitStack() as open_for_now:
         strangers = []
@@ -738,7 +738,7 @@ def introduce(shard: socket.socket, contacts: contact.Contacts, **changes: Any) 
     shard.sendall(json.dumps(greeting | {"machine": contacts.address.machine} | changes).encode() + b"\n")
 
 
-def test_a_shard_whose_machine_is_gone_before_the_answer_has_ended() -> None:
+def test_a_shard_whose_machine_is_gone_has_ended() -> None:
     begun: list[int] = []
     contacts = contact.Contacts(lambda number, about: begun.append(number) is None)
     with contextlib.closing(contacts):
@@ -798,9 +798,7 @@ def elsewhere(port: int, *hosts: str, token: str = "secret") -> contact.Address:
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_a_shard_goes_on_unheard_beside_a_service_that_is_not_its_submitter(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_reaches_another_service_runs_unheard(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "_REPLY_S", 0.5)
     heard = bytearray()
 
@@ -845,7 +843,7 @@ def test_machines_that_reach_another_service_lose_no_config(kind: str, share: in
     assert pool.given >= share
 
 
-def test_a_service_that_answers_byte_by_byte_holds_a_shard_up_for_a_bounded_time(
+def test_a_slow_service_delays_a_shard_for_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(contact, "_REPLY_S", 0.5)
@@ -863,7 +861,7 @@ def test_a_service_that_answers_byte_by_byte_holds_a_shard_up_for_a_bounded_time
     assert not line.is_over
 
 
-def test_a_service_that_repeats_what_it_has_heard_is_not_taken_for_the_submitter(
+def test_a_service_that_echoes_is_not_the_submitter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The proofs of an earlier connection, or of the shard itself, prove nothing."""
@@ -903,7 +901,7 @@ def test_a_service_that_repeats_what_it_has_heard_is_not_taken_for_the_submitter
             assert unheard._peer is None
 
 
-def test_a_submitter_at_the_second_address_is_found_behind_another_service() -> None:
+def test_a_submitter_at_its_second_address_is_found() -> None:
     with contextlib.closing(contact.Contacts(lambda *_: True, is_local=True)) as contacts:
         port = contacts.address.port
         with socket.create_server(("127.0.0.9", port)) as other:
@@ -919,7 +917,7 @@ def test_a_submitter_at_the_second_address_is_found_behind_another_service() -> 
         line.close()
 
 
-def test_a_shard_without_the_secret_is_refused_and_goes_on_unheard() -> None:
+def test_a_shard_without_the_secret_is_refused_and_runs() -> None:
     begun: list[int] = []
     with contextlib.closing(contact.Contacts(lambda number, about: begun.append(number) is None)) as contacts:
         for machine in (contact.machine_id(), "another machine"):
@@ -954,7 +952,7 @@ class Proxy:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_proxy_that_ends_a_connection_stops_no_shard_and_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_ends_a_connection_loses_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contact, "machine_id", lambda: secrets.token_hex())  # the shard is on another machine
     begun: list[int] = []
     heard: list[Said] = []
@@ -1130,7 +1128,7 @@ def test_a_connection_with_a_large_descriptor_is_followed() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_shard_that_was_given_up_does_not_go() -> None:
+def test_a_shard_that_was_given_up_does_not_start() -> None:
     greeted: list[int] = []
     contacts = contact.Contacts(lambda number, about: greeted.append(number) is None and number == 1)
     with contextlib.closing(contacts):

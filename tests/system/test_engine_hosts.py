@@ -141,7 +141,7 @@ def tune(submitter: Host, *workers: Host) -> tuple[dict[str, Any], str]:
     ],
     ids=["closes", "closes, alone", "banner, alone", "go, alone", "HTTP"],
 )
-def test_a_service_at_the_address_of_the_submitter_costs_no_config(says: str, is_hidden: bool, tmp_path: Path) -> None:
+def test_a_service_at_the_submitters_address_costs_no_config(says: str, is_hidden: bool, tmp_path: Path) -> None:
     """One machine has a service of its own at a private address of the submitter, and perhaps no way to the others."""
     with hosts(tmp_path, "submits", "meshed", "plain") as (submits, meshed, plain):
         for number, host in enumerate((submits, meshed, plain), 1):
@@ -175,7 +175,7 @@ def test_a_cut_link_is_noticed_by_both_sides_within_45_s(cut: str, every_s: floa
     assert all(5 < after_s < 45 for after_s in noticed), noticed
 
 
-def test_hosts_with_ipv6_alone_tune_together_and_are_heard(tmp_path: Path) -> None:
+def test_hosts_with_only_ipv6_tune_together(tmp_path: Path) -> None:
     with hosts(tmp_path, "submits", "left", "right") as three:
         for number, host in enumerate(three, 1):
             host.run(*f"ip -6 addr add {ADDRESS_6.format(number)}/64 dev eth0 nodad".split())

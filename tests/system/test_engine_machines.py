@@ -237,7 +237,7 @@ def misfit(fault: str, directory: Path) -> tuple[dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("fault", ["no module", "other version", "other jax"])
-def test_a_machine_that_cannot_take_part_is_named_and_the_others_go_on(
+def test_a_machine_that_cannot_take_part_is_named(
     fault: str, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, reason = misfit(fault, tmp_path / "hidden")
@@ -254,7 +254,7 @@ def test_a_machine_that_cannot_take_part_is_named_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("fault", ["no module", "other jax", "no package"])
-def test_a_machine_that_joins_late_and_cannot_take_part_is_named_and_costs_nothing(
+def test_a_late_machine_that_cannot_take_part_costs_nothing(
     fault: str, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, reason = misfit(fault, tmp_path / "hidden")
@@ -273,7 +273,7 @@ def test_a_machine_that_joins_late_and_cannot_take_part_is_named_and_costs_nothi
     assert reason in caplog.text
 
 
-def test_a_cluster_without_workers_is_named_and_waited_for_with_a_bound(
+def test_the_wait_for_a_cluster_without_workers_is_bounded(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(shards, "_SAYS_S", 0.5)
@@ -288,9 +288,7 @@ def test_a_cluster_without_workers_is_named_and_waited_for_with_a_bound(
         assert tuner("late", space=4).run(X, executor=executor).best_config["n"] <= 1
 
 
-def test_workers_that_leave_in_mid_sweep_are_waited_for_with_a_bound(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wait_for_workers_that_leave_is_bounded(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = cluster.worker()
     seen = Following(lambda: cluster.end(worker), phases=1, ends=3)
     with cluster.executor(1) as executor:
@@ -310,7 +308,7 @@ def journalled(place: Path) -> list[int]:
 ROUNDS = 3
 
 
-def test_submitters_of_one_call_tune_it_once_and_take_over_from_a_dead_one(cluster: Cluster, tmp_path: Path) -> None:
+def test_submitters_of_one_call_tune_it_once(cluster: Cluster, tmp_path: Path) -> None:
     for _ in range(2):
         cluster.worker()
     submitters = [Submitter(cluster) for _ in range(3)]

@@ -149,7 +149,7 @@ class Following:
                 self._then()
 
 
-def test_a_large_sweep_returns_every_config_once_with_the_local_choice(engine: Engine) -> None:
+def test_a_large_sweep_returns_each_config_once(engine: Engine) -> None:
     space = {"n": list(range(64))}
     seen = Following(0, lambda: None)
     tuner = quarantune.AutoTuner(engine_kernels.plain, space, on_progress=seen, rep=3, name="large")
@@ -173,7 +173,7 @@ def test_a_large_sweep_returns_every_config_once_with_the_local_choice(engine: E
     assert engine.tasks[-1] is final
 
 
-def test_a_worker_killed_in_mid_sweep_leaves_no_orphan_and_no_gap(mortal: Engine, tmp_path: Path) -> None:
+def test_a_worker_killed_in_a_sweep_leaves_no_orphan_or_gap(mortal: Engine, tmp_path: Path) -> None:
     killed: list[int] = []
 
     def kill() -> None:

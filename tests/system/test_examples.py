@@ -75,7 +75,7 @@ def test_the_contextual_example_reports_each_kernel(example: str, printed: dict[
 
 
 @pytest.mark.slow
-def test_the_hostile_example_names_every_outcome_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_hostile_example_shows_every_outcome(tmp_path: Path) -> None:
     deadline = str(deadline_s(2.0))
     printed = run("hostile.py", tmp_path, QUARANTUNE_TIMEOUT=deadline, QUARANTUNE_COMPILE_TIMEOUT=deadline)
     assert "all 32 outcomes are right; the best config is {'mode': 'good'}" in printed
@@ -84,7 +84,7 @@ def test_the_hostile_example_names_every_outcome_and_leaves_nothing(tmp_path: Pa
 @pytest.mark.target
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
-def test_the_tpu_example_names_what_each_generation_cannot_compile(tmp_path: Path) -> None:
+def test_the_tpu_example_lists_failures_by_generation(tmp_path: Path) -> None:
     printed = run("tpu_flash_attention.py", tmp_path, timeout_s=280)
     assert re.findall(r"^TPU v\w+", printed, re.MULTILINE) == ["TPU v5e", "TPU v6e"]
     assert len(re.findall(r"^ +\d+ +\d+ +(?:ok|error \[\d\]|timeout)", printed, re.MULTILINE)) == 2 * 12
@@ -96,7 +96,7 @@ def test_the_tpu_example_names_what_each_generation_cannot_compile(tmp_path: Pat
 @pytest.mark.target
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not targets.has_plugin("cuda"), reason="needs the `cuda-compile` extra")
-def test_the_hopper_example_tells_which_configs_compile(tmp_path: Path) -> None:
+def test_the_hopper_example_lists_the_configs_that_compile(tmp_path: Path) -> None:
     printed = run("hopper_matmul.py", tmp_path, timeout_s=280)
     assert "14 of 24 configs compile for NVIDIA H100" in printed
     over = re.findall(r"^ +\d+ +\d+ +\d .*error \[1\] +[\d.]+ of 227 KiB$", printed, re.MULTILINE)

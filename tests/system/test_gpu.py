@@ -181,7 +181,7 @@ def hungry(x, mode: str = "good"):
     return call(functools.partial(bad_kernel, mode="good"), x)
 
 
-def test_a_program_that_wants_more_memory_than_the_gpu_has_is_contained(held):
+def test_a_program_larger_than_gpu_memory_is_contained(held):
     result = hungry.tune(held[:1024])
     table = result.table(width=160)
     assert [trial.outcome.value for trial in result.trials] == ["ok", "device_oom", "ok"], table
@@ -214,7 +214,7 @@ def layers(x, up, down, notes_in: str, last: str = "sin", chunk: int = 8):
     return jax.lax.map(getattr(jnp, last), x.reshape(-1, chunk, x.shape[1])).reshape(x.shape)
 
 
-def test_what_xla_finds_out_for_one_config_it_knows_for_all_others_of_the_process(held, tmp_path, monkeypatch):
+def test_xla_reuses_the_gemm_choices_of_earlier_configs(held, tmp_path, monkeypatch):
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
     notes_in, notes_of_cosines = tmp_path / "notes", tmp_path / "cosines"
     template.close_shared()  # other tests may have left what this one looks for
@@ -243,7 +243,7 @@ def test_what_xla_finds_out_for_one_config_it_knows_for_all_others_of_the_proces
         jax.monitoring.unregister_event_listener(listen)
 
 
-def test_a_jitted_function_whose_kernels_are_tuned_is_compiled_as_others_are(held):
+def test_a_jit_whose_kernels_are_tuned_compiles_like_any_other(held):
     whole = quarantune.contextual_autotune(jax.jit(lambda x: jnp.tanh(plain_dot(x, x))))
     result = whole.tune(jnp.ones((512, 512), jnp.bfloat16))
     assert {trial.route for trial in result.trials} == {Route.HANDED_OVER}, result.table()
@@ -255,7 +255,7 @@ def sorted_rows(x, rows: int = 1):
     return jnp.sort(jnp.sort(x.reshape(rows, -1), axis=-1).reshape(-1))
 
 
-def test_a_sort_takes_as_long_in_a_sweep_as_in_the_program_of_a_call(held):
+def test_a_sort_takes_as_long_in_a_sweep_as_in_a_call(held):
     result = quarantune.autotune({"rows": [1, 2]}, rep=5)(sorted_rows).tune(held)
     flush = device_clock.Flush(jax.jit(lambda: jnp.zeros(64 << 20, jnp.int32)).lower().compile())
     for trial in result.trials:
@@ -277,7 +277,7 @@ def attention(q, implementation: str = "xla", scale: int = 1):
     ],
     ids=["one of two", "all"],
 )
-def test_calls_of_cudnn_are_compiled_on_the_gpu_that_they_are_planned_for(held, options):
+def test_cudnn_calls_are_compiled_on_the_gpu(held, options):
     q = held[: 2 * 256 * 4 * 64].reshape(2, 256, 4, 64).astype(jnp.bfloat16) / 2**20
     result = quarantune.autotune(**options, rep=5)(attention).tune(q)
     assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
@@ -300,7 +300,7 @@ def hostile_dot(a, b, chunks: int = 1, mode: str = "good"):
     return product + len(mode) - len(mode)
 
 
-def test_bad_configs_that_compile_on_the_gpu_cost_no_other_config_its_result(held):
+def test_bad_configs_that_compile_on_the_gpu_harm_no_other(held):
     a = jnp.ones((512, 512), jnp.bfloat16)
     result = hostile_dot.tune(a, a)
     for trial in result.trials:
@@ -317,7 +317,7 @@ def dot_with_a_callback(a, b, chunks: int = 1):
     return jax.pure_callback(lambda x: x, product, product)
 
 
-def test_programs_that_cannot_leave_their_process_are_compiled_and_measured_in_one(held):
+def test_unserialisable_programs_run_where_they_compile(held):
     a = jnp.ones((512, 512), jnp.float32)
     result = dot_with_a_callback.tune(a, a)
     assert {trial.route for trial in result.trials} == {Route.TOGETHER}, result.table()
@@ -343,7 +343,7 @@ def shifted(x, times=1):
         ("TABLE, ON_GPU = jax.device_put(jnp.arange(1024.0), jax.devices()[0]), True", Route.HANDED_OVER),
     ],
 )
-def test_modules_with_arrays_and_questions_of_their_own_are_compiled(held, at_import, route, tmp_path, monkeypatch):
+def test_modules_that_make_arrays_on_import_are_compiled(held, at_import, route, tmp_path, monkeypatch):
     name = f"module_for_{route}"
     (tmp_path / f"{name}.py").write_text(MODULE.format(at_import=at_import))
     monkeypatch.syspath_prepend(tmp_path)
@@ -368,7 +368,7 @@ def raising(x, mode: str = "good"):
     return call(functools.partial(bad_kernel, mode="good"), x)
 
 
-def test_an_error_raised_without_the_gpu_is_confirmed_on_it_once_for_each_place(held):
+def test_an_error_without_the_gpu_is_confirmed_on_it_once(held):
     result = raising.tune(held[:1024])
     table = result.table(width=160)
     outcomes = [trial.outcome for trial in result.trials]
@@ -395,12 +395,12 @@ def partly_doubled(x, part: int = 1):
     )(x)
 
 
-def test_memory_that_holds_the_right_values_does_not_pass_for_an_output(held):
+def test_right_values_in_freed_memory_are_not_an_output(held):
     result = partly_doubled.tune(held[:65536])
     assert [trial.outcome for trial in result.trials] == [Outcome.OK, Outcome.WRONG], result.table()
 
 
-def test_other_work_while_the_clock_is_made_ready_takes_nothing_from_the_times(held):
+def test_work_while_the_clock_starts_does_not_change_times(held):
     """Threads of a worker compile, and move inputs, while its profiler is attached."""
     steps = [jax.jit(lambda x: jnp.sort(x)).lower(held).compile() for _ in range(3)]
 
@@ -454,7 +454,7 @@ def centred(x, chunks: int = 1):
     return jnp.concatenate([part - part.mean(axis=0) for part in jnp.split(x, chunks, axis=1)], axis=1)
 
 
-def test_arguments_laid_out_over_two_gpus_are_tuned_on_two():
+def test_arguments_on_two_gpus_are_tuned_on_two():
     gpus = jax.devices()
     if len(gpus) < 2:
         pytest.skip("one GPU")
@@ -514,7 +514,7 @@ def hostile(x, mode: str = "good", block: int = 64):
     return jax.lax.fori_loop(0, 50, lambda _, y: jnp.sin(y) * 0 + y, y) if mode == "long" else y
 
 
-def test_only_compiling_is_in_workers_where_this_process_measures(held, tmp_path):
+def test_workers_only_compile_if_this_process_measures(held, tmp_path):
     x, results = held[: 1 << 16], {}
     for isolation in ("process", "compile"):
         # Each has a cache of its own, because a config that failed to compile is not compiled again.
@@ -532,7 +532,7 @@ def test_only_compiling_is_in_workers_where_this_process_measures(held, tmp_path
     assert still_computes(held)
 
 
-def test_a_program_that_xla_tunes_on_the_device_is_measured_here_too(held):
+def test_a_program_that_xla_tunes_can_be_measured_here(held):
     with quarantune.settings(isolation="compile"):
         result = quarantune.autotune({"chunks": [1, 2]}, rep=5)(centred_product).tune(
             held[: 512 * 512].reshape(512, 512)
@@ -563,7 +563,7 @@ def product_in_turns(x, mode: str = "good", turns: int = 1):
 
 
 @pytest.mark.timeout(400)
-def test_configs_are_ranked_by_a_cheap_compile_and_bad_ones_get_their_outcomes(held):
+def test_configs_are_ranked_by_a_cheap_compile(held):
     good = [{"mode": "good", "turns": turns} for turns in (1, 2, 4, 64, 128, 256, 512)]
     bad = [{"mode": mode, "turns": 2} for mode in ("fail", "hang", "starve", "wrong")]
     jitted = jax.jit(product_in_turns, static_argnames=["mode", "turns"])
@@ -602,7 +602,7 @@ def test_sweeps_for_energy_choose_configs_that_take_as_much(held, monkeypatch):
         assert max(energy_mj) <= 1.03 * min(energy_mj), (first, second, energy_mj)
 
 
-def test_energy_without_its_package_is_refused_by_the_name_of_the_extra(held, monkeypatch):
+def test_energy_without_its_package_names_the_extra(held, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples" / "benchmarks")
     found = importlib.util.find_spec
     monkeypatch.setattr(

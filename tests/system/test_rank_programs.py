@@ -114,7 +114,7 @@ def test_four_ranks_with_caches_of_their_own_agree_in_every_case(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_that_wait_end_when_the_coordinator_dies_and_leave_nothing(tmp_path: Path) -> None:
+def test_waiting_ranks_end_when_the_coordinator_dies(tmp_path: Path) -> None:
     codes = start(tmp_path, "coordinator_dies")
     assert codes[0] == -signal.SIGKILL
     for rank in range(1, RANKS):
@@ -127,7 +127,7 @@ def test_ranks_that_wait_end_when_the_coordinator_dies_and_leave_nothing(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_rank_that_tunes_when_the_coordinator_dies_loses_no_trial_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_tuning_rank_loses_no_trial_if_the_coordinator_dies(tmp_path: Path) -> None:
     codes = start(tmp_path, "coordinator_dies_while_another_tunes")
     assert codes[0] == -signal.SIGKILL
     assert 0 not in codes
@@ -183,7 +183,7 @@ def test_a_service_that_does_not_answer_is_named_in_one_line(one_of_two: Client,
         tuner().run(1)
 
 
-def test_a_config_that_no_rank_should_have_offered_is_refused(one_of_two: Client, no_process: None) -> None:
+def test_a_config_that_no_rank_may_offer_is_refused(one_of_two: Client, no_process: None) -> None:
     acts = (set_out(one_of_two) for _ in range(1))
 
     def prune(*_: Any) -> bool:
@@ -198,7 +198,7 @@ def test_a_config_that_no_rank_should_have_offered_is_refused(one_of_two: Client
 
 
 @pytest.mark.parametrize(("isolation", "starts"), [("none", True), ("compile", True), ("process", False)])
-def test_ranks_that_may_measure_here_start_jax_before_any_waits(
+def test_ranks_that_may_measure_start_jax_before_any_waits(
     isolation: str, starts: bool, one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
     stores: list[dict[str, str]] = []
@@ -214,7 +214,7 @@ def set_out(client: Client) -> bool:
     return False
 
 
-def test_without_a_config_or_a_tuner_the_ranks_share_a_near_config(
+def test_ranks_without_a_tuner_share_a_near_config(
     one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", 0.0)
@@ -248,7 +248,7 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
     ]
 
 
-def test_a_look_up_leaves_no_progress_on_the_screen(one_of_two: Client, no_process: None) -> None:
+def test_a_lookup_leaves_no_progress_on_the_screen(one_of_two: Client, no_process: None) -> None:
     def shown() -> list[Any]:
         return [sweep for screen in progress._shared.values() for sweep in screen.sweeps]
 
@@ -283,7 +283,7 @@ def test_a_fork_of_a_rank_does_not_use_its_client(one_of_two: Client) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 0
 
 
-def test_a_jax_without_the_store_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_jax_without_the_store_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax._src import distributed
 
     monkeypatch.setattr(distributed, "global_state", object())
@@ -293,7 +293,7 @@ def test_a_jax_without_the_store_is_warned_of_once(monkeypatch: pytest.MonkeyPat
     assert len(caught) == 1
 
 
-def test_ranks_wait_for_the_longest_sweep_that_limits_and_budgets_allow() -> None:
+def test_ranks_wait_for_the_longest_sweep_allowed() -> None:
     def deadline_s(count: int, **options: Any) -> float:
         configs = [{"n": n} for n in range(count)]
         autotuner = quarantune.AutoTuner(lambda x, n: x, configs, name="n", compile_timeout=100, timeout=10, **options)

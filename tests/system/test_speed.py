@@ -41,7 +41,7 @@ def run_code(code: str, *arguments: object) -> str:
 # --- cached calls -------------------------------------------------------------------------------------------
 
 
-def test_a_cached_call_costs_little_more_than_the_jitted_function() -> None:
+def test_a_cached_call_costs_little_more_than_the_jit() -> None:
     @functools.partial(jax.jit, static_argnames=["n"])
     def add(x: Any, y: Any, n: int = 1) -> Any:
         return x + n * y
@@ -104,7 +104,7 @@ def test_a_first_call_with_a_warm_cache_reads_one_file_once(tmp_path: Path, cach
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_lookup_and_a_write_are_quick_among_10_000_entries(tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "warm_kernel.py").write_text(MODULE)
     run_code("import sys; sys.path.insert(0, sys.argv[1]); from warm_kernel import kernel; kernel(1.0)", tmp_path)
     store = Store(cache_dir)
@@ -198,7 +198,7 @@ def test_a_first_call_runs_code_of_few_files(miss_and_hit: tuple[FirstCall, Firs
     assert len(miss.ran) <= 91, miss.ran
 
 
-def test_a_call_that_is_found_is_bound_described_and_situated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_call_is_bound_and_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros(4, np.float32)
     trivial(2).tune(x)
     found, done = trivial(2), collections.Counter[str]()
@@ -248,7 +248,7 @@ def test_the_tunables_of_made_configs_are_found_in_one_entry(monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(
+def test_a_cached_call_imports_nothing_for_tuning(
     miss_and_hit: tuple[FirstCall, FirstCall], program: Path, tmp_path: Path
 ) -> None:
     miss, hit = miss_and_hit
@@ -273,7 +273,7 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(
 
 
 @pytest.mark.slow
-def test_a_call_with_made_configs_whose_result_is_saved_imports_no_more(tmp_path: Path) -> None:
+def test_a_cached_call_with_made_configs_imports_no_more(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(FIRST_CALL.replace('[{"n": 1}, {"n": 2}]', 'lambda x: [{"n": 1}, {"n": 2}]'))
     miss, hit = (FirstCall(program, QUARANTUNE_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2))
@@ -385,7 +385,7 @@ def test_a_config_costs_the_callers_process_little_cpu() -> None:
 
 
 @pytest.mark.slow
-def test_importing_quarantune_costs_at_most_1_2_times_importing_jax() -> None:
+def test_importing_quarantune_costs_at_most_1_2_times_jax() -> None:
     script = "import time; t = time.process_time(); {}; print(time.process_time() - t)"
     imports = ("from quarantune import autotune", "import jax")
 

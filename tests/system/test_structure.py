@@ -20,7 +20,7 @@ def test_imports_make_no_circle() -> None:
     assert not found, "\n".join(line for circle in found for line in structure.names_between(circle))
 
 
-def test_circles_are_found_wherever_a_file_imports(tmp_path: Path) -> None:
+def test_circles_are_found_wherever_an_import_stands(tmp_path: Path) -> None:
     files = {
         "__init__.py": "from pack.a import one",
         "a.py": "def one():\n    from pack.low import b",

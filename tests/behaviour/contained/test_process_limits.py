@@ -178,7 +178,7 @@ def test_a_limit_on_processes_costs_no_config_its_outcome(
 
 @pytest.mark.parametrize("limit", [2, 12])
 @pytest.mark.long
-def test_a_limit_too_low_for_one_worker_is_named_and_nothing_is_remembered(limit: int, tmp_path: Path) -> None:
+def test_a_limit_too_low_for_one_worker_is_named_and_forgotten(limit: int, tmp_path: Path) -> None:
     program = Limited(tmp_path)
     with limited("user", limit) as command:
         told = program.run([*command, "env", "OPENBLAS_NUM_THREADS=1"], GOOD).stdout
@@ -214,7 +214,7 @@ def _await_child(pid: int, of: subprocess.Popen[str]) -> int | None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("depth", range(4))
 @pytest.mark.long
-def test_whatever_of_a_sweep_is_killed_under_a_limit_no_result_is_wrong_or_lost(depth: int, tmp_path: Path) -> None:
+def test_kills_under_a_limit_neither_lose_nor_spoil_a_result(depth: int, tmp_path: Path) -> None:
     """Kills the caller, its template, the sweep's template or a worker, while two callers share a limit."""
     program = Limited(tmp_path)
     with limited("user", 64) as command:

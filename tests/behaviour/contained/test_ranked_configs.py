@@ -76,7 +76,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
         return Screening(configs, ideal_ms, **options)
 
     monkeypatch.setattr(choosing, "cheaply", cheaply)
-    if request.function is not test_misdeeds_on_this_route_get_their_outcomes_and_harm_no_other_config:
+    if request.function is not test_misdeeds_of_ranked_configs_harm_no_other_config:
         monkeypatch.setattr(routes, "Screening", screening)
     monkeypatch.setattr(choosing, "Together", Fully)
     return noted
@@ -133,7 +133,7 @@ def test_an_objective_other_than_time_is_not_ranked_by_time(compiles: Compiles) 
 
 
 @pytest.mark.slow
-def test_a_config_that_is_wrong_is_so_by_its_full_program_and_does_not_win(compiles: Compiles) -> None:
+def test_a_config_is_wrong_only_by_its_full_program(compiles: Compiles) -> None:
     space = [{"turns": turns, "fault": float(turns == 2)} for turns in TURNS]
     result = tuned(space, ref_fn=lambda x: x).tune(X)
     assert ends(result.trials[:2]) == ["wrong", "ok"]
@@ -142,7 +142,7 @@ def test_a_config_that_is_wrong_is_so_by_its_full_program_and_does_not_win(compi
 
 
 @pytest.mark.slow
-def test_defaults_that_are_no_config_are_compiled_fully_too(compiles: Compiles) -> None:
+def test_unlisted_defaults_are_compiled_fully(compiles: Compiles) -> None:
     result = tuned({"turns": TURNS[:-1]}).tune(X)
     assert result.default_time_ms is not None
     assert turns_of(compiles.fully) == FULLY
@@ -150,9 +150,7 @@ def test_defaults_that_are_no_config_are_compiled_fully_too(compiles: Compiles) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["fully", "cheaply"])
-def test_a_config_that_fails_at_one_fidelity_is_judged_by_its_full_program(
-    compiles: Compiles, fails: str, tmp_path: Path
-) -> None:
+def test_a_config_fails_only_by_its_full_program(compiles: Compiles, fails: str, tmp_path: Path) -> None:
     seen = tmp_path / "seen"
 
     def fail_once(x: Any, turns: int = 256, fault: float = 0.0) -> Any:
@@ -181,7 +179,7 @@ def test_a_search_looks_at_cheap_times_first(compiles: Compiles) -> None:
 
 
 @pytest.mark.slow
-def test_when_the_time_is_over_the_best_so_far_has_a_full_program(compiles: Compiles) -> None:
+def test_the_best_at_the_end_of_the_time_has_a_full_program(compiles: Compiles) -> None:
     result = tuned({"turns": TURNS}, search="random", time_budget=0.01).tune(X)
     assert result.time_ms is not None
     assert turns_of([result.best_config]) <= turns_of(compiles.fully)
@@ -241,7 +239,7 @@ MODES = ["good", *BAD, "good again", "slow"]
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_misdeeds_on_this_route_get_their_outcomes_and_harm_no_other_config(compiles: Compiles) -> None:
+def test_misdeeds_of_ranked_configs_harm_no_other_config(compiles: Compiles) -> None:
     jitted = jax.jit(misbehave, static_argnames=["mode"])
     function = quarantune.autotune({"mode": MODES}, ref_fn=None, rep=3)(jitted)
     with nothing_is_left(), quarantune.settings(memory_limit="600MB", **haste()):
@@ -258,7 +256,7 @@ def test_misdeeds_on_this_route_get_their_outcomes_and_harm_no_other_config(comp
     assert {"fail tracing", "hang running"} <= {*asked}
 
 
-def test_the_source_of_a_ranked_run_says_when_its_time_is_over() -> None:
+def test_a_ranked_run_ends_when_its_time_is_over() -> None:
     class Late(ConfigSource):
         def why_late(self) -> str:
             return "late"

@@ -85,7 +85,7 @@ def test_a_file_size_limit_too_small_for_the_call_is_named(tmp_path: Path) -> No
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_configs_whose_programs_are_too_large_to_save_are_measured(tmp_path: Path) -> None:
+def test_configs_with_programs_too_large_to_save_are_measured(tmp_path: Path) -> None:
     tuned, then = run(tmp_path, "RLIMIT_FSIZE", 8_000, 10, 4)
     assert tuned == "tuned 4"
     assert then == "then 4"
@@ -250,7 +250,7 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_limit_that_no_worker_keeps_is_refused_and_a_greater_one_works(tmp_path: Path, cache_dir: Path) -> None:
+def test_a_limit_that_no_worker_keeps_is_refused(tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "heavy.py").write_text(HEAVY)
     (tmp_path / "program.py").write_text(LIMITED)
     *refusals, trials = python(tmp_path / "program.py", JAX_PLATFORMS="cpu").splitlines()

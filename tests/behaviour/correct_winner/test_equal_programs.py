@@ -17,7 +17,7 @@ from quarantune.values.configs import format_config
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 
-def test_configs_that_lower_to_one_program_are_checked_and_measured_once(notes: Notes) -> None:
+def test_configs_with_equal_programs_are_measured_once(notes: Notes) -> None:
     def check(output: Any, expected: Any, x: Any) -> bool:
         added = float(host(output)[0] - host(x)[0])
         notes.add(added)
@@ -35,7 +35,7 @@ def test_configs_that_lower_to_one_program_are_checked_and_measured_once(notes: 
         assert ran.samples_ms == twin.samples_ms
 
 
-def test_programs_that_call_back_into_python_are_never_taken_for_one(notes: Notes) -> None:
+def test_programs_that_call_back_into_python_are_never_merged(notes: Notes) -> None:
     def called(x: Any, do: int) -> Any:
         def callback(x: Any) -> Any:
             notes.add(do)
@@ -52,7 +52,7 @@ def test_programs_that_call_back_into_python_are_never_taken_for_one(notes: Note
 
 
 @pytest.mark.parametrize("dos", [["x", "y"], ["y", "x"]])
-def test_programs_that_take_different_arguments_are_never_taken_for_one(dos: list[str]) -> None:
+def test_programs_of_different_arguments_are_never_merged(dos: list[str]) -> None:
     # Arguments that a program has no use for are dropped, and the rest numbered anew: the text is the same for both.
     def doubled(x: Any, y: Any, do: str = "") -> Any:
         return 2 * (x if do == "x" else y)
@@ -62,14 +62,14 @@ def test_programs_that_take_different_arguments_are_never_taken_for_one(dos: lis
     assert {trial.config["do"]: trial.outcome.value for trial in trials} == {"x": "ok", "y": "wrong"}
 
 
-def test_programs_with_different_output_structures_are_never_merged() -> None:
+def test_programs_of_different_structures_are_never_merged() -> None:
     body = {"tuple": lambda x: (x * 2,), "list": lambda x: [x * 2]}
     trials = tuned(lambda x, do: body[do](x), ["tuple", "list"], ref_fn=lambda x: (x * 2,)).tune(X).trials
     assert ends(trials) == ["ok", "wrong"]
 
 
 @pytest.mark.slow
-def test_programs_with_constants_for_arguments_are_never_merged(tmp_path: Path) -> None:
+def test_programs_of_different_constants_are_never_merged(tmp_path: Path) -> None:
     script = tmp_path / "constants.py"
     script.write_text(
         """

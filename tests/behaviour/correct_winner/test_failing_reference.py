@@ -51,7 +51,7 @@ def noting(notes: Notes) -> Callable[[Any, int], Any]:
         pytest.param(hang, "timeout: it took longer than 3 s", marks=pytest.mark.slow),
     ],
 )
-def test_a_failing_reference_is_the_callers_error_and_nothing_runs(ref_fn: Any, told: str, notes: Notes) -> None:
+def test_a_failing_reference_is_an_error_and_nothing_runs(ref_fn: Any, told: str, notes: Notes) -> None:
     kernel = tuned(noting(notes), [1, 2], ref_fn=ref_fn)
     template.shared()
     started = time.monotonic()
@@ -65,7 +65,7 @@ def test_a_failing_reference_is_the_callers_error_and_nothing_runs(ref_fn: Any, 
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_reference_that_raises_in_process_is_the_callers_error_too(notes: Notes) -> None:
+def test_a_reference_that_raises_in_process_is_an_error(notes: Notes) -> None:
     kernel = tuned(noting(notes), [1, 2], ref_fn=boom)
     with isolated("none"), pytest.raises(quarantune.ReferenceFailedError, match="ArithmeticError: there is no ref"):
         kernel.tune(X)
@@ -83,7 +83,7 @@ def test_a_reference_that_forgets_to_return_lets_nothing_pass(isolation: str) ->
         assert ends(tuned(lambda x, do: None, [1, 2], ref_fn=forgetful).tune(X).trials) == ["ok"] * 2
 
 
-def test_a_failed_reference_is_no_result_to_remember(sweeps: list[str]) -> None:
+def test_a_failed_reference_is_forgotten(sweeps: list[str]) -> None:
     moods = iter([boom, lambda x: x, lambda x: x])
     kernel = tuned(lambda x, do: x * do, [1], ref_fn=lambda x: next(moods)(x))
     with here():

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 
 @everywhere
-def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: str, findings: list[Swept]) -> None:
+def test_finalists_are_timed_again_and_the_final_decides(isolation: str, findings: list[Swept]) -> None:
     # A busy machine may rule out all but one of them, and one needs no final.
     for _ in range(5):
         with isolated(isolation):

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 
 @everywhere
-def test_every_run_of_a_donating_config_gets_arguments_of_its_own(isolation: str) -> None:
+def test_every_run_of_a_donating_config_gets_new_arguments(isolation: str) -> None:
     def check(output: Any, expected: Any, x: Any) -> None:
         np.testing.assert_array_equal(x, X)
 
@@ -62,7 +62,7 @@ def bench_of(fn: Callable[..., Any], *args: Any, **judges: Any) -> tuple[Bench, 
     return Bench(packed.call, arrays_fd=fd, options=options), fd
 
 
-def test_a_plain_function_never_sees_its_earlier_writes_to_an_argument() -> None:
+def test_a_plain_function_never_sees_its_earlier_writes() -> None:
     seen: list[float] = []
 
     def scribble(x: Any, do: int) -> Any:
@@ -126,7 +126,7 @@ MUTABLES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @here_and_there
-def test_a_plain_function_never_sees_its_earlier_changes_of_any_kind(isolation: str) -> None:
+def test_a_plain_function_never_sees_changes_to_any_object(isolation: str) -> None:
     wanted = {name: use(make()) for name, (make, use) in MUTABLES.items()}
 
     def changes(first: Any, *, given: Any, do: int) -> Any:
@@ -165,9 +165,7 @@ def test_an_argument_given_twice_is_one_object_in_each_run(isolation: str) -> No
 
 
 @here_and_there
-def test_an_argument_that_is_pickled_by_its_name_is_the_one_of_its_module(
-    isolation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_argument_pickled_by_name_is_the_modules_object(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = types.ModuleType("module_of_one")
     exec("class Kind:\n    def __reduce__(self): return 'ONE'\n    __repr__ = __reduce__\nONE = Kind()", vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -214,7 +212,7 @@ FACTORS = {FAST: 2}
 
 @here_and_there
 @pytest.mark.parametrize("kind", ["static", "closure", "key", "method"])
-def test_an_argument_that_the_function_refers_to_is_the_same_object_there(kind: str, isolation: str) -> None:
+def test_an_argument_stays_the_object_that_the_function_holds(kind: str, isolation: str) -> None:
     fast = Mode()
     table = {fast: 2}
 
@@ -251,7 +249,7 @@ def test_an_argument_that_the_function_refers_to_is_the_same_object_there(kind: 
     assert notes == []
 
 
-def test_an_argument_that_a_module_holds_is_the_same_object_in_this_process() -> None:
+def test_an_argument_stays_the_object_that_a_module_holds() -> None:
     def looks_up(x: Any, mode: Any, notes: list[int], do: int = 1) -> Any:
         assert (mode is FAST, notes) == (True, [])
         notes.append(do)
@@ -277,7 +275,7 @@ def test_an_argument_without_a_copy_is_refused_before_any_work(isolation: str) -
 
 
 @pytest.mark.slow
-def test_a_big_argument_is_in_memory_once_for_any_number_of_configs() -> None:
+def test_a_big_argument_is_in_memory_once_for_all_configs() -> None:
     big = np.zeros(16 << 20, np.uint8)
     kernel = tuned(lambda x, do: x[:8] + np.uint8(do), [1, 2, 3])
     kernel.tune(X)  # what is imported and set up once

@@ -15,7 +15,7 @@ from quarantune.sweep.request import Swept
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 
-def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(findings: list[Swept]) -> None:
+def test_a_config_ruled_out_by_its_first_samples_cannot_win(findings: list[Swept]) -> None:
     # So much slower that nothing on a busy machine disturbs the faster one as much.
     result = tuned(lambda x, do: after(do, x), [20, 100_000], rep=20).tune(X)
     fast, slow = result.trials
@@ -45,7 +45,7 @@ def test_among_ties_the_default_wins_or_else_the_first_config(default: int, winn
     assert result.tie == tuple({"do": do} for do in (1, 2, 3) if do != winner)
 
 
-def test_equals_win_together_against_what_is_slower() -> None:
+def test_equal_programs_tie_and_beat_slower_ones() -> None:
     result = tuned(lambda x, do: after(3000 if do < 2 else 100, x), [0, 1, 2, 3, 4], default=4).tune(X)
     assert result.best_config == {"do": 4}
     assert [config["do"] for config in result.tie] == [2, 3]

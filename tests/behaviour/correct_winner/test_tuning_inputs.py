@@ -50,7 +50,7 @@ def test_nested_blocks_of_inputs_end_innermost_first() -> None:
     assert given(X[:3]) is not SEVENS
 
 
-def test_a_block_of_inputs_is_that_of_its_own_thread() -> None:
+def test_a_block_of_inputs_holds_in_its_thread_alone() -> None:
     seen: list[Any] = []
     with quarantune.set_autotune_inputs(SEVENS):
         thread = threading.Thread(target=lambda: seen.append(given(X[:3])))
@@ -132,7 +132,7 @@ def test_inputs_may_pass_arguments_in_another_way_than_the_call() -> None:
         spelt(static_or_not, EIGHTS)
 
 
-def test_inputs_of_a_plain_callable_count_by_value_but_for_arrays() -> None:
+def test_inputs_of_a_plain_callable_must_have_equal_values() -> None:
     def plain(x: Any, n: int, *rest: Any, do: int) -> None: ...
 
     with quarantune.set_autotune_inputs(n=4, x=SEVENS):
@@ -169,7 +169,7 @@ def test_a_blocks_inputs_replace_the_calls_own_also_inside_jit() -> None:
     assert concrete.lookup(EIGHTS) == {"do": 2}
 
 
-def test_a_supplier_is_called_once_and_only_without_concrete_arguments() -> None:
+def test_a_supplier_is_called_once_if_arguments_are_abstract() -> None:
     asked: list[Any] = []
 
     def supplier(signature: Any) -> Any:

@@ -85,7 +85,7 @@ def gradient_of_a_logarithm(x: Any, do: str = "naive") -> Any:
 @pytest.mark.parametrize(
     "name", [next(iter(CASES)), *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])]
 )
-def test_a_config_that_is_nearer_to_the_truth_is_not_wrong_and_one_with_a_bug_is(name: str) -> None:
+def test_a_more_accurate_config_passes_and_a_bug_does_not(name: str) -> None:
     fn, make = CASES[name]
     result = swept(fn, ["better", "row", "element", "scale", "naive"], make())
     assert ends(result.trials) == ["ok", "wrong", "wrong", "wrong", "ok"]
@@ -93,9 +93,7 @@ def test_a_config_that_is_nearer_to_the_truth_is_not_wrong_and_one_with_a_bug_is
 
 @pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # said once in a process
 @pytest.mark.parametrize("isolation", ["none", "compile"])
-def test_configs_that_run_in_the_callers_process_are_judged_alike(
-    isolation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configs_in_the_callers_process_are_judged_alike(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_ISOLATION", isolation)
     fn, make = CASES["logarithm_of_one_plus_little"]
     result = swept(fn, ["better", "row", "naive"], make())
@@ -181,7 +179,7 @@ def rounds_on_the_way(x: Any, do: str = "naive") -> Any:
 @pytest.mark.parametrize(
     "fn", [refuses, holds_a_kernel, calls_back, draws_at_random, returns_another_shape, rounds_on_the_way]
 )
-def test_the_verdict_stays_where_the_function_takes_no_wider_inputs(fn: Any) -> None:
+def test_the_verdict_stays_if_inputs_cannot_be_wider(fn: Any) -> None:
     result = swept(fn, ["better", "naive"], small())
     assert ends(result.trials) == ["wrong", "ok"]
     assert "differ by more than rounding explains" in result.trials[0].message

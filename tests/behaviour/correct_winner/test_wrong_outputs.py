@@ -68,7 +68,7 @@ def test_if_the_fastest_third_is_wrong_the_winner_is_still_right(isolation: str,
 
 
 @pytest.mark.slow
-def test_how_far_results_may_be_off_is_the_authors_word() -> None:
+def test_the_author_sets_how_far_results_may_be_off() -> None:
     def off(x: Any, do: tuple[float, int]) -> Any:
         share, count = do
         return jnp.where(jnp.arange(1000) < count, x + share, x)
@@ -109,7 +109,7 @@ def test_a_check_without_a_reference_rejects_wrong_results(isolation: str) -> No
 
 
 @everywhere
-def test_a_check_that_fails_in_a_callback_is_told_without_the_frames_of_it(isolation: str) -> None:
+def test_a_check_that_fails_in_a_callback_hides_its_frames(isolation: str) -> None:
     def calls_back(output: Any, expected: Any, x: Any) -> None:
         jax.block_until_ready(jax.pure_callback(boom, output, output))
 

@@ -150,7 +150,7 @@ def _to_its_group(process: subprocess.Popen[bytes]) -> None:
 @pytest.mark.long  # Ctrl-C on a terminal, as below, is an interrupt of the group, and is checked in the same way
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupt", [_to_the_process, _to_its_group])
-def test_an_interrupt_ends_the_sweep_at_once_and_the_next_call_uses_the_best_so_far(
+def test_an_interrupt_ends_the_sweep_at_once_and_keeps_the_best(
     program: Program, interrupt: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
     with program.start(start_new_session=True) as process:
@@ -216,7 +216,7 @@ result = quarantune.AutoTuner(work, {{"n": [0, 1, 2, 3]}}, rep=1, timeout=3, com
     [pytest.param(False, id="the caller"), pytest.param(True, id="all its processes")],
 )
 @pytest.mark.long
-def test_stopping_and_resuming_the_caller_costs_no_config_its_result(tmp_path: Path, whole_tree: bool) -> None:
+def test_stopping_the_caller_for_a_while_costs_no_result(tmp_path: Path, whole_tree: bool) -> None:
     script, mark = tmp_path / "program.py", uuid.uuid4().hex
     script.write_text(STOPPED.format(here=str(tmp_path)), encoding="utf-8")
     environ = child_environ(**{MARK: mark})
@@ -270,7 +270,7 @@ def press_ctrl_c() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_an_interrupted_sweep_goes_on_in_the_same_process_where_the_user_says_so() -> None:
+def test_an_interrupted_sweep_continues_here_if_asked_to() -> None:
     x, space = np.ones(6, np.float32), (GOOD,) * 6
     with nothing_is_left(), watching(press_ctrl_c), pytest.raises(KeyboardInterrupt):
         misdeeds.kernel.tune(x, space=space)
@@ -289,7 +289,7 @@ def stop_it(*_: object, **__: object) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_an_exception_in_a_callback_ends_the_sweep_and_the_next_call_resumes_it() -> None:
+def test_an_exception_in_a_callback_ends_a_resumable_sweep() -> None:
     x, space = np.ones(7, np.float32), (GOOD,) * 6  # which no other test's sweep has answered in this process
     with nothing_is_left(), watching(stop_it), pytest.raises(StopIt):
         misdeeds.kernel.trace(x, space=space)
@@ -299,7 +299,7 @@ def test_an_exception_in_a_callback_ends_the_sweep_and_the_next_call_resumes_it(
 
 
 @pytest.mark.usefixtures("quiet_place")
-def test_an_exception_in_prune_fn_reaches_the_caller_and_starts_nothing() -> None:
+def test_an_exception_in_prune_fn_reaches_the_caller() -> None:
     tuned = quarantune.autotune([{"mode": "good"}], prune_fn=stop_it)(misdeeds.kernel.__wrapped__)
     with nothing_is_left(), pytest.raises(StopIt):
         tuned.trace(X)

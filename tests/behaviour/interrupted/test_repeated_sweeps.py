@@ -54,7 +54,7 @@ def test_forty_sweeps_in_a_row_leave_the_process_as_it_was() -> None:
 
 
 @pytest.mark.slow
-def test_threads_tune_beside_each_other() -> None:
+def test_threads_tune_at_the_same_time() -> None:
     start = threading.Barrier(4)
 
     def work(seed: int) -> None:

@@ -155,7 +155,7 @@ def test_static_arguments_reach_workers_and_are_part_of_the_key(
     assert len(sweeps) == 2
 
 
-def test_a_static_argument_may_be_a_number_that_has_no_decimal_text() -> None:
+def test_a_static_argument_may_be_too_long_a_number_to_print() -> None:
     @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["m", "n"])
     def modulo(x: Any, m: int, n: int = 1) -> Any:
@@ -234,9 +234,7 @@ def test_donated_arguments_are_consumed_by_the_call_alone(donate: dict[str, Any]
     assert len(sweeps) == 2
 
 
-def test_an_array_that_was_donated_before_is_reported_before_the_sweep(
-    same: quarantune.Autotuned, sweeps: list[str]
-) -> None:
+def test_an_array_donated_earlier_is_an_error_before_the_sweep(same: quarantune.Autotuned, sweeps: list[str]) -> None:
     gone = jnp.ones(3)
     gone.delete()
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
@@ -244,7 +242,7 @@ def test_an_array_that_was_donated_before_is_reported_before_the_sweep(
     assert sweeps == []
 
 
-def test_a_kernel_that_writes_to_a_numpy_argument_keeps_the_callers_intact() -> None:
+def test_a_kernel_that_writes_to_numpy_keeps_the_callers_array() -> None:
     given = np.zeros(4, np.float32)
 
     @quarantune.autotune({"n": [1, 2]}, rep=2)
@@ -329,7 +327,7 @@ class WithoutReferences:
 
 @pytest.mark.parametrize("isolation", ["process", "none"])
 @pytest.mark.parametrize("kind", [WithoutHash, RaisesWhenCompared, ComparedByElement, WithoutReferences])
-def test_callables_are_told_apart_by_identity_in_every_role(kind: Any, isolation: str) -> None:
+def test_callables_differ_by_identity_in_every_role(kind: Any, isolation: str) -> None:
     def work(x: Any, do: int = 1) -> Any:
         return x * 2
 
@@ -364,7 +362,7 @@ def test_an_array_in_host_memory_reaches_workers_there() -> None:
     assert total.lookup(x, x) is None, "another key"
 
 
-def test_an_array_of_another_layout_is_refused_by_name_before_any_work(no_process: None) -> None:
+def test_an_array_of_another_layout_is_refused_by_name(no_process: None) -> None:
     from jax.experimental.layout import Format, Layout
 
     @quarantune.autotune({"n": [1, 2]}, warmup=0, rep=2)

@@ -32,7 +32,7 @@ def test_a_program_that_disables_jit_tunes(where: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_modules_of_the_working_directory_do_not_shadow_python_modules(method: str, tmp_path: Path) -> None:
+def test_modules_of_the_working_directory_shadow_no_others(method: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     for name in ("json", "re", "enum", "functools", "socket", "selectors", "numpy", "jax", "cloudpickle"):
         (tmp_path / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write(__name__ + ' ')\n")

@@ -89,7 +89,7 @@ fork_while(hold_all, take_all)
 
 
 @pytest.mark.slow
-def test_an_exception_of_a_signal_handler_while_packing_is_raised_unchanged(tmp_path: Path) -> None:
+def test_a_handlers_exception_while_packing_is_raised_unchanged(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import signal, types
 import cloudpickle
@@ -142,9 +142,7 @@ attempt(fn)  # the next sweep is not affected
     "handler", ["handler", pytest.param("functools.partial(functools.partial(handler))", marks=pytest.mark.long)]
 )
 @pytest.mark.slow
-def test_an_exception_of_a_signal_handler_while_the_caller_traces_is_raised_unchanged(
-    tmp_path: Path, handler: str
-) -> None:
+def test_a_handlers_exception_while_tracing_is_raised_unchanged(tmp_path: Path, handler: str) -> None:
     script = f"""{KERNEL}
 import functools, signal
 

@@ -66,7 +66,7 @@ GOLDEN: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_keys_under_default_settings_are_those_of_earlier_versions(name: str) -> None:
+def test_keys_under_default_settings_stay_the_same(name: str) -> None:
     make, expected = GOLDEN[name]
     key = key_of(kernel, *make())
     assert set(key) == {"call", "code"}
@@ -217,7 +217,7 @@ ROWS = np.arange(16 * 128, dtype=np.float32).reshape(16, 128)
 
 
 @pytest.mark.slow
-def test_the_tpu_interpret_mode_of_the_caller_holds_in_workers() -> None:
+def test_the_callers_tpu_interpret_mode_reaches_workers() -> None:
     tuned = quarantune.autotune({"block": [8, 16]}, rep=1, name="interpreted")(doubled_on_a_tpu)
     with pltpu.force_tpu_interpret_mode():
         result = tuned.tune(ROWS)
@@ -226,7 +226,7 @@ def test_the_tpu_interpret_mode_of_the_caller_holds_in_workers() -> None:
 
 
 @pytest.mark.slow
-def test_a_tpu_interpret_mode_set_for_the_process_holds_in_workers(tmp_path: Path) -> None:
+def test_a_process_wide_tpu_interpret_mode_reaches_workers(tmp_path: Path) -> None:
     told = script(
         """
         import functools, sys
@@ -252,7 +252,7 @@ def test_a_tpu_interpret_mode_set_for_the_process_holds_in_workers(tmp_path: Pat
     assert told.strip() in ("ok", "slow")
 
 
-def test_explicit_interpret_params_work_without_isolation_too() -> None:
+def test_explicit_interpret_params_work_without_isolation() -> None:
     @quarantune.autotune({"block": [8, 16]}, rep=3)
     @functools.partial(jax.jit, static_argnames=["block"])
     def doubled(x: Any, block: int = 8) -> Any:
@@ -277,7 +277,7 @@ def test_explicit_interpret_params_work_without_isolation_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_shard_map_without_a_mesh_uses_that_of_the_context_in_workers(tmp_path: Path) -> None:
+def test_a_shard_map_without_a_mesh_finds_it_in_workers(tmp_path: Path) -> None:
     told = script(
         """
         import os
@@ -313,7 +313,7 @@ class Absent:
     platform = "gpu"
 
 
-def test_an_array_answers_for_the_device_that_a_program_is_traced_for_and_is_used_where_it_is() -> None:
+def test_an_array_answers_for_the_device_it_is_traced_for() -> None:
     x, device, asked = jnp.arange(3.0), Absent(), list[str]()
     with answer_for_device(device, asked.append):
         assert x.devices() == {device}

@@ -98,7 +98,7 @@ if __name__ == "__main__":
         pytest.param(("program/pools.py", "spawn", "forkserver"), marks=pytest.mark.long),
     ],
 )
-def test_configs_of_a_program_start_pools_and_find_what_it_defines(command: tuple[str, ...], tmp_path: Path) -> None:
+def test_configs_start_pools_and_find_the_programs_names(command: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "pools.py").write_text(POOLS)
     output = python(*command, cwd=tmp_path, path=[tmp_path], QUARANTUNE_CACHE_DIR=str(tmp_path / "cache"))
@@ -128,7 +128,7 @@ if not path:
 
 
 @pytest.mark.slow
-def test_a_config_may_load_what_a_program_with_functions_of_the_same_names_saved(tmp_path: Path) -> None:
+def test_a_config_may_load_a_result_of_equally_named_functions(tmp_path: Path) -> None:
     for scale in (100, 2):
         (script := tmp_path / f"by_{scale}.py").write_text(OF_ONE_NAME.format(scale=scale))
         output = python(script, tmp_path / "saved", QUARANTUNE_CACHE_DIR=str(tmp_path / "cache"))

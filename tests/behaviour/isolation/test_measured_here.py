@@ -73,7 +73,7 @@ def test_the_isolation_follows_the_platform_and_its_holder(
     assert isolation_of(dataclasses.replace(current(), isolation=setting), platform, fn) is Isolation(chosen)
 
 
-def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:
+def test_a_watchdog_reports_overdue_work_repeatedly() -> None:
     reports: list[float] = []
     twice = threading.Event()
 
@@ -124,7 +124,7 @@ def product(x: jax.Array, n: int = 200, unused: int = 0) -> jax.Array:
 
 
 @pytest.mark.slow
-def test_outcomes_choice_and_entry_are_those_of_workers_alone(tmp_path: Path) -> None:
+def test_results_are_the_same_as_with_workers_alone(tmp_path: Path) -> None:
     x = jnp.eye(256)
     entries, results = [], []
     for isolation in ("process", "compile"):
@@ -178,7 +178,7 @@ class Pair:
 
 
 @pytest.mark.slow
-def test_donated_keyed_and_structured_arguments_are_measured_here_too() -> None:
+def test_arguments_of_every_kind_are_measured_here() -> None:
     @quarantune.autotune({"n": [1, 2]}, time_grad=True, rep=3)
     @functools.partial(jax.jit, static_argnames=["n", "kind"], donate_argnums=[0])
     def structured(pair: Pair, key: jax.Array, *, kind: str, n: int = 1) -> Any:
@@ -221,7 +221,7 @@ def last_records(directory: Path) -> dict[int, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["compile", "none"])
-def test_control_c_in_a_host_callback_is_no_error_of_its_config(isolation: str, tmp_path: Path) -> None:
+def test_control_c_in_a_host_callback_blames_no_config(isolation: str, tmp_path: Path) -> None:
     def press(value: Any) -> Any:
         raise KeyboardInterrupt
 
@@ -256,7 +256,7 @@ class TracelessError(Exception):
     def __traceback__(self, trace: object) -> None: ...
 
 
-def test_an_exception_that_hides_its_traceback_ends_only_its_config() -> None:
+def test_an_exception_without_a_traceback_ends_only_its_config() -> None:
     def hides(x: Any, n: int = 1) -> Any:
         if n == 2:
             raise TracelessError
@@ -269,7 +269,7 @@ def test_an_exception_that_hides_its_traceback_ends_only_its_config() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_path: Path) -> None:
+def test_a_hang_or_crash_here_ends_only_one_sweep(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"
     program.write_text(
         textwrap.dedent(
@@ -336,7 +336,7 @@ def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(last_compiled: int
     assert {n: outcomes[-1] for n, outcomes in last_records(tmp_path).items()} == {300: "ok", 1: "ok", 0: "ok"}
 
 
-def test_a_config_is_to_blame_once_two_processes_have_ended_while_it_ran() -> None:
+def test_a_config_is_blamed_after_it_ended_two_processes() -> None:
     def record(outcome: Outcome) -> Trial:
         return Trial(config={}, outcome=outcome, route=Route.COMPILED_APART)
 
@@ -355,9 +355,7 @@ def test_a_config_is_to_blame_once_two_processes_have_ended_while_it_ran() -> No
 
 
 @pytest.mark.slow
-def test_configs_compared_in_several_sweeps_are_not_taken_for_crashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configs_compared_in_several_sweeps_have_not_crashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Every final has earlier configs, however noisy the machine is.
     monkeypatch.setattr(finals, "MARGINS", {"wall": 1e9})
 
@@ -405,7 +403,7 @@ def test_workers_refuse_to_measure_on_a_tpu_of_this_process(monkeypatch: pytest.
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
 @pytest.mark.usefixtures("quiet_place")
-def test_configs_for_a_tpu_of_this_process_are_compiled_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_compile_for_a_tpu_that_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     run = holding_a_tpu(monkeypatch)
     modes = ["good", "segfault", "exit_with_0", "fail", "good"]
     with nothing_is_left():
@@ -422,7 +420,7 @@ def test_configs_for_a_tpu_of_this_process_are_compiled_by_workers(monkeypatch: 
             read.with_trees(args, output)
 
 
-def test_without_isolation_a_function_may_hold_what_no_worker_can_get() -> None:
+def test_a_function_that_cannot_travel_runs_without_isolation() -> None:
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
     @quarantune.autotune({"n": [1, 2]}, rep=1, warmup=0)

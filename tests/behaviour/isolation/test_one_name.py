@@ -84,7 +84,7 @@ def test_runpy_gives_a_file_the_name_of_its_script(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_worker_gives_the_classes_of_a_program_the_names_of_its_caller(tmp_path: Path) -> None:
+def test_a_workers_classes_have_the_names_of_the_callers(tmp_path: Path) -> None:
     """A kernel that another one calls is looked up by the worker, with keys that hold classes of the program."""
     program = tmp_path / "program.py"
     program.write_text(

@@ -30,13 +30,13 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
-def test_a_process_whose_name_is_no_text_tunes(method: str, tmp_path: Path) -> None:
+def test_a_process_whose_name_is_not_text_tunes(method: str, tmp_path: Path) -> None:
     """Names are cut after 15 bytes, also in the middle of a character."""
     again = "with quarantune.settings(always_tune=True): agree()\nassert kernel.lookup(X) == {'n': 2}"
     run(f"{NAMED}{KERNEL}\nagree()\n{again}", cwd=tmp_path, environ={"QUARANTUNE_START_METHOD": method})
 
 
-def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+def test_a_claims_owner_may_have_a_name_that_is_not_text(tmp_path: Path) -> None:
     script = f"{NAMED}\nimport sys\nfrom quarantune.cache.owner import Owner\n"
     script += "me = Owner.this_process()\nprint(me.pid, me.started, flush=True)\nsys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1) as holder:
@@ -55,7 +55,7 @@ def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_frozen_application_is_told_what_to_do_and_never_started_again(tmp_path: Path) -> None:
+def test_a_frozen_application_gets_advice_and_no_second_start(tmp_path: Path) -> None:
     application, started = tmp_path / "application", tmp_path / "started"
     application.write_text(f"#!/bin/sh\necho again >> {started}\n")
     application.chmod(0o755)
@@ -109,7 +109,7 @@ def test_a_program_whose_standard_streams_are_closed_tunes(is_cached: bool, tmp_
 
 
 @pytest.mark.slow
-def test_a_program_that_may_make_no_files_in_memory_tunes(tmp_path: Path) -> None:
+def test_a_program_without_files_in_memory_tunes(tmp_path: Path) -> None:
     refuse = """
 import os
 def memfd_create(*args, **kwargs):
@@ -123,7 +123,7 @@ os.memfd_create = memfd_create
 
 
 @pytest.mark.slow
-def test_a_program_that_may_write_no_file_is_told_so_and_tunes_later(tmp_path: Path) -> None:
+def test_a_program_that_may_write_no_file_gets_advice(tmp_path: Path) -> None:
     limited = """
 import resource
 limit = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -103,7 +103,7 @@ SLOW, LONG = ("grad of shard_map", "jit of grad of scan"), ("hessian",)
         for name, transform in TRANSFORMS.items()
     ],
 )
-def test_inside_a_transformation_a_call_is_tuned_once_and_uses_the_winner(
+def test_a_call_in_a_transformation_is_tuned_once(
     transform: Any, kernel: quarantune.Autotuned, sweeps: list[str]
 ) -> None:
     expected = transform(jax.jit(lambda x: square(2, x)))(X)
@@ -167,7 +167,7 @@ def test_traced_and_eager_calls_of_one_shape_share_an_entry(kernel: quarantune.A
     assert len(sweeps) == 2
 
 
-def test_several_shapes_in_one_trace_are_tuned_each(kernel: quarantune.Autotuned, sweeps: list[str]) -> None:
+def test_each_shape_in_one_trace_is_tuned(kernel: quarantune.Autotuned, sweeps: list[str]) -> None:
     both = jax.jit(lambda x: kernel(x).sum() + kernel(x[0]).sum() + kernel(x).sum())
     expected = 2 * square(2, X).sum() + square(2, X[0]).sum()
     np.testing.assert_allclose(both(X), expected, rtol=1e-5)
@@ -224,7 +224,7 @@ def test_a_custom_vjp_inside_the_function_is_used_by_the_winner(sweeps: list[str
     assert len(sweeps) == 1
 
 
-def test_a_sweep_that_fails_while_jax_traces_keeps_no_tracer_alive(sweeps: list[str]) -> None:
+def test_a_sweep_that_fails_in_a_trace_keeps_no_tracer_alive(sweeps: list[str]) -> None:
     @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def hopeless(x: Any, n: int = 0) -> Any:
@@ -250,9 +250,7 @@ def test_a_sweep_that_fails_while_jax_traces_keeps_no_tracer_alive(sweeps: list[
 
 
 @pytest.mark.filterwarnings("ignore:.*ISOLATION.*")
-def test_without_isolation_a_sweep_inside_a_trace_stays_out_of_the_trace(
-    kernel: quarantune.Autotuned, sweeps: list[str]
-) -> None:
+def test_a_sweep_in_process_stays_out_of_an_outer_trace(kernel: quarantune.Autotuned, sweeps: list[str]) -> None:
     with quarantune.settings(isolation="none"), jax.checking_leaks():
         step = jax.jit(lambda x: kernel(x) + 1)
         np.testing.assert_allclose(step(X), square(2, X) + 1, rtol=1e-6)

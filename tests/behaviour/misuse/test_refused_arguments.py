@@ -90,7 +90,7 @@ def test_tune_refuses_a_tunable_given_by_hand_before_any_work(name: str) -> None
         quarantune.AutoTuner(keywords, [{"n": 1, "m": 2}], name=name).run(X, n=2, m=3)
 
 
-def test_a_config_too_large_for_a_message_is_refused_with_its_largest_key() -> None:
+def test_a_config_too_large_for_a_message_names_its_largest_key() -> None:
     def fn(x: int, table: str) -> int:
         return x
 

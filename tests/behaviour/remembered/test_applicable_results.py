@@ -24,7 +24,7 @@ def plain(x: Any, *rest: Any, n: int) -> Any:
     return x * n
 
 
-def test_calls_of_a_plain_function_share_no_result_over_dtypes_and_numbers(name: str) -> None:
+def test_a_plain_functions_results_differ_by_dtype_and_number(name: str) -> None:
     def from_cache(*args: Any) -> bool:
         return quarantune.AutoTuner(plain, CONFIGS, rep=1, name=name).run(*args).from_cache
 
@@ -35,7 +35,7 @@ def test_calls_of_a_plain_function_share_no_result_over_dtypes_and_numbers(name:
 
 
 @pytest.mark.parametrize("version_check", ["0", "1"])
-def test_results_of_other_versions_warn_once_or_are_measured_again(
+def test_results_of_other_versions_warn_or_are_measured_again(
     version_check: str, name: str, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
     scaled(name)(X)
@@ -131,7 +131,7 @@ def test_changed_code_is_a_miss_and_a_changed_comment_is_not(tmp_path: Path) -> 
     assert {directory: config is not None for directory, config in found.items()} == wanted
 
 
-def test_what_was_judged_otherwise_is_a_miss(sweeps: list[str]) -> None:
+def test_a_result_that_was_judged_differently_is_a_miss(sweeps: list[str]) -> None:
     def variant(**options: Any) -> Any:
         return tuned(lambda x, do: x * do, [1, 2], **{"name": "judged", "ref_fn": lambda x: x, **options})
 

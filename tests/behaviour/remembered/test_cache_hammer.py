@@ -189,7 +189,7 @@ def two_mounts(kind: str, tmp_path: Path) -> Iterator[tuple[Path, list[Path]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead_s", [0, 3600])
 @pytest.mark.parametrize("kind", MOUNTS)
-def test_hosts_that_keep_sizes_of_files_lose_nothing_and_sweep_once(tmp_path: Path, kind: str, ahead_s: int) -> None:
+def test_hosts_that_cache_file_sizes_lose_nothing(tmp_path: Path, kind: str, ahead_s: int) -> None:
     count = 15
     with two_mounts(kind, tmp_path) as (shared, mounts):
         writers = [

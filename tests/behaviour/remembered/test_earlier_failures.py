@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 
 @pytest.mark.slow
-def test_a_config_with_trouble_at_another_shape_runs_last(
+def test_a_config_that_failed_at_another_shape_runs_last(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")  # two that compile at once may be traced in either order
@@ -61,7 +61,7 @@ def test_a_config_with_trouble_at_another_shape_runs_last(
 
 
 @pytest.mark.slow
-def test_a_config_that_timed_out_runs_again_under_a_longer_deadline(name: str, tmp_path: Path) -> None:
+def test_a_timed_out_config_runs_again_with_a_longer_deadline(name: str, tmp_path: Path) -> None:
     quick = tmp_path / "quick"
 
     @quarantune.autotune({"n": [1, 2]}, rep=1, name=name, ref_fn=None)

@@ -9,7 +9,7 @@ from check_edits import EDITS, KERNELS, run
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["attention", "jax rms_norm"])
 @pytest.mark.long
-def test_edits_neither_misuse_a_result_nor_measure_a_program_again(name: str) -> None:
+def test_edits_neither_misuse_nor_repeat_a_result(name: str) -> None:
     (counts,) = run([name], 24, seed=7).values()
     assert counts["misused"] == 0, counts
     assert counts["measured again"] == 0, counts

@@ -92,7 +92,7 @@ def trials_of(fn: Any) -> dict[str, int]:
 # --- what a sweep does with estimates ---------------------------------------------------------------------------
 
 
-def test_a_sweep_leaves_out_what_a_check_estimated_far_behind_and_says_so() -> None:
+def test_a_sweep_skips_configs_estimated_far_behind() -> None:
     fn = kernel(MANY, rep=1)
     checked(fn, cycles=MANY)
     with isolated("none"):
@@ -115,7 +115,7 @@ def test_the_best_by_their_estimates_and_the_defaults_always_run(
     assert job._far_behind(estimates) == {}
 
 
-def test_a_search_starts_with_the_best_estimates_and_never_asks_those_far_behind() -> None:
+def test_a_search_starts_with_the_best_estimates() -> None:
     traced: list[int] = []
     fn = kernel(MANY, traced=traced, rep=1, search="random", max_trials=40)
     checked(fn, cycles=MANY)
@@ -125,7 +125,7 @@ def test_a_search_starts_with_the_best_estimates_and_never_asks_those_far_behind
     assert trials_of(fn).get("pruned") == 1
 
 
-def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
+def test_a_check_adds_estimates_to_earlier_verdicts() -> None:
     fn = kernel()
     call = keyed_to_tune(fn._tuner.bind((X,), {}))
     limits = SweepLimits.of(fn.function.options, blocks.current())
@@ -143,7 +143,7 @@ def job_of(fn: Any) -> Any:
     return tuning_job.TuningJob(described, Situation.of(described.call), resolver.rungs.tuning)
 
 
-def test_nothing_is_read_where_the_cache_is_off() -> None:
+def test_nothing_is_read_if_the_cache_is_off() -> None:
     fn = kernel()
     with quarantune.settings(disable_cache=True):
         call, settings = keyed_to_tune(fn._tuner.bind((X,), {})), blocks.current()
@@ -155,14 +155,14 @@ def test_nothing_is_read_where_the_cache_is_off() -> None:
 # --- estimated results ------------------------------------------------------------------------------------------
 
 
-def test_a_measured_result_replaces_an_estimate_and_never_the_reverse() -> None:
+def test_a_measured_result_replaces_an_estimate_for_good() -> None:
     assert more_thorough("", "", ESTIMATED, MEASURED) == MEASURED
     assert more_thorough("", "", MEASURED, ESTIMATED) == MEASURED
     newer = {**ESTIMATED, "config": {"n": 4}}
     assert more_thorough("", "", ESTIMATED, newer) == newer
 
 
-def test_merged_caches_keep_what_was_measured(tmp_path: Path, cache_dir: Path) -> None:
+def test_merged_caches_keep_measured_results(tmp_path: Path, cache_dir: Path) -> None:
     fn = kernel()
     save(cache_dir, fn, MEASURED)
     save(tmp_path / "other", fn, ESTIMATED)
@@ -170,7 +170,7 @@ def test_merged_caches_keep_what_was_measured(tmp_path: Path, cache_dir: Path) -
     assert fn.lookup(X) == {"n": 3}
 
 
-def test_an_estimate_serves_until_something_is_measured(
+def test_an_estimate_is_used_until_a_result_is_measured(
     tmp_path: Path, cache_dir: Path, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(cache_dir, kernel(), ESTIMATED)
@@ -187,7 +187,7 @@ def test_an_estimate_serves_until_something_is_measured(
     assert not Findings.from_json(entry).is_estimate
 
 
-def test_the_nearest_result_is_rather_a_measured_one(cache_dir: Path) -> None:
+def test_the_nearest_result_is_preferably_a_measured_one(cache_dir: Path) -> None:
     fn = kernel()
     key = keyed(fn._tuner.bind((X,), {})).id.key
     save(cache_dir, fn, ESTIMATED, key.replace('"shape":[8]', '"shape":[9]'))
@@ -243,7 +243,7 @@ def test_the_best_estimate_is_saved_and_marked(
 
 
 @pytest.mark.filterwarnings("ignore:.*configs run in this process:RuntimeWarning")
-def test_verify_measures_what_was_estimated_for_this_device_and_a_measured_result_replaces_it(
+def test_verify_measures_what_was_only_estimated(
     tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "estimated_kernels.py").write_text(
@@ -278,7 +278,7 @@ def test_verify_measures_what_was_estimated_for_this_device_and_a_measured_resul
     assert entry()["time_ms"] > 0
 
 
-def test_configs_that_wait_for_memory_alike_are_ranked_by_their_cycles() -> None:
+def test_configs_of_equal_memory_traffic_rank_by_cycles() -> None:
     figures = [CompilerFigures(argument_bytes=1 << 30, estimate=CycleEstimate(cycles=cycles)) for cycles in (9.0, 8.0)]
     trials = tuple(Trial(config={"n": n}, outcome=Outcome.OK, figures=it) for n, it in enumerate(figures))
     report = CompileReport(name="scale", target=targets.find("TPU v6e"), trials=trials, key="", known=0)

@@ -1,4 +1,4 @@
-"""`key_fn` may leave out arguments that cannot be described or sent, such as a context with a lock."""
+"""`key_fn` decides which calls share a result, and may leave out arguments that cannot be described or sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import quarantune
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
-X = np.ones(4, np.float32)
+X = np.ones(20, np.float32)
 
 
 class Context:
@@ -38,7 +38,7 @@ def scaled(key_fn: Any, *, is_jitted: bool = True) -> Any:
     return quarantune.autotune({"n": [1, 2]}, **options)(jitted)
 
 
-def test_a_context_that_key_fn_leaves_out_need_not_be_described_or_sent(sweeps: list[str]) -> None:
+def test_a_context_that_key_fn_leaves_out_may_be_anything(sweeps: list[str]) -> None:
     fn = scaled(lambda x: x.shape)
     for context in (Context(), Context(), threading.Lock()):
         np.testing.assert_array_equal(fn(X, context), X * 2)
@@ -51,7 +51,7 @@ def test_a_context_that_key_fn_leaves_out_need_not_be_described_or_sent(sweeps: 
     assert len(sweeps) == 3
 
 
-def test_a_plain_function_may_be_called_with_such_a_context_too(sweeps: list[str]) -> None:
+def test_a_plain_function_may_take_a_context_left_out(sweeps: list[str]) -> None:
     run = scaled(lambda x: x.shape, is_jitted=False)
     for _ in range(2):
         result = run(X, Context())

@@ -27,7 +27,7 @@ def test_on_miss_default_runs_untuned_with_one_warning(name: str, monkeypatch: p
             np.testing.assert_array_equal(fn(x), x)
 
 
-def test_a_call_that_ran_untuned_is_tuned_when_that_is_allowed_again(name: str, swept: list[list[Any]]) -> None:
+def test_a_call_that_ran_untuned_is_tuned_once_allowed(name: str, swept: list[list[Any]]) -> None:
     fn = scaled(name)
     with quarantune.settings(on_miss="default"), one_warning("not tuned"):
         fn(X)
@@ -52,7 +52,7 @@ def test_on_miss_error_reports_an_empty_cache_with_a_remedy(
         scaled(name)(X)
 
 
-def test_on_miss_error_names_the_nearest_entry_and_the_differences(name: str, cache_dir: Path) -> None:
+def test_on_miss_error_names_the_nearest_entrys_differences(name: str, cache_dir: Path) -> None:
     scaled(name)(X)
     scaled(name, factor=7.0)(X[None])
 
@@ -112,7 +112,7 @@ def test_settings_beat_the_environment_in_their_own_thread_only(name: str, monke
         ("MEMORY_LIMIT", "lots", "bytes, or a number with a unit"),
     ],
 )
-def test_a_bad_variable_is_an_error_at_the_first_call_with_accepted_values(
+def test_a_bad_variable_is_an_error_that_lists_good_values(
     variable: str, value: str, accepted: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"QUARANTUNE_{variable}", value)
@@ -142,7 +142,7 @@ def test_lookup_and_default_start_no_process_under_any_settings(
     assert not cache_dir.exists()
 
 
-def test_default_runs_the_defaults_of_a_tuned_function_too(name: str) -> None:
+def test_default_runs_the_defaults_of_a_tuned_function(name: str) -> None:
     fn = scaled(name)
     np.testing.assert_array_equal(fn(X), X * 2)
     np.testing.assert_array_equal(fn.default(X), X)

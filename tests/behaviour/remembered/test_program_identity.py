@@ -245,6 +245,6 @@ def test_a_result_is_used_for_its_program_alone(tmp_path: Path) -> None:
         pytest.param(True, id="script", marks=pytest.mark.long),
     ],
 )
-def test_whatever_changes_a_program_its_result_is_used_for_no_other(tmp_path: Path, is_script: bool) -> None:
+def test_a_changed_program_never_runs_another_programs_result(tmp_path: Path, is_script: bool) -> None:
     assert len(PROGRAMS) >= 40
     check([*PROGRAMS], tmp_path, is_script=is_script)

@@ -64,7 +64,7 @@ def test_the_first_call_after_a_sweep_compiles_nothing(
 
 @pytest.mark.parametrize("is_committed", [False, True])
 @pytest.mark.parametrize("do", [1, 2])
-def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
+def test_a_program_compiled_elsewhere_is_found_by_its_text(
     is_committed: bool, do: int, cache_events: list[str]
 ) -> None:
     def scaled(x: Any, y: Any, do: int) -> Any:
@@ -85,7 +85,7 @@ def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
     assert cache_events == ["cache_hits" if do == 1 else "cache_misses"], "only the same program is used"
 
 
-def test_a_program_that_jax_has_the_same_key_for_is_not_lowered_to_be_found(compiles: list[str]) -> None:
+def test_a_program_that_jaxs_key_finds_is_not_lowered_again(compiles: list[str]) -> None:
     def shifted() -> Any:
         def shift(x: Any) -> Any:
             return x + 7
@@ -108,7 +108,7 @@ def test_a_program_that_jax_has_the_same_key_for_is_not_lowered_to_be_found(comp
 
 
 @pytest.mark.parametrize("default", [1, 2, 3])
-def test_a_saved_winner_is_never_traced_whichever_of_its_twins_ran(default: int, notes: Notes, tmp_path: Path) -> None:
+def test_a_saved_winner_is_never_traced(default: int, notes: Notes, tmp_path: Path) -> None:
     def noting(x: Any, do: int) -> Any:
         notes.add(do)
         return x + do // 10

@@ -280,7 +280,7 @@ def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir:
 @pytest.mark.parametrize(
     ("count", "tunes"), [(8, False), pytest.param(3, True, marks=pytest.mark.long)], ids=["calls", "tune"]
 )
-def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
+def test_another_process_finishes_the_sweep_of_a_killed_one(
     fleet: Fleet, cache_dir: Path, place: Path, count: int, tunes: bool
 ) -> None:
     members = fleet.hand_out(count)
@@ -342,7 +342,7 @@ def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, ca
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_dir: Path, place: Path) -> None:
+def test_a_stopped_holder_is_taken_over_and_may_continue(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     stopped, other = fleet.hand_out(2)
     (place / "shut").touch()
     stopped.order(cache_dir, place, [False, True, False], worst_case_s=1.5)
@@ -410,7 +410,7 @@ def scaled(configs: Any, *, bad: tuple[int, ...] = (1,), slow: tuple[int, ...] =
     return scale
 
 
-def test_threads_with_function_objects_of_their_own_sweep_once(swept: list[list[Any]]) -> None:
+def test_threads_with_separate_function_objects_sweep_once(swept: list[list[Any]]) -> None:
     barrier = threading.Barrier(4)
     fns = [scaled([{"n": 1}, {"n": 2}]) for _ in range(4)]
 
@@ -448,9 +448,7 @@ def hold(sweep_watch: SweepWatch, caplog: pytest.LogCaptureFixture) -> Iterator[
 
 
 @pytest.mark.parametrize("tunes", [False, True], ids=["calls", "tune"])
-def test_waiters_of_a_failed_sweep_get_its_failure_and_do_not_sweep(
-    tunes: bool, swept: list[list[Any]], hold: Callable[[], None]
-) -> None:
+def test_waiters_share_the_failure_of_a_sweep(tunes: bool, swept: list[list[Any]], hold: Callable[[], None]) -> None:
     hold()
 
     def call(fn: quarantune.Autotuned) -> quarantune.TuningFailedError:
@@ -473,9 +471,7 @@ TWO = [{"n": 1}, {"n": 2}]
 
 
 @pytest.mark.slow
-def test_jobs_that_tune_at_once_follow_the_first_and_later_ones_tune_again(
-    swept: list[list[Any]], hold: Callable[[], None]
-) -> None:
+def test_jobs_that_tune_at_once_follow_the_first(swept: list[list[Any]], hold: Callable[[], None]) -> None:
     scaled(TWO, bad=())(X)  # a result that is there already is no answer
     hold()
     with ThreadPoolExecutor(3) as pool:
@@ -488,7 +484,7 @@ def test_jobs_that_tune_at_once_follow_the_first_and_later_ones_tune_again(
 
 
 @pytest.mark.slow
-def test_jobs_that_are_told_to_tune_always_follow_none(swept: list[list[Any]], hold: Callable[[], None]) -> None:
+def test_jobs_with_always_tune_follow_no_other(swept: list[list[Any]], hold: Callable[[], None]) -> None:
     hold()
 
     def tune(fn: quarantune.Autotuned) -> quarantune.TuningResult:
@@ -514,7 +510,7 @@ class Delayed(Executor):
 
 
 @pytest.mark.slow
-def test_a_job_whose_engine_is_busy_until_another_has_tuned_the_call_takes_its_result(swept: list[list[Any]]) -> None:
+def test_a_job_whose_engine_is_busy_takes_anothers_result(swept: list[list[Any]]) -> None:
     scaled(TWO, bad=())(X)  # a result that is there already is no answer
     is_tuned = threading.Event()
     with ThreadPoolExecutor(1) as machine, ThreadPoolExecutor(1) as pool:

@@ -42,7 +42,7 @@ def a_file(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("obstacle", [read_only, a_file])
-def test_a_result_that_cannot_be_saved_is_returned_with_one_warning(
+def test_an_unsaved_result_is_returned_with_one_warning(
     obstacle: Callable[[Path], contextlib.AbstractContextManager[None]],
     name: str,
     cache_dir: Path,
@@ -82,14 +82,14 @@ def test_a_directory_that_vanishes_during_a_sweep_is_made_again(name: str, cache
     assert entry_of(cache_dir)["config"] == fn.lookup(X)
 
 
-def test_a_directory_that_turns_read_only_costs_one_warning(name: str, cache_dir: Path) -> None:
+def test_a_directory_that_turns_into_a_file_costs_one_warning(name: str, cache_dir: Path) -> None:
     fn = vandal(name, cache_dir, leaves_a_file=True)
     with one_warning("nothing was saved", str(cache_dir), "QUARANTUNE_CACHE_DIR"):
         np.testing.assert_array_equal(fn(X), X)
     assert fn.lookup(X) is not None
 
 
-def test_a_lock_that_times_out_costs_one_warning_but_not_the_result(name: str, cache_dir: Path) -> None:
+def test_a_lock_that_times_out_costs_only_a_warning(name: str, cache_dir: Path) -> None:
     cache_dir.mkdir()
     with open(cache_dir / f".{name}.json.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

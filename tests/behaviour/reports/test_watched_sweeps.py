@@ -44,7 +44,7 @@ def test_log_dir_keeps_the_output_of_every_trial(name: str, tmp_path: Path, monk
             assert ("ArithmeticError: n=1 is no good" in text) == (n == 1)
 
 
-def test_a_log_dir_that_cannot_be_written_costs_nothing_but_log_lines(
+def test_an_unwritable_log_dir_costs_only_log_lines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "logs").write_text("I am no directory")
@@ -53,7 +53,7 @@ def test_a_log_dir_that_cannot_be_written_costs_nothing_but_log_lines(
     assert "cannot keep a trial's log" in caplog.text
 
 
-def test_a_sweep_ends_with_one_line_on_stderr_unless_switched_off(
+def test_a_sweep_ends_with_one_line_on_stderr_by_default(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scaled(name)(X)
