@@ -1,4 +1,4 @@
-"""Whatever a config does, its outcome is named, every other config is measured, and nothing stays behind."""
+"""Whatever a config does, it gets an outcome, every other config is measured, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
 
 
-# For each misdeed, the outcome and words of the message: while tracing, and while running, where XLA wraps exceptions.
+# The outcome and words of the message of each misdeed: while tracing, and while running, when XLA wraps exceptions.
 ENDS = {
     "fail": (("error", "ArithmeticError: this config is no good"), ("error", "this config is no good")),
     "fail_unspeakably": (
@@ -105,7 +105,7 @@ LONG = (
     "hang_deaf_to_signals",
     "hold_shared_memory_and_hang",
 )
-"""Misdeeds tested in the slow tier only, because others of their kind are in the quick tier."""
+"""Misdeeds of the slow tier only, because the quick tier has others of their kind."""
 
 
 def tune(*space: tuple[str, str]) -> list[Trial]:
@@ -215,7 +215,7 @@ def test_the_error_lists_every_config_when_all_processes_die() -> None:
 
 
 class TestReusedWorkers:
-    """Configs are measured in a process that takes four of them, and compiled in another one or in the same."""
+    """One process measures four configs; it or another process compiles them."""
 
     @pytest.fixture(autouse=True, params=["apart", pytest.param("together", marks=pytest.mark.slow)])
     def route(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:

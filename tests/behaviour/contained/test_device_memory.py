@@ -1,4 +1,4 @@
-"""The device memory of a config's program: in its trial, under a bound, and against its time."""
+"""The device memory of a config's program is in its trial, can be bounded, and is weighed against its time."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_reports_show_memory_only_if_configs_differ_in_it() -> None:
     head, first, second = result_of(one, two).table(width=100).splitlines()[:3]
     assert head.split()[-2:] == ["device", "MiB"]
     assert [first.split()[-1], second.split()[-1]] == ["1", "2.5"]
-    assert "device MiB" not in result_of(one, two).table(width=30), "where columns are short, it is left out"
+    assert "device MiB" not in result_of(one, two).table(width=30), "a narrow table leaves memory out"
     names = ("device_memory_bytes", "flops", "moved_bytes")
     assert [[row[name] for name in names] for row in result_of(one, two).to_dicts()] == [
         [1 << 20, None, None],

@@ -1,6 +1,6 @@
-"""Sweeps that rank configs by a cheap compile: what is compiled fully, what is remembered, and what is contained.
+"""Sweeps that rank configs by a cheap compile compile few fully, remember cheap times, and contain misdeeds.
 
-The route is for NVIDIA GPUs. Here the CPU takes it: the programs that rank configs are compiled as all others are, and
+The route is for NVIDIA GPUs. Here the CPU takes it, and compiles the programs that rank configs like all others.
 tests/system/test_compile_targets.py compiles cheaply for a GPU.
 """
 
@@ -43,7 +43,7 @@ FULLY = {2, 8, 32, 256}
 
 @dataclasses.dataclass
 class Compiles:
-    """The configs that workers were told to compile, by what they are compiled for."""
+    """The configs that workers got to compile, by the purpose of the compile."""
 
     cheaply: list[Any] = dataclasses.field(default_factory=list)
     fully: list[Any] = dataclasses.field(default_factory=list)
@@ -51,7 +51,7 @@ class Compiles:
 
 @pytest.fixture
 def compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Compiles:
-    """Has sweeps on the CPU rank configs by a cheap compile, and notes what is compiled."""
+    """Makes sweeps on the CPU rank configs by a cheap compile, and notes the compiles."""
     noted = Compiles()
 
     class CheaplyInTurns(ApartInTurns):
@@ -83,7 +83,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) ->
 
 
 def work(x: Any, turns: int = 256, fault: float = 0.0) -> Any:
-    """Takes longer with more turns; its result is the same, but for the fault."""
+    """Takes longer with more turns. Its result is the same, unless it has a fault."""
     return x + fault + 0 * jax.lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y @ x), x)
 
 
@@ -198,7 +198,7 @@ def test_a_config_that_was_ruled_out_may_win_a_shorter_list(compiles: Compiles) 
 
 @pytest.mark.slow
 def test_cheap_times_are_recalled_by_program(compiles: Compiles) -> None:
-    """The edit changes no program: what was measured is recalled, and what was ruled out is so again."""
+    """The edit changes no program: measured times are recalled, and configs are ruled out again."""
     first = tuned({"turns": TURNS}).tune(X)
 
     def edited(x: Any, turns: int = 256, fault: float = 0.0) -> Any:
@@ -222,7 +222,7 @@ def misbehave(x: Any, mode: str = "good") -> Any:
         x = jax.lax.while_loop(lambda y: y[0, 0] < jnp.inf, lambda y: y * 0.5, x)
     elif kind == "slow":
         x = work(x, 300)
-    return 2 * x + len(mode)  # so that no two have the same program
+    return 2 * x + len(mode)  # no two have the same program
 
 
 BAD = {
@@ -232,7 +232,7 @@ BAD = {
     "fail tracing": ("error", "ArithmeticError: this config is no good"),
     "kill_itself tracing": ("crashed", "SIGKILL"),
     "scribble tracing": ("crashed", "damaged its own connection"),
-    "hang running": ("timeout|slow", ""),  # once another config has a time, its first run is stopped
+    "hang running": ("timeout|slow", ""),  # its first run ends once another config has a time
 }
 MODES = ["good", *BAD, "good again", "slow"]
 
@@ -251,7 +251,7 @@ def test_misdeeds_of_ranked_configs_harm_no_other_config(compiles: Compiles) -> 
         assert re.search(words, found[mode].message, re.DOTALL), found[mode].message
     assert {mode for mode in found if found[mode].cheap_ms is not None} == {"good", "good again", "slow"}
     asked = [config["mode"] for config in compiles.fully]
-    # What happens before the compiler begins happens once. The rest is repeated with the full program.
+    # Misdeeds before the compiler begins happen once, others again with the full program.
     assert not {"segfault tracing", "hang_holding_the_gil tracing", "starve tracing"} & {*asked}
     assert {"fail tracing", "hang running"} <= {*asked}
 

@@ -1,4 +1,4 @@
-"""A process that runs out of descriptors or file sizes gets advice, leaks nothing and keeps its results."""
+"""A process that runs out of descriptors or disk gets advice, leaks nothing and keeps its results."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_full_disk_costs_neither_the_result_nor_the_next_one(tmp_path: Path) -
     (tmp_path / "program.py").write_text(FULL)
     mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=500k none {tmp_path}/disk && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
-        pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+        pytest.skip("this machine lets no user mount (unshare -rm)")
     disk = {"QUARANTUNE_CACHE_DIR": str(tmp_path / "disk" / "cache"), "TMPDIR": str(tmp_path / "disk")}
     said = python(tmp_path / "program.py", tmp_path / "disk", before=mount, JAX_PLATFORMS="cpu", **disk)
     full, tuned, told, remedy, then = said.splitlines()
@@ -179,7 +179,7 @@ def test_other_errors_are_raised_unchanged() -> None:
 
 def test_no_descriptor_leaks_wherever_they_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     same = template.inherited_state()
-    monkeypatch.setattr(template, "inherited_state", lambda: same)  # another limit does not need another template
+    monkeypatch.setattr(template, "inherited_state", lambda: same)  # a new limit needs no new template here
     template.shared()
     highest = max(map(int, os.listdir("/proc/self/fd")))
     taken = [os.dup(2)]

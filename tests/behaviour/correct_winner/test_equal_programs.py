@@ -53,7 +53,7 @@ def test_programs_that_call_back_into_python_are_never_merged(notes: Notes) -> N
 
 @pytest.mark.parametrize("dos", [["x", "y"], ["y", "x"]])
 def test_programs_of_different_arguments_are_never_merged(dos: list[str]) -> None:
-    # Arguments that a program has no use for are dropped, and the rest numbered anew: the text is the same for both.
+    # Lowering drops unused arguments and numbers the rest again, so both programs have the same text.
     def doubled(x: Any, y: Any, do: str = "") -> Any:
         return 2 * (x if do == "x" else y)
 
@@ -85,6 +85,6 @@ print(one == two, *(trial.outcome.value for trial in tuned.tune(x).trials), tune
 """,
         encoding="utf-8",
     )
-    # JAX reads this option as it is imported.
+    # JAX reads this option when it is imported.
     said = python(script, JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS="1")
     assert said.split() == ["True", "ok", "wrong", "100.0"]

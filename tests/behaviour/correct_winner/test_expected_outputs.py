@@ -1,4 +1,4 @@
-"""A tuned call computes what the untuned one does: configs are compared with the defaults, or with each other."""
+"""A tuned call computes the same as an untuned one: configs are compared with the defaults, or with each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 
 def blocks(x: Any, rows: int) -> Any:
-    """Returns the sine of x, of as many rows as blocks of so many rows cover."""
+    """Returns the sine of x, block by block; rows after the last whole block are zero."""
 
     def fill(block: Any, out: Any) -> Any:
         part = jax.lax.dynamic_slice(x, (block * rows, 0), (rows, x.shape[1]))
@@ -46,7 +46,7 @@ def blocks(x: Any, rows: int) -> Any:
 
 
 def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any, **options: Any) -> Any:
-    """Returns a function of x that is tuned over what `body` gets as its second argument."""
+    """Returns a function of x; the tunable is the second argument of `body`."""
 
     @quarantune.autotune(
         [{"do": config} for config in configs],
@@ -60,7 +60,7 @@ def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any, 
 
 
 def offset(x: Any, do: Any) -> Any:
-    """Adds what a config says; a negative one fails."""
+    """Adds the config's number; a negative one fails."""
     if do < 0:
         raise ArithmeticError("not for this call")
     return x + int(do)
@@ -78,7 +78,7 @@ def test_a_config_that_leaves_rows_out_never_wins() -> None:
     assert result.best_config in ({"do": 32}, {"do": 64})
     wrong = result.trials[2]
     assert "it does not agree with the defaults: 4096 of 16384 elements (25%) differ" in wrong.message
-    assert wrong.log_tail == ""  # a traceback would show code of quarantune only
+    assert wrong.log_tail == ""  # a traceback would show only quarantune's code
     assert result.default_time_ms == result.trials[0].time_ms
     assert result.speedup == pytest.approx(result.default_time_ms / result.time_ms)
 
@@ -360,7 +360,7 @@ def test_device_and_host_find_the_same_differences(name: str, got: Any, wanted: 
 def test_the_host_compares_outputs_that_jax_cannot() -> None:
     got = jnp.arange(6).astype(jnp.float4_e2m1fn)
     found = compare.Comparer()(got, np.asarray(got), Allowance.fixed(Tolerance()))
-    assert found in (None, Mismatches(0)), "JAX 0.10 compares no floats of 4 bits, 0.12 does"
+    assert found in (None, Mismatches(0)), "JAX 0.10 cannot compare floats of 4 bits; 0.12 can"
 
 
 def test_a_prepared_comparison_compiles_nothing_again(monkeypatch: pytest.MonkeyPatch, compiles: list[str]) -> None:

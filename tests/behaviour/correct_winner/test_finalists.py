@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 @everywhere
 def test_finalists_are_timed_again_and_the_final_decides(isolation: str, findings: list[Swept]) -> None:
-    # A busy machine may rule out all but one of them, and one needs no final.
+    # A busy machine may rule out all but one config, which needs no final.
     for _ in range(5):
         with isolated(isolation):
             result = tuned(lambda x, do: after(do, x), [300, 301, 302, 303, 304], rep=3).tune(X)
@@ -48,12 +48,12 @@ def test_finalists_are_timed_again_and_the_final_decides(isolation: str, finding
 
 
 def called_back(run: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
-    """Returns a body that adds one by way of Python, where `run` is called with the config first."""
+    """Returns a body that adds one in a Python callback, which first calls `run` with the config."""
 
     def body(x: Any, do: Any) -> Any:
         def callback(x: Any) -> Any:
             run(do)
-            time.sleep(0.05)  # what the configs have in common, so that all are finalists
+            time.sleep(0.05)  # the same for all configs, so that all are finalists
             return np.asarray(x) + 1
 
         return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -94,7 +94,7 @@ def test_a_final_that_fails_in_process_breaks_no_sweep_either(caplog: pytest.Log
         if turns[-1:] == [do]:
             return
         turns.append(do)
-        if turns.count(do) > 1:  # each config has its trial in one turn, so another is in the final
+        if turns.count(do) > 1:  # a trial takes one turn, so a second turn is in the final
             raise ArithmeticError("not again")
 
     kernel = tuned(called_back(fails_in_the_final), [1, 2])

@@ -1,4 +1,4 @@
-"""A tuned call is never slower than the untuned one: where the defaults beat every config, calls run with them."""
+"""A tuned call is never slower than the untuned one: calls run with the defaults if these beat every config."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_calls_run_with_defaults_that_beat_every_config(
     fresh = chained()
     assert fresh.lookup(X) == {"n": 3}
     np.testing.assert_array_equal(fresh(X), X)
-    assert len(sweeps) == 1, "the entry is found in the cache"
+    assert len(sweeps) == 1, "the cache has the entry"
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_every_run_of_a_donating_config_gets_new_arguments(isolation: str) -> No
     x = jnp.asarray(X)
     with isolated(isolation):
         assert {trial.outcome for trial in kernel.tune(x).trials} <= {Outcome.OK, Outcome.SLOW}
-    np.testing.assert_array_equal(x, X)  # and so does the caller
+    np.testing.assert_array_equal(x, X)  # the caller's array is unchanged
 
 
 def bench_of(fn: Callable[..., Any], *args: Any, **judges: Any) -> tuple[Bench, int]:
@@ -200,7 +200,7 @@ def test_a_sort_in_place_is_timed_on_unsorted_data(isolation: str) -> None:
 
 
 class Mode:
-    """It has no equality of its own, so a dict finds only the very object."""
+    """Compares by identity, so a dict finds only the object itself."""
 
     def __init__(self) -> None:
         self.notes = list[int]()
@@ -278,7 +278,7 @@ def test_an_argument_without_a_copy_is_refused_before_any_work(isolation: str) -
 def test_a_big_argument_is_in_memory_once_for_all_configs() -> None:
     big = np.zeros(16 << 20, np.uint8)
     kernel = tuned(lambda x, do: x[:8] + np.uint8(do), [1, 2, 3])
-    kernel.tune(X)  # what is imported and set up once
+    kernel.tune(X)  # imports and setup happen here
     process, is_over = psutil.Process(), threading.Event()
     held: list[int] = []
     resident: list[int] = []
@@ -302,7 +302,7 @@ def test_a_big_argument_is_in_memory_once_for_all_configs() -> None:
 
 
 def _held_in_nameless_files() -> int:
-    """Returns how many bytes this process's nameless files in memory take, each counted once."""
+    """Returns the bytes in this process's nameless files in memory, each file counted once."""
     files: dict[int, int] = {}
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

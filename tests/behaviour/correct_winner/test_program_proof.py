@@ -1,4 +1,4 @@
-"""Workers trace the caller's program, or the sweep ends: values that no code of the function names."""
+"""Workers trace the caller's program or the sweep ends, even if values are hidden from the function's code."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SCALED = (
 
 
 def write(directory: Path, **modules: str) -> None:
-    """Writes modules, and the library as if it were installed."""
+    """Writes modules, and a library that looks installed."""
     library = directory / "site-packages"
     library.mkdir(exist_ok=True)
     (library / "hidden.py").write_text(HIDDEN)
@@ -100,7 +100,7 @@ def write(directory: Path, **modules: str) -> None:
 
 
 def run(directory: Path, program: str) -> str:
-    """Runs a program of a directory in a process of its own; returns its output."""
+    """Runs a program of a directory in a new process, and returns its output."""
     (directory / "program.py").write_text(program)
     path = [directory, directory / "site-packages", SUPPORT]
     return python("program.py", cwd=directory, path=path, QUARANTUNE_CACHE_DIR=str(directory / "cache"))
@@ -117,7 +117,7 @@ def run(directory: Path, program: str) -> str:
 def test_a_hidden_value_that_workers_lack_ends_the_sweep(tmp_path: Path, options: str) -> None:
     write(tmp_path, kernels=KERNELS)
     run(tmp_path, f"import os\n{SCALED}\noptions = {options}\n{TRY}")
-    # Set where the module is imported, it is set in workers, too, and nothing of the failure is remembered.
+    # A value set on import is set in workers. The failure is not remembered.
     write(tmp_path, kernels=KERNELS.replace("import hidden", "import hidden\nhidden.enable(3.0)"))
     again = (
         "import numpy, kernels\nfor kernel in (kernels.kernel, kernels.raises):\n    {}\n    print(kernel.lookup(X))"
@@ -151,7 +151,7 @@ def test_honest_programs_are_tuned(monkeypatch: pytest.MonkeyPatch, module: str)
         found.clear()
         try:
             kernel(*arguments)
-            assert found[0] == "", "no program was compared"
+            assert found[0] == "", "the sweep compared no programs"
         except Exception as error:
             failed[name] = error
     assert not failed

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 
 def test_a_config_ruled_out_by_its_first_samples_cannot_win(findings: list[Swept]) -> None:
-    # So much slower that nothing on a busy machine disturbs the faster one as much.
+    # The factor is larger than any disturbance on a busy machine.
     result = tuned(lambda x, do: after(do, x), [20, 100_000], rep=20).tune(X)
     fast, slow = result.trials
     assert (fast.outcome, slow.outcome) == (Outcome.OK, Outcome.SLOW)
@@ -24,7 +24,7 @@ def test_a_config_ruled_out_by_its_first_samples_cannot_win(findings: list[Swept
     assert re.match(r"(at best|its first run took) \S+ ms; another config takes \S+", slow.message)
     assert result.best_config == fast.config
     assert slow.config not in result.tie
-    # On a busy machine it may get a second look, which changes nothing.
+    # A busy machine may give the config a second look, which changes nothing.
     assert findings[0].final == finals.Final() or len(slow.samples_ms) < 4
 
 
@@ -38,7 +38,7 @@ def test_samples_are_kept_raw_with_the_clock_that_took_them() -> None:
         assert tuned(lambda x, do: x + do, [2]).tune(X).trials[0].clock == "wall"
 
 
-@pytest.mark.parametrize(("default", "winner"), [(3, 3), (9, 1)], ids=["its default", "the first"])
+@pytest.mark.parametrize(("default", "winner"), [(3, 3), (9, 1)], ids=["the default", "the first"])
 def test_among_ties_the_default_wins_or_else_the_first_config(default: int, winner: int) -> None:
     result = tuned(lambda x, do: x + 1, [1, 2, 3], default=default).tune(X)
     assert result.best_config == {"do": winner}

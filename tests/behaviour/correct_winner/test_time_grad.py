@@ -1,4 +1,4 @@
-"""`time_grad`: configs are tuned together with their gradients; without it, an error names the option."""
+"""With `time_grad`, configs are timed with their gradients; errors without it name the option."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_function_without_any_gradient_can_still_be_linearized() -> None:
     @quarantune.autotune({"n": [1, 2]}, rep=1)
     @functools.partial(jax.jit, static_argnames=["n"])
     def fn(x: Any, n: int = 1) -> Any:
-        rounds = 3 + 0 * x.sum().astype(int)  # not known while it is traced, so that no reverse mode can go through
+        rounds = 3 + 0 * x.sum().astype(int)  # unknown while tracing, so reverse mode fails
         return jax.lax.fori_loop(0, rounds, lambda _, value: value * 2, x)
 
     _, linear = jax.linearize(fn, X)

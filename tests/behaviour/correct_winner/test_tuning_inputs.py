@@ -1,4 +1,4 @@
-"""Configs run on the call's arguments, or on inputs that the user gives instead, which must be like them."""
+"""Configs run on the call's arguments, or on inputs like them that the user gives for tuning."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_block_of_inputs_holds_in_its_thread_alone() -> None:
         ((), "gives arguments that cannot be compared with the call's: missing a required argument"),
         (({"x": X[:3]},), r"\['x'\].* where the call has an array of float32\[3\]"),
     ],
-    ids=["shape", "dtype", "no array", "a tunable", "too many", "none", "a dict"],
+    ids=["shape", "dtype", "not an array", "a tunable", "too many", "too few", "a dict"],
 )
 def test_inputs_unlike_the_call_are_refused(inputs_given: tuple[Any, ...], told: str) -> None:
     kernel = tuned(lambda x, do: x * do, [1, 2])

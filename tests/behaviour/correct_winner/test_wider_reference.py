@@ -1,4 +1,4 @@
-"""A config that is nearer to the truth than the defaults are is not wrong, however far from the defaults it is."""
+"""A config that is more accurate than the defaults is not wrong, however far from the defaults it is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def swept(fn: Any, values: list[str], *args: Any, **options: Any) -> quarantune.
 
 
 def broken(found: Any, do: str) -> Any:
-    """Adds a bug to what a config that is nearer to the truth returns."""
+    """Adds a bug to the output of a more accurate config."""
     if "row" in do:
         found = found.at[-1].set(0)
     if "element" in do:
@@ -91,7 +91,7 @@ def test_a_more_accurate_config_passes_and_a_bug_does_not(name: str) -> None:
     assert ends(result.trials) == ["ok", "wrong", "wrong", "wrong", "ok"]
 
 
-@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # said once in a process
+@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # warns once in a process
 @pytest.mark.parametrize("isolation", ["none", "compile"])
 def test_configs_in_the_callers_process_are_judged_alike(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_ISOLATION", isolation)
@@ -134,7 +134,7 @@ def test_with_tolerances_of_the_author_nothing_else_decides() -> None:
     assert ends(result.trials) == ["wrong", "ok"]
 
 
-# --- where there is no wider reference ------------------------------------------------------------------------------
+# --- without a wider reference --------------------------------------------------------------------------------------
 
 
 def logarithm(x: Any, do: str) -> Any:

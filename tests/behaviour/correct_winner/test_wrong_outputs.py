@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 
 def double_or_not(x: Any, do: tuple[int, str]) -> Any:
-    """Doubles x after so many turns, but for what the config gets wrong; the wrong ones are the fastest."""
+    """Doubles x after some turns, with the config's slip. The wrong configs are the fastest."""
     turns, slip = do
     doubled = 2 * after(turns, x)
     match slip:

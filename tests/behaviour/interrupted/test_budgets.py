@@ -1,4 +1,4 @@
-"""Real sweeps under a budget: they end with it, go on with a larger one, and start from what is known."""
+"""A sweep ends with its budget, continues with a larger one, and starts from earlier results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = [{"a": a} for a in range(12)]
 
 
 def pause(x: Any, *, a: int = 0, b: int = 0) -> Any:
-    time.sleep(3e-3 * (1 + min(abs(a - 7), 12)) + 0.06 * (a != 7))  # far more than a busy machine adds
+    time.sleep(3e-3 * (1 + min(abs(a - 7), 12)) + 0.06 * (a != 7))  # more than a busy machine adds
     return x
 
 
@@ -39,7 +39,7 @@ def tuner(configs: Any = SMALL, **options: Any) -> quarantune.AutoTuner:
 
 
 def journalled(cache_dir: Path) -> list[Config]:
-    """Returns the configs of all journals of trials, once for each record."""
+    """Returns the config of each record in all journals of trials."""
     lines = [line for file in cache_dir.glob("*.trials/*.jsonl") for line in file.read_text().splitlines()]
     records = [json.loads(line.split(" ", 1)[1]) for line in lines]
     return [record["trial"]["config"] for record in records if "limits" in record]
@@ -89,7 +89,7 @@ def test_auto_leaves_out_the_half_of_a_space_that_fails(isolation: str) -> None:
     assert result.seen <= 220, "a half of the space at most"
     assert sum(result.counts[outcome] for outcome in ("ok", "slow")) <= 150
     assert abs(result.best_config["a"] - 7) + abs(result.best_config["b"] - 5) <= 1
-    assert kernel.run(jnp.ones(64)).from_cache, "no larger budget is asked for"
+    assert kernel.run(jnp.ones(64)).from_cache, "the budget is not larger"
 
 
 def test_a_larger_budget_continues_from_the_journal(cache_dir: Path, sweeps: list[str]) -> None:
@@ -99,13 +99,13 @@ def test_a_larger_budget_continues_from_the_journal(cache_dir: Path, sweeps: lis
 
     again = tuner(max_trials=4).run(1.0)
     assert (again.from_cache, again.stopped, again.seen, again.space_size) == (True, "max_trials", 4, 12)
-    assert tuner().run(1.0).from_cache, "without a larger budget, a result is good enough"
+    assert tuner().run(1.0).from_cache, "a result suffices unless the budget is larger"
     assert len(sweeps) == 1
 
     larger = tuner(max_trials=9).run(1.0)
     assert not larger.from_cache
     assert (larger.seen, larger.best_config["a"]) == (9, 7)
-    assert len(journalled(cache_dir)) == 9, "four were not measured again"
+    assert len(journalled(cache_dir)) == 9, "four configs are known"
 
     assert tuner(max_trials=6).run(1.0).from_cache, "the entry is from a larger budget"
     with quarantune.settings(max_trials=12):
@@ -131,7 +131,7 @@ def test_tune_spends_the_rest_of_a_budget_or_starts_over(cache_dir: Path) -> Non
         assert kernel(max_trials=5).run(1.0).seen == 5
         assert len(journalled(cache_dir)) == 5
         assert kernel(max_trials=5).run(1.0).seen == 5
-    assert len(journalled(cache_dir)) == 5, "all were measured anew, in a new journal"
+    assert len(journalled(cache_dir)) == 5, "a new journal holds new measurements of all"
     with quarantune.settings(always_tune=True, max_trials=2):
         worse = kernel().run(1.0)
     assert worse.seen == 2
@@ -303,6 +303,6 @@ def test_a_grid_of_100_000_starts_at_once_and_stays_small(cache_dir: Path) -> No
     assert (result.seen, result.space_size) == (3, 100_000)
     assert len(looked_at) < 1000
     assert fn.run(1.0).from_cache
-    looked_at.clear()  # a rule with other values is another rule
+    looked_at.clear()  # a rule with new values is a new rule
     again = quarantune.AutoTuner(kernel, large, rep=1, search="random", max_trials=3, prune_fn=prune).run(1.0)
     assert (again.from_cache, again.best_config) == (True, result.best_config)

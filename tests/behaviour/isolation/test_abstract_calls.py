@@ -1,4 +1,4 @@
-"""Abstract calls: exported with symbolic shapes, or asked for their output's shape alone."""
+"""Abstract calls never tune: exports with symbolic shapes use cached configs or defaults, and so does `eval_shape`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = np.ones((8, 4), np.float32)
 
 
 def tunable(name: str, **options: Any) -> quarantune.Autotuned:
-    """Makes a function of which only a config with n=3 works, whose default is n=1."""
+    """Makes a function that works only with n=3; its default is n=1."""
 
     @quarantune.autotune(lambda x: [{"n": n} for n in (2, 3) if x.shape[-1] == 4], name=name, rep=1, **options)
     @functools.partial(jax.jit, static_argnames=["n"])

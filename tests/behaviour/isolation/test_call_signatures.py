@@ -1,4 +1,4 @@
-"""Eager calls with every kind of argument: each is tuned and returns the function's own result."""
+"""An eager call with any kind of argument is tuned and returns the function's own result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("two_slots")]
 
 @pytest.fixture
 def same() -> quarantune.Autotuned:
-    """Returns its arguments if n is 2, which is not the default, so that only a tuned call works."""
+    """Returns its arguments if n is 2. The default is not 2, so only a tuned call works."""
 
     @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -74,7 +74,7 @@ ARGUMENTS = {
     "one buffer twice": lambda: (lambda x: (x, x))(floats("float32")),
 }
 ALONE = ("empty tree", "none", "python int", "zero-sized", "typed keys", "weakly typed")
-"""Arguments that are tried without any other array beside them, too."""
+"""Arguments that are also tried without any other array."""
 
 
 def every_argument() -> dict[str, Any]:
@@ -356,7 +356,7 @@ def test_an_array_in_host_memory_reaches_workers_there() -> None:
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     w, x = jax.device_put(floats("float32"), place), floats("float32")
     result = total.tune(w, x)
-    assert ends(result.trials) == ["ok", "error"], "JAX adds no array of the host's to one of the device's"
+    assert ends(result.trials) == ["ok", "error"], "JAX cannot add an array of the host to an array of the device"
     assert "memory_space" in result.trials[1].message
     np.testing.assert_array_equal(total(w, x), 2 * np.asarray(x))
     assert total.lookup(x, x) is None, "another key"

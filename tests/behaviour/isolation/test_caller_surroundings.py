@@ -1,4 +1,4 @@
-"""Workers run in the caller's surroundings: its settings, paths, working directory and CPUs, however odd."""
+"""Workers run with the caller's settings, paths, working directory and CPUs, however odd these are."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_modules_of_the_working_directory_shadow_no_others(method: str, tmp_path
         (tmp_path / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write(__name__ + ' ')\n")
     away = tmp_path / "away"
     away.mkdir()
-    # The program changes into the directory after its own imports, like the kernel of a notebook.
+    # Like a notebook's kernel, the program enters the directory after its imports.
     script = f"import os\n{KERNEL}\nos.chdir({str(tmp_path)!r})\nagree()"
     run(script, cwd=away, environ={"QUARANTUNE_START_METHOD": method})
     assert not ran.exists(), ran.read_text()

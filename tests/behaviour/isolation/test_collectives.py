@@ -1,4 +1,4 @@
-"""Functions that communicate between the devices of a `shard_map` are tuned on such a mesh, or refused with advice."""
+"""Functions that communicate between devices of a `shard_map` are tuned on an equal mesh, or refused with advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs with `compiler_options`: they reach XLA in workers and in eager calls; a trace leaves them out, and warns."""
+"""`compiler_options` of a config reach XLA in workers and eager calls; a trace leaves them out with a warning."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_options_reach_xla_in_an_eager_call_and_not_in_a_trace() -> None:
     with pytest.warns(RuntimeWarning, match=r"jax\.jit\(\.\.\., compiler_options=\{'xla_no_such_option': True\}\)"):
         inside = jax.jit(lambda x: bound(x) + 1)(X)
     np.testing.assert_allclose(inside, np.sin(X) * 2 + 2, rtol=1e-6)
-    jax.grad(lambda x: bound(x).sum())(jnp.asarray(X))  # the same warning is given once
-    assert jax.jit(lambda y: bound(X) + y)(X).shape == X.shape  # not a tracer among its arguments
+    jax.grad(lambda x: bound(x).sum())(jnp.asarray(X))  # warns only once
+    assert jax.jit(lambda y: bound(X) + y)(X).shape == X.shape  # no argument is a tracer
 
 
 def test_a_function_is_jitted_once_for_the_same_options() -> None:
@@ -114,7 +114,7 @@ def test_options_reach_workers_and_unknown_ones_fail_alone(tmp_path: Path, sweep
         text.count(" sine(") + text.count(" fusion(")
         for text in (scale.lower(X, n=2).compile().as_text(), result.lowered_text(), tuned.lower(X).compile().as_text())
     )
-    assert usual not in own, "with its own options, its operations are not fused into one"
+    assert usual not in own, "its options keep its operations apart"
     assert own[0] == own[1]
     np.testing.assert_allclose(tuned(X), np.sin(X) * 2 + 1, rtol=1e-6)
     with pytest.warns(RuntimeWarning, match="runs without its compiler_options inside a trace"):
@@ -129,7 +129,7 @@ def test_options_reach_workers_and_unknown_ones_fail_alone(tmp_path: Path, sweep
     assert len(sweeps) == 1
 
 
-@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # said once in a process
+@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")  # warns once in a process
 def test_configs_that_differ_only_in_options_are_two_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = [{"xla_dump_to": str(tmp_path / name)} for name in "ab"]
     configs = [{"n": 2, "compiler_options": dump} for dump in [*dumps, UNKNOWN]]

@@ -1,4 +1,4 @@
-"""Forks and signal handlers may interrupt tuning anywhere: no lock stays held, no exception is changed."""
+"""Wherever a fork or a signal handler interrupts tuning, no lock stays held and no exception changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ made_up = sys.modules["made_up"] = types.ModuleType("made_up")
 exec("def helper(): pass", vars(made_up))
 inside, go_on = threading.Event(), threading.Event()
 
-class Slow:  # its pickling waits for `go_on`
+class Slow:  # pickling it waits for `go_on`
     def __reduce__(self):
         inside.set()
         assert go_on.wait(100)
@@ -103,13 +103,13 @@ made_up = sys.modules["made_up"] = types.ModuleType("made_up")
 exec("def helper(): pass", vars(made_up))
 armed = True
 
-class Interrupted:  # a signal arrives while it is pickled
+class Interrupted:  # a signal arrives during its pickling
     def __reduce__(self):
         if armed:
             os.kill(os.getpid(), signal.SIGUSR1)
         return Interrupted, ()
 
-class Finder:  # a signal arrives while a module is searched for
+class Finder:  # a signal arrives during the search for a module
     def find_spec(self, name, path=None, target=None):
         if armed:
             os.kill(os.getpid(), signal.SIGUSR1)

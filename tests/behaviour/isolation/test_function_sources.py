@@ -1,4 +1,4 @@
-"""Functions from scripts, notebooks and modules, tuned by every kind of process, in scripts."""
+"""Functions from scripts, notebooks and modules are tuned in every kind of process."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ FACTOR = 3
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[SharedPython]:
-    """The process of the scripts that need no fresh one."""
+    """The shared process for scripts that need no fresh process."""
     process = SharedPython("-W", "error", "-bb", environ=child_environ())
     yield process
     process.close()
 
 
 def run(directory: Path, script: str, shared: SharedPython | None = None, **modules: str) -> str:
-    """Runs a script beside some modules, with warnings as errors; returns its output."""
+    """Runs a script next to some modules, with warnings as errors; returns its output."""
     for name, text in modules.items():
         (directory / f"{name}.py").write_text(textwrap.dedent(text))
     file = directory / "script.py"
     file.write_text(script)
     done = shared.run(file) if shared else run_python("-W", "error", "-bb", file)
     assert done.returncode == 0, done.stderr
-    # A busy machine may be mentioned, but nothing else.
+    # The script may warn only of a busy machine.
     assert [line for line in done.stderr.splitlines() if "the samples scatter" not in line] == []
     return done.stdout
 
@@ -154,7 +154,7 @@ agree(recursive, 1)
 
 @pytest.mark.slow
 def test_a_notebook_cell_is_tuned(tmp_path: Path, shared: SharedPython) -> None:
-    # As a notebook runs it: __main__ has no file, and a cell's source is in linecache alone.
+    # In a notebook, `__main__` has no file, and only linecache has a cell's source.
     script = f"""
 import linecache, sys, types
 main = types.ModuleType("__main__")

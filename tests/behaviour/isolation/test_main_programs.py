@@ -1,4 +1,4 @@
-"""Workers and their children find what the caller's program defines, and start no sweep of it."""
+"""Workers and their children find the names that the caller's program defines, and start no sweep of it."""
 
 from __future__ import annotations
 

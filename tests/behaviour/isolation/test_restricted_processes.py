@@ -1,4 +1,4 @@
-"""A process that lacks what most processes have tunes all the same, or the error says what to do."""
+"""A process without streams, /proc, files or a readable name tunes all the same, or gets advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quarantune.host import machine
 
 NAMED = """
 import ctypes
-name = "kernels-\u00e9\u00e9\u00e9\u00e9".encode()[:15]  # the kernel keeps 15 bytes, and so cuts a character in two
+name = "kernels-\u00e9\u00e9\u00e9\u00e9".encode()[:15]  # the kernel keeps 15 bytes and cuts a character in two
 assert ctypes.CDLL(None).prctl(15, name, 0, 0, 0) == 0
 try:
     name.decode()
@@ -31,7 +31,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_process_whose_name_is_not_text_tunes(method: str, tmp_path: Path) -> None:
-    """Names are cut after 15 bytes, also in the middle of a character."""
+    """The kernel cuts names after 15 bytes, also in the middle of a character."""
     again = "with quarantune.settings(always_tune=True): agree()\nassert kernel.lookup(X) == {'n': 2}"
     run(f"{NAMED}{KERNEL}\nagree()\n{again}", cwd=tmp_path, environ={"QUARANTUNE_START_METHOD": method})
 
@@ -136,7 +136,7 @@ else:
     raise AssertionError("it was tuned")
 resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 """
-    silent = "import warnings\nwarnings.simplefilter('ignore')"  # nothing can be saved either
+    silent = "import warnings\nwarnings.simplefilter('ignore')"  # the result cannot be saved
     run(f"{KERNEL}\n{silent}\n{limited}\nagree()", cwd=tmp_path)
 
 
@@ -144,5 +144,5 @@ resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 def test_a_program_without_proc_tunes(tmp_path: Path) -> None:
     hide = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*hide, "true"], capture_output=True).returncode:
-        pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+        pytest.skip("this machine lets no user mount (unshare -rm)")
     python("-c", f"{KERNEL}\nagree()", before=hide)

@@ -1,4 +1,4 @@
-"""Calls whose arguments are laid out over several devices: the worker's mesh, the key, groups of devices and leases."""
+"""Arguments on several devices: workers have an equal mesh, keys hold the layout, and leases cover the group."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_configs_run_on_the_devices_they_were_compiled_for(run_script: Callable[
         first, last = (Mesh(np.array(jax.devices()[half]), ("a",)) for half in (slice(2), slice(2, 4)))
         for x, elsewhere in ((jnp.asarray(X), None), (place(X, first, "a"), place(X, last, "a"))):
             functions = quarantune.compile_configs(f, {"n": [1, 2]}, x)
-            traced.clear()  # of a config, to compare its program with that of the workers
+            traced.clear()  # one config was traced, to compare its program with the workers'
             for n, function in zip((1, 2), functions):
                 np.testing.assert_allclose(function(x), np.cumsum(X * n, axis=0))
                 assert function(x).sharding.device_set == x.sharding.device_set
@@ -462,7 +462,7 @@ def test_a_single_processor_is_its_only_member() -> None:
 
 @pytest.fixture
 def four(tmp_path: Path) -> list[Device]:
-    """Four devices with names of this test's own, as leases on them are machine-wide."""
+    """Four devices with names that only this test uses, because leases are machine-wide."""
     return cards(*(f"{tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}-{index}" for index in range(4)))
 
 
@@ -493,7 +493,7 @@ def test_a_group_with_one_device_taken_takes_none(four: list[Device]) -> None:
 def test_groups_that_overlap_take_turns(four: list[Device]) -> None:
     low, high, single = Lease(grouped(four[:2], 2)[0]), Lease(grouped(four[1:], 2)[0]), Lease(four[1])
     turns: dict[str, int] = {"low": 0, "high": 0, "single": 0}
-    for step in range(120):  # all ask 20 times a second, in the same order, and measure for one step
+    for step in range(120):  # all ask 20 times a second in the same order, and measure for one step
         leases = {"low": low, "high": high, "single": single}
         holding = [name for name, lease in leases.items() if lease.acquire(0.05 * step)]
         assert len(holding) <= 1, "they share a device"
@@ -510,7 +510,7 @@ def test_a_busy_device_lets_in_a_group_that_waits(four: list[Device]) -> None:
     assert busy.acquire(0.0)
     assert not group.acquire(0.01)
     busy.release()
-    assert not busy.acquire(5.0), "somebody waits"
+    assert not busy.acquire(5.0), "a group still waits"
     assert group.acquire(5.05)
     group.release()
     assert busy.acquire(6.0)

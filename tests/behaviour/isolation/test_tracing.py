@@ -1,4 +1,4 @@
-"""Calls inside JAX's transformations: the sweep runs once, while JAX traces, and its winner is part of the program."""
+"""A call inside a JAX transformation is tuned once, while JAX traces, and the winner is part of the program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 
 
 def square(n: int, x: Any) -> Any:
-    """Multiplies its argument by its sine if n is 2, which is not the default, so that only a tuned call works."""
+    """Multiplies its argument by its sine if n is 2. The default is not 2, so only a tuned call works."""
     if n != 2:
         raise ArithmeticError(n)
     return jnp.sin(x) * x
@@ -114,7 +114,7 @@ def test_a_call_in_a_transformation_is_tuned_once(
     assert len(sweeps) == 1
     if transform is TRANSFORMS["eval_shape"]:
         assert cold == warm == expected
-    elif isinstance(expected, str):  # what a jaxpr calls its functions is not the point
+    elif isinstance(expected, str):  # names of functions in a jaxpr do not matter
         assert cold.count("sin") == warm.count("sin") == expected.count("sin") == 1
     else:
         for found in (cold, warm):
@@ -141,7 +141,7 @@ def test_a_compiled_program_keeps_its_winner(
     step(X)
     compiles.clear()
     again = step(X)
-    assert not compiles, "it is not traced again"
+    assert not compiles, "JAX does not trace it again"
     np.testing.assert_allclose(again, square(2, X) + 1, rtol=1e-6)
     assert len(sweeps) == 1
 

@@ -1,4 +1,4 @@
-"""A call that is wrong whatever the config raises its own error, as the untuned function does, and is forgotten."""
+"""A call that fails with every config raises the error of the untuned call, and the failure is forgotten."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def moved(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Aut
 def test_a_list_as_a_static_argument_fails_and_a_tuple_tunes(isolation: str, cache_dir: Path) -> None:
     fn = moved()
     with isolated(isolation), pytest.raises(ValueError, match="on-hashable static"):
-        fn(X, [0, 1])  # starts the template, and threads that stay
+        fn(X, [0, 1])  # starts the template and threads that stay
     for spoilt in (moved([{"n": 1}, {"n": 2}, {"n": 3}]), fn):
         with nothing_is_left(), isolated(isolation), pytest.raises(ValueError, match=r"on-hashable static") as caught:
             spoilt(X, [0, 1])
@@ -46,7 +46,7 @@ def test_a_list_as_a_static_argument_fails_and_a_tuple_tunes(isolation: str, cac
         assert str(caught.value).count("on-hashable static") == 1
     assert fn.lookup(X, (0, 1)) is None
     result = moved([{"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}]).tune(X, (0, 1))
-    assert set(result.counts) <= {"ok", "slow"}, "none is known not to compile"
+    assert set(result.counts) <= {"ok", "slow"}, "the earlier failures are forgotten"
     np.testing.assert_array_equal(fn(X, (0, 1)), X + 1)
     np.testing.assert_array_equal(moved()(X, (0, 1)), X + 1)
 
@@ -79,7 +79,7 @@ def test_failures_in_workers_alone_are_not_the_calls_error(tmp_path: Path) -> No
         return x
 
     class Gone(list):  # type: ignore[type-arg]
-        """Is empty where it was sent to."""
+        """Arrives empty in another process."""
 
         def __reduce__(self) -> Any:
             return Gone, ()

@@ -1,4 +1,4 @@
-"""What cannot be tuned is refused before a worker starts, with the remedy."""
+"""Functions and arguments that cannot be tuned are refused before a worker starts, with the remedy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_options_tied_to_devices_need_an_importable_function() -> None:
             jitted = jax.jit(local, static_argnames=["n"], **{name: option})
         with pytest.raises(TypeError, match=rf"jax.jit was given {name} for .*local.*Move .* into a module"):
             quarantune.autotune(CONFIGS)(jitted)
-    # A function that workers import has its devices there.
+    # A function that workers import finds its devices there.
     quarantune.autotune(CONFIGS)(jax.jit(times, static_argnames=["n"], out_shardings=here()))
 
 

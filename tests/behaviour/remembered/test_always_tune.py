@@ -23,7 +23,7 @@ def test_always_tune_starts_over_once_per_process_and_key(
     for _ in range(3):
         np.testing.assert_array_equal(fn(X), X * 2)
         np.testing.assert_array_equal(fn.lower(X).compile()(X), X * 2)
-    assert swept == [[1, 2], [2]], "a config that does not compile is not compiled again"
+    assert swept == [[1, 2], [2]], "a config that failed to compile does not run again"
     fn(X[:2])
     assert len(swept) == 3
 

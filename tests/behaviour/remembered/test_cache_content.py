@@ -1,4 +1,4 @@
-"""A shared cache directory may hold anything: foreign files are never waited for, used, or overwritten silently."""
+"""In a shared cache directory, no foreign file blocks a call, is used as a result or is silently overwritten."""
 
 from __future__ import annotations
 
@@ -479,4 +479,4 @@ def test_reading_a_large_file_leaves_the_garbage_collector_alone(is_enabled: boo
         gc.callbacks.remove(note)
         (gc.enable if was_enabled else gc.disable)()
     assert len(value) == 100_000
-    assert seen <= 2  # the start and the end of one collection, after it is enabled again
+    assert seen <= 2  # start and end of one collection, once enabled again

@@ -1,4 +1,4 @@
-"""Settings and results that change while calls are remembered: the next call obeys them."""
+"""A remembered call obeys settings and results that changed since the last call."""
 
 from __future__ import annotations
 

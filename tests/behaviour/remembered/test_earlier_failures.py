@@ -1,4 +1,4 @@
-"""A config that failed before runs last, and runs again once its deadline is longer."""
+"""A config that failed at another shape runs last; a timed-out config runs again with a longer deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 def test_a_config_that_failed_at_another_shape_runs_last(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")  # two that compile at once may be traced in either order
+    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")  # two compiles at once have no fixed order
     notes = str(tmp_path / "notes")
 
     @quarantune.autotune({"n": [1, 2, 3]}, rep=1, name=name, compile_timeout=deadline_s(4.0), ref_fn=None)
@@ -42,22 +42,22 @@ def test_a_config_that_failed_at_another_shape_runs_last(
         return x
 
     def tried(size: int) -> list[str]:
-        """Returns the n of all traced configs in order; finalists are traced again."""
+        """Returns the n of all traced configs in order, without the repetitions for finalists."""
         traced = [note[2:] for note in Path(notes).read_text().split() if note.startswith(f"{size}:")]
         return list(dict.fromkeys(traced))
 
     with caplog.at_level(logging.INFO, logger="quarantune"):
         moody(np.zeros(4, np.float32))
-        assert tried(4) == ["3", "1", "2"], "from both ends of the list"
+        assert tried(4) == ["3", "1", "2"], "the order is from both ends of the list"
         moody(np.zeros(5, np.float32))
-        assert tried(5) == ["3", "2", "1"], "it comes last"
-        assert not [text for text in caplog.messages if "timeout" in text], "a third of its deadline is enough for it"
+        assert tried(5) == ["3", "2", "1"], "the crashed config comes last"
+        assert not [text for text in caplog.messages if "timeout" in text], "it ends within its deadline"
         moody(np.zeros(6, np.float32))
         assert tried(6) == ["3", "1", "2"], "a success clears it"
         moody.tune(np.zeros(7, np.float32))
-        assert tried(7) == ["3", "1", "2"], "who asks for it gets all configs in their usual order"
+        assert tried(7) == ["3", "1", "2"], "`tune` keeps the usual order of all configs"
         moody(np.zeros(8, np.float32))
-        assert tried(8) == ["3", "1", "2"], "and that success clears it too"
+        assert tried(8) == ["3", "1", "2"], "a success in `tune` clears it"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""No edit of a kernel has a saved result used for another program, or an unchanged program measured again."""
+"""After an edit of a kernel, no other program runs a saved result, and no unchanged program is measured again."""
 
 from __future__ import annotations
 

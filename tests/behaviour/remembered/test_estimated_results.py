@@ -1,4 +1,4 @@
-"""Estimates as results until something is measured, and as what sweeps and searches go by."""
+"""Estimates serve as results until something is measured, and order sweeps and searches."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ X = np.arange(8, dtype=np.float32)
 N = [1, 2, 3, 4]
 CYCLES = {1: 4001.0, 2: 1000.0, 3: 1100.0, 4: 9000.0}
 MANY = {1: 5000.0} | {n: 1000.0 + 10 * n for n in range(2, 18)} | {18: 9000.0}
-"""More configs than those that run whatever their estimates are; only the last one is far behind, and no default."""
+"""More configs than always run whatever their estimates. The last one is far behind and not the default."""
 MEASURED = {"schema": 1, "config": {"n": 3}, "time_ms": 2.0, "created": "2026-01-01T00:00:00+00:00"}
 ESTIMATED = {
     "schema": 1,
@@ -59,7 +59,7 @@ def kernel(values: Iterable[int] = N, traced: list[int] | None = None, **options
 
 
 def checked(fn: Any, target: Any = None, cycles: Mapping[int, float] = CYCLES) -> CompileReport:
-    """Returns what a compile check with estimates finds, and notes it as one does."""
+    """Returns the verdicts of a compile check with estimates, and saves them as the check does."""
     call = fn._tuner.bind((X,), {})
     described, settings = keyed_to_tune(call, target), blocks.current()
     limits = SweepLimits.of(fn.function.options, settings)
@@ -111,7 +111,7 @@ def test_the_best_by_their_estimates_and_the_defaults_always_run(
     estimates = job._records.estimates(job._configs)
     assert [*estimates] == sorted(range(len(cycles)), key=lambda index: cycles[index + 1])
     assert {index: trial.message for index, trial in job._far_behind(estimates).items()} == pruned
-    job._start_over = True  # as `tune()` does, which runs every config
+    job._start_over = True  # as `tune()` does, to run every config
     assert job._far_behind(estimates) == {}
 
 
@@ -121,7 +121,7 @@ def test_a_search_starts_with_the_best_estimates() -> None:
     checked(fn, cycles=MANY)
     with isolated("none"):
         fn(X)
-    assert [*dict.fromkeys(traced)] == [*range(1, 18)]  # the defaults, then by the estimates
+    assert [*dict.fromkeys(traced)] == [*range(1, 18)]  # the defaults come first, then the best estimates
     assert trials_of(fn).get("pruned") == 1
 
 
@@ -182,7 +182,7 @@ def test_an_estimate_is_used_until_a_result_is_measured(
         assert kernel().lookup(X) == {"n": 3}
     fn = kernel()
     fn(X)
-    assert sweeps == ["scale"], "where a miss is tuned for, an estimate is one"
+    assert sweeps == ["scale"], "an estimate is a miss if misses are tuned"
     (entry,) = [entry for entries in Store(cache_dir).read("scale").values() for entry in entries.values()]
     assert not Findings.from_json(entry).is_estimate
 
@@ -193,7 +193,7 @@ def test_the_nearest_result_is_preferably_a_measured_one(cache_dir: Path) -> Non
     save(cache_dir, fn, ESTIMATED, key.replace('"shape":[8]', '"shape":[9]'))
     save(cache_dir, fn, MEASURED, key.replace('"shape":[8]', '"shape":[16]'))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it is said once in a process
+        warnings.simplefilter("ignore")  # warns once in a process
         call = keyed(fn._tuner.bind((X,), {}))
         now = Situation.of(call.call)
         known = nearest.nearest(call, now, fn._tuner.rungs.layers)
@@ -201,7 +201,7 @@ def test_the_nearest_result_is_preferably_a_measured_one(cache_dir: Path) -> Non
 
 
 def compiled(report: CompileReport) -> tuple[Any, ...]:
-    """Returns what compiling all configs of a call returns."""
+    """Returns the verdicts of compiling all configs of a call."""
     return report.trials, {}, report.key, report.known
 
 

@@ -21,7 +21,7 @@ X = np.ones(20, np.float32)
 
 
 class Context:
-    """Has neither a pickle nor a repr that is the same everywhere."""
+    """Cannot be pickled, and its repr differs from process to process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -46,7 +46,7 @@ def test_a_context_that_key_fn_leaves_out_may_be_anything(sweeps: list[str]) -> 
     assert len(sweeps) == 1
     np.testing.assert_array_equal(fn(X, Context(), mode="down"), X / 2)
     np.testing.assert_array_equal(jax.jit(lambda x: fn(x, Context(), "down"))(X), X / 2)
-    assert len(sweeps) == 2, "what can be described still counts"
+    assert len(sweeps) == 2, "arguments that can be described still count"
     fn(X)
     assert len(sweeps) == 3
 

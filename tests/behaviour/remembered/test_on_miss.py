@@ -1,4 +1,4 @@
-"""A call without a saved result does what the settings of its thread and the environment say."""
+"""A call without a saved result obeys `on_miss`, set for its thread or in the environment."""
 
 from __future__ import annotations
 

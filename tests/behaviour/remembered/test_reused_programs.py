@@ -1,4 +1,4 @@
-"""The program that a sweep compiled is used again: calls and saved results do not compile or trace it."""
+"""Calls and saved results use the program that the sweep compiled: they do not compile or trace it again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 @pytest.fixture
 def cache_events() -> Iterator[list[str]]:
-    """What this process's JAX asks compilation caches for, and gets."""
+    """Notes hits and misses of JAX's compilation caches in this process."""
     heard: list[str] = []
 
     def listen(event: str, **_: object) -> None:
@@ -36,7 +36,7 @@ def cache_events() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_listener(listen)
 
 
-# The default wins a tie, whichever of the three ran for all.
+# The default wins a tie, whichever of the three equal programs ran.
 @pytest.mark.parametrize(
     ("default", "has_own_cache", "is_committed"),
     [(1, False, True), (2, True, True), (3, False, False), (3, True, False)],
@@ -82,7 +82,7 @@ def test_a_program_compiled_elsewhere_is_found_by_its_text(
     seeds.add({identity: executable})
     with seeds.in_use(here, {"do": do}, tuple(arrays), {}):
         np.testing.assert_array_equal(here(*arrays, do=do)["sum"], x + do)
-    assert cache_events == ["cache_hits" if do == 1 else "cache_misses"], "only the same program is used"
+    assert cache_events == ["cache_hits" if do == 1 else "cache_misses"], "only an equal program is a hit"
 
 
 def test_a_program_that_jaxs_key_finds_is_not_lowered_again(compiles: list[str]) -> None:

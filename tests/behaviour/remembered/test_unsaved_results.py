@@ -23,11 +23,11 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 @contextlib.contextmanager
 def read_only(directory: Path) -> Iterator[None]:
-    """Makes a directory that even root cannot write to."""
+    """Makes a directory read-only, even for root."""
     directory.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(directory)]
     if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a read-only filesystem is not allowed here")
+        pytest.skip("this machine does not allow mounting a read-only filesystem")
     try:
         yield
     finally:
@@ -57,7 +57,7 @@ def test_an_unsaved_result_is_returned_with_one_warning(
 
 
 def vandal(name: str, cache_dir: Path, *, leaves_a_file: bool) -> quarantune.Autotuned:
-    """Returns a function whose second config removes the cache directory while it is traced."""
+    """Returns a function whose second config removes the cache directory during its trace."""
     directory = str(cache_dir)
 
     @quarantune.autotune([{"n": 1}, {"n": 2}, {"n": 3}], rep=1, name=name)

@@ -1,4 +1,4 @@
-"""An entry or a record that makes no sense is a miss with one warning, and never an error."""
+"""An entry or record that makes no sense costs a warning and a new measurement, and is never an error."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_nonsense_around_a_good_config_never_crashes_a_call(
             scaled(name)(X[:2])
     edit(cache_dir, lambda entry: [entry.pop(field, None) for field in fields])
     np.testing.assert_array_equal(scaled(name)(X), X * 2)
-    assert swept == [[1, 2]], "what was refused is found again in the journal"
+    assert swept == [[1, 2]], "the journal still has the refused values"
 
 
 @pytest.mark.parametrize("content", ['{"cpu": {"k": {"config": ', "\x00\x01binary"])

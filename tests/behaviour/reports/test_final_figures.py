@@ -1,4 +1,4 @@
-"""The defaults are timed in every final, and every number that is shown comes from the one record of that final."""
+"""Every final times the defaults, and every number shown comes from the record of the final."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_defaults_that_were_ruled_out_are_timed_in_the_final(
 
 
 def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory: Path) -> None:
-    """Asserts that a result shows the numbers of its final, and no others, wherever it shows any."""
+    """Asserts that a result shows only the numbers of its final, wherever it shows numbers."""
     of = {json.dumps(each.config): each for each in result.finalists}
     best, default = of[json.dumps(result.best_config)], of[json.dumps(result.default_config)]
     best_ms, default_ms = statistics.median(best.samples_ms), statistics.median(default.samples_ms)
@@ -151,7 +151,7 @@ def far(x: Any, n: int = 40_000) -> Any:
 def test_defaults_far_behind_have_few_rounds_and_a_note() -> None:
     result = quarantune.AutoTuner(far, {"n": [100, 101]}, ref_fn=None, name="far").run(X)
     samples = {each.config["n"]: len(each.samples_ms) for each in result.finalists}
-    rounds = max(samples.values())  # a busy machine may rule out one of the two that are close
+    rounds = max(samples.values())  # a busy machine may rule out one of two close configs
     assert samples[40_000] <= 3 <= rounds
     assert result.speedup is not None
     assert result.speedup > 50
@@ -213,7 +213,7 @@ def test_defaults_that_ran_take_part_in_the_final() -> None:
     assert finals.in_final(trials, 3) == [0, 1]
     assert finals.in_final({**trials, UNTUNED: timed(9.0)}, None) == [0, 1, UNTUNED]
     assert finals.in_final({**trials, UNTUNED: timed(None, Outcome.TIMEOUT)}, None) == [0, 1]
-    assert finals.in_final({2: trials[2]}, 2) == [], "without a usable config, nothing is compared"
+    assert finals.in_final({2: trials[2]}, 2) == [], "only usable configs are compared"
 
 
 # --- shown as it was ------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_findings_are_put_into_words() -> None:
 @pytest.mark.parametrize("value", [None, "1 to 2", [1.0], [1.0, "2"], [2.0, 1.0], [-1.0, 1.0], [1.0, 10**400], {}])
 def test_an_interval_in_a_file_may_be_anything(value: Any) -> None:
     entry = {"time_ms": 10**400, "default_time_ms": "1", "speedup_interval": value}
-    assert repr(Findings.from_json(entry)) == repr(Findings())  # NaN is not equal to itself
+    assert repr(Findings.from_json(entry)) == repr(Findings())  # compares text: NaN is not equal to itself
     assert Findings.from_json({"speedup_interval": [1.0, 2.0]}).speedup_interval == (1.0, 2.0)
 
 
@@ -318,4 +318,4 @@ def test_unchecked_unlisted_defaults_are_timed_but_never_win(
     assert "beat" not in caplog.text
     for options in ({"ref_fn": plain}, {"check_fn": agrees}):
         checked = chained([{"n": 300}, {"n": 301}], name="checked", **options).tune(X)
-        assert checked.best_config == {"n": 3}, "whatever agrees may win"
+        assert checked.best_config == {"n": 3}, "a config or default that passes a check may win"

@@ -1,4 +1,4 @@
-"""A sweep is reported by logs, the logger and progress lines, and prints nothing else."""
+"""Log files, the logger and progress lines report a sweep, which prints nothing else."""
 
 from __future__ import annotations
 
@@ -88,4 +88,4 @@ def test_the_logger_reports_every_config_and_the_winner(name: str, caplog: pytes
 
 def test_nothing_is_printed_unless_wanted(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     talking(name)(X)
-    assert capfd.readouterr() == ("n=2 sees (4,)\n", "")  # the caller's own tracing; what workers print is kept apart
+    assert capfd.readouterr() == ("n=2 sees (4,)\n", "")  # printed by the caller's own trace, not by workers
