@@ -21,13 +21,13 @@ CONFIGS = ({"n": 1}, {"n": 2})
 
 
 def scaled(name: str, configs: Any = CONFIGS, *, factor: float = 1.0, **options: Any) -> quarantune.Autotuned:
-    """Returns a new function whose only good config is n=2; with its default, n=0, it returns its argument."""
+    """Returns a new function. Its only good config is n=2; with its default, n=0, it returns its argument."""
 
     @quarantune.autotune(configs, **{"rep": 1, "name": name, "ref_fn": None, **options})
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 0) -> Any:
         if n not in (0, 2):
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
         return x * n * factor if n else x
 
     return scale

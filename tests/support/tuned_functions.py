@@ -1,4 +1,4 @@
-"""Functions to tune whose configs do what a test needs; this file contains no test."""
+"""Functions to tune with configs that a test chooses; this file contains no test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOON = {"warmup": 0, "rep": 3}
 
 
 class Notes:
-    """A file in which workers note what they do."""
+    """A file for notes of workers."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,14 +38,14 @@ class Notes:
 
 @contextlib.contextmanager
 def here() -> Iterator[None]:
-    """Runs configs in this process, where it is all the same to the test: it is quicker."""
+    """Runs configs in this process, which is quicker, for tests that need no worker."""
     with quarantune.settings(isolation="none"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         yield
 
 
 def after(turns: int, x: Any) -> Any:
-    """Returns x, after so many turns of work."""
+    """Returns x, after this number of turns of work."""
     worked = jax.lax.fori_loop(0, turns, lambda _, y: jnp.sin(y), x)
     return x + 0 * worked
 
@@ -54,11 +54,11 @@ _numbers = itertools.count()
 
 
 def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any = None, **options: Any) -> Any:
-    """Returns a function of x that is tuned over what `body` gets as its second argument."""
+    """Returns a function of x; the tunable is the second argument of `body`."""
 
     space = [{"do": config} for config in configs]
 
-    # Most of these functions have no defaults that work, or configs that are meant to differ.
+    # Without `ref_fn`: most of these functions have no working defaults, or configs with different outputs.
     @quarantune.autotune(space, **{**SOON, "name": f"kernel-{next(_numbers)}", "ref_fn": None, **options})
     @functools.partial(jax.jit, static_argnames=["do"])
     def kernel(x: Any, do: Any = default) -> Any:
@@ -68,7 +68,7 @@ def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any =
 
 
 host = np.asarray
-"""Copies a worker's array before a check looks at it, because JAX would compile every operation of the check."""
+"""Copies a worker's array before a check reads it, because JAX would compile every operation of the check."""
 
 
 def by_config(trials: tuple[Trial, ...]) -> dict[Any, Trial]:

@@ -1,6 +1,6 @@
-"""Real compilers for TPUs and GPUs on a machine without them: Pallas, Triton and Mosaic kernels, JAX's own included.
+"""A machine without TPU or GPU compiles Pallas, Triton and Mosaic kernels for them with the real compilers.
 
-Each test compiles few and small configs, because a machine with other work takes several times as long.
+Each test compiles few and small configs, because a busy machine takes several times as long.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def flash(q: Any, k: Any, v: Any, bq: int = 128, bk: int = 128) -> Any:
 
 @functools.partial(jax.jit, static_argnames=["rows", "scratch", "path", "others"])
 def scaled(x: Any, rows: int = 8, scratch: int = 8, path: str = "", others: int = 0) -> Any:
-    """Doubles `x` in blocks, with a scratch buffer in VMEM that costs no time to compile."""
+    """Doubles `x` in blocks. Its scratch buffer in VMEM costs no time to compile."""
     from jax.experimental.pallas import tpu as pltpu
 
     def body(x_ref: Any, o_ref: Any, scratch_ref: Any) -> None:
@@ -101,12 +101,12 @@ def scaled(x: Any, rows: int = 8, scratch: int = 8, path: str = "", others: int 
 
 
 def wait_for_others(directory: Path, count: int) -> None:
-    """Waits until `count` workers are in here at the same time."""
+    """Waits until `count` workers are here at the same time."""
     (directory / str(os.getpid())).touch()
     deadline = time.monotonic() + 60
     while len(list(directory.iterdir())) < count:
         if time.monotonic() > deadline:
-            raise TimeoutError("no other config was compiled meanwhile")
+            raise TimeoutError("no other config compiled at the same time")
         time.sleep(0.01)
 
 
@@ -141,7 +141,7 @@ def test_a_config_that_exceeds_vmem_names_the_amount() -> None:
     report = quarantune.compile_check(scaled, {"scratch": [8, 1 << 17, 1 << 18]}, X, target="TPU v5e")
     assert ends(report) == ["ok", "error", "error"], report.table()
     assert "over VMEM: 64." in report.table()
-    assert "128.01 of 128.00 MiB" in report.table(), "known before compiling: this is more than a v5e has"
+    assert "128.01 of 128.00 MiB" in report.table(), "more than a v5e has, which is known before compiling"
     assert report.trials[0].figures is not None
     assert report.trials[0].figures.vmem_bytes
 
@@ -234,7 +234,7 @@ def test_modules_that_ask_on_import_find_the_target(
     configs = [{"asks": f"{platform} {kind}"}, {"asks": "cpu"}]
     report = quarantune.compile_check(module.asking, configs, struct(256, 256), target=target)
     assert ends(report) == ["ok", "error"], report.table()
-    # Only the device itself can tell what its description cannot, and the module may have asked for that.
+    # The description lacks facts that only the device has, and the module may have asked for one.
     assert "perhaps only because the device is not here: it calls jax.devices()" in report.trials[1].message
 
 
@@ -257,7 +257,7 @@ def test_modules_that_need_a_device_on_import_are_checked(tmp_path: Path, monkey
 
 
 def import_written(code: str, name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Writes a module of the user's, and imports it."""
+    """Writes a user's module, and imports it."""
     imports = "import functools\nimport jax, jax.numpy as jnp\nimport numpy as np\n"
     (directory / f"{name}.py").write_text(imports + textwrap.dedent(code))
     monkeypatch.syspath_prepend(directory)
@@ -266,7 +266,7 @@ def import_written(code: str, name: str, directory: Path, monkeypatch: pytest.Mo
 
 @functools.partial(jax.jit, static_argnames=["block", "spread"])
 def particular(x: Any, block: int = 1, spread: bool = False) -> Any:
-    """Asks for its device as most kernels for TPUs do, and is particular about its blocks."""
+    """Asks for its device as most TPU kernels do, and accepts only some blocks."""
     assert jax.devices()[0].device_kind.startswith("TPU")
     if x.shape[0] % block:
         raise ValueError(f"blocks of {block} do not divide {x.shape[0]}")
@@ -436,7 +436,7 @@ def triton_attention(q: Any, k: Any, v: Any, block: int = 64) -> Any:
 
 
 @needs_cuda
-@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use tokamax:DeprecationWarning")  # of workers, too
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use tokamax:DeprecationWarning")  # also in workers
 @pytest.mark.parametrize(
     ("fn", "configs", "x", "expected"),
     [
@@ -454,7 +454,7 @@ def test_jaxs_gpu_kernels_compile_or_fail_by_config(
     report = quarantune.compile_check(fn, configs, *[x] * operands, target="NVIDIA H200")
     assert ends(report) == expected, report.table()
     new = set(shared_memory()) - set(before)
-    assert eventually(lambda: not new & set(shared_memory())), "those of other programs go, too"
+    assert eventually(lambda: not new & set(shared_memory())), "the new files in shared memory should go"
     figures = report.trials[0].figures
     assert figures is not None
     assert 32 <= (figures.registers or 0) <= 255

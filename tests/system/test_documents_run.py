@@ -1,4 +1,4 @@
-"""Every block of code in the documents runs, or its document says why it does not."""
+"""Every block of code in the documents runs, or the document says why it does not."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_examples_in_docstrings_that_are_not_skipped_are_right(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[SharedPython]:
-    """The process in which pages run."""
+    """The process that runs pages."""
     shared = SharedPython(environ=child_environ(SUPPORT))
     yield shared
     shared.close()
@@ -81,7 +81,7 @@ def pages() -> Iterator[SharedPython]:
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path, pages: SharedPython) -> None:
     script = tmp_path / f"{Path(page).stem.replace('-', '_').lower()}.py"
     script.write_text(document_blocks.script_of((ROOT / page).read_text(encoding="utf-8")), encoding="utf-8")
-    commands = tmp_path / ".venv" / "bin"  # pages call programs of their environment by this name
+    commands = tmp_path / ".venv" / "bin"  # pages call their environment's programs by this path
     commands.mkdir(parents=True)
     for command, words in {"python": "", "quarantune": "-m quarantune", "pytest": "-m pytest"}.items():
         program = commands / command
@@ -89,4 +89,4 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path, p
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     done = pages.run(script, cwd=tmp_path, timeout_s=580, PATH=f"{commands}:{os.environ['PATH']}")
-    assert done.returncode == 0, f"{page}, whose lines are those of the script:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{page} has the line numbers of the script:\n{done.stdout}\n{done.stderr}"

@@ -1,4 +1,4 @@
-"""Executors that cannot run sweeps, machines that cannot take part, and other bad input: one clear sentence each."""
+"""Executors that cannot run sweeps, machines that cannot take part, and other bad input get one clear sentence each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ X = jnp.ones((8, 128))
 
 
 class Refusing(Executor):
-    """Takes no work."""
+    """Refuses work."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -64,7 +64,7 @@ class Fresh(Executor):
     """Runs each task in a fresh interpreter.
 
     Args:
-        prelude: a program that runs there first.
+        prelude: a program that the interpreter runs first.
         flags: the interpreter's flags.
     """
 
@@ -104,7 +104,7 @@ def test_an_executor_that_takes_no_work_is_named() -> None:
 
 
 class Breaking(ThreadPoolExecutor):
-    """A pool that breaks after its first task, and takes more before it knows."""
+    """A pool that breaks after its first task, and accepts more tasks before it notices."""
 
     is_broken = False
 
@@ -118,7 +118,7 @@ class Breaking(ThreadPoolExecutor):
 
 
 class Silent(Executor):
-    """Takes work and does none."""
+    """Accepts work and does none."""
 
     def __init__(self) -> None:
         self.taken: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
@@ -246,11 +246,11 @@ def test_a_worker_without_quarantune_is_an_error_that_says_so() -> None:
 
 
 class KilledWorkerError(Exception):
-    """Stands for the error by which Dask says that workers died with a task."""
+    """Stands for the error that Dask raises for a task whose workers died."""
 
 
 class WithMisfit(ThreadPoolExecutor):
-    """A pool of one machine, beside which another takes some tasks after the first shard, and runs none."""
+    """A pool of one machine. After the first shard, a second machine takes some tasks and runs none."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(1)
@@ -287,7 +287,7 @@ def test_a_worker_that_dies_at_its_start_is_kept_out(
 
 
 class Dying(ThreadPoolExecutor):
-    """A pool whose shards die before this process has heard of any."""
+    """A pool whose shards die before this process hears from them."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(1)
@@ -329,7 +329,7 @@ def test_a_worker_of_another_version_is_named_with_both() -> None:
 
 
 def one_core(is_taken: Any) -> None:
-    """Restricts the first worker of a pool to one core, which makes it another kind of device."""
+    """Restricts the first worker of a pool to one core, so that it is a different kind of device."""
     with is_taken.get_lock():
         if not is_taken.value:
             is_taken.value = True
@@ -352,7 +352,7 @@ def test_of_two_kinds_of_devices_the_second_is_refused_by_name(caplog: pytest.Lo
             EngineError, match=r"no machine of .* it has .*\(1 cores\), another kind of device than .* cores\)\); g"
         ):
             quarantune.autotune({"n": [0, 4]}, ref_fn=None, name="other")(engine_kernels.plain)(X)
-        # Where the result is not for this process, the first machine decides.
+        # If the result is not for this process, the first machine decides.
         result = tuner().run(X)
     assert result.device.endswith("(1 cores)")
     assert len(result.trials) == 2
@@ -365,7 +365,7 @@ def settings_of(executor: Executor) -> Iterator[None]:
 
 
 def no_files() -> None:
-    """Lets this process write no byte to a file, as where a disk is full."""
+    """Lets this process write no byte to a file, as if the disk were full."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
 
@@ -409,7 +409,7 @@ def test_slow_defaults_of_an_interrupted_sweep_are_compared(monkeypatch: pytest.
     append = Journal.append
 
     def append_as_slow(journal: Journal, record: Any) -> None:
-        is_trial = "trial" in record  # and not the key of its call, which has a journal of its own
+        is_trial = "trial" in record  # not a call's key, which has a separate journal
         append(journal, {**record, "trial": {**record["trial"], "outcome": "slow"}} if is_trial else record)
 
     def interrupt(index: int, phase: str) -> None:
@@ -430,7 +430,7 @@ def test_slow_defaults_of_an_interrupted_sweep_are_compared(monkeypatch: pytest.
 
 
 def request_of(ledger: Ledger) -> Any:
-    """Returns as much of a sweep as shards need to be followed."""
+    """Returns the parts of a sweep that following its shards needs."""
     limits = SweepLimits(
         compile_timeout_s=100.0, timeout_s=20.0, memory_limit_bytes=None, compile_slots=1, configs_per_worker=None
     )
@@ -527,7 +527,7 @@ def test_finalists_of_a_lost_machine_are_compared_elsewhere() -> None:
     compared: list[list[int]] = []
 
     class Losing:
-        """Loses the machine that compares the fastest config of all, once."""
+        """Loses the machine that compares the fastest config, once."""
 
         def run(self, runs: list[shards.Shard], on_trial: Callable[[int, Trial], None], source: Any) -> Any:
             is_first = not compared
@@ -578,7 +578,7 @@ class NeverCancelled(Future[Any]):
 @pytest.mark.slow
 @pytest.mark.engines
 def test_futures_that_cannot_be_cancelled_do_no_harm() -> None:
-    """Parsl's cannot."""
+    """Parsl's futures cannot be cancelled."""
 
     class Parsl(ThreadPoolExecutor):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -608,7 +608,7 @@ def test_workers_get_the_limits_of_threads_of_the_submitter(monkeypatch: pytest.
             if limit:
                 monkeypatch.setenv("OMP_NUM_THREADS", str(limit))
             threads = quarantune.AutoTuner(engine_kernels.threads_of, {"n": [-1, 1]}, rep=2, ref_fn=None)
-            result = threads.run(np.array([limit]), executor=pool)  # the values of a plain callable's arrays travel
+            result = threads.run(np.array([limit]), executor=pool)  # a plain callable gets the arrays' values
             assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
 
 
@@ -725,7 +725,7 @@ def proof_of(token: str, *said: str) -> str:
 
 
 def introduce(shard: socket.socket, contacts: contact.Contacts, **changes: Any) -> None:
-    """Introduces a shard on this machine to the submitter, which has not answered yet."""
+    """Introduces a shard on this machine to the submitter, without waiting for the answer."""
     shard.sendall(b'{"nonce": "mine"}\n')
     received = b""
     while not received.endswith(b"\n"):
@@ -764,16 +764,16 @@ ANSWERS: dict[str, bytes | None] = {
     "TLS": bytes.fromhex("1503030002022a") * 3,
     "stop": b'{"stop": true}\n',
 }
-"""What other services answer to a shard; None if they only listen."""
+"""Answers of other services to a shard; None if they only listen."""
 
 
 @contextlib.contextmanager
 def service(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Another service on this machine, which answers on its port; yields the port."""
+    """Runs another service on this machine, which answers on a port; yields the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
-            with contextlib.suppress(OSError):  # the listener's end
+            with contextlib.suppress(OSError):  # the listener was closed
                 while True:
                     connection, _ = listener.accept()
                     with connection, contextlib.suppress(OSError):
@@ -869,7 +869,7 @@ def test_a_service_that_echoes_is_not_the_submitter(
     recorded: list[bytes] = []
 
     def relay(connection: socket.socket) -> None:
-        """Records what the submitter says."""
+        """Records the submitter's messages."""
         with socket.create_connection(("127.0.0.1", contacts.address.port)) as submitter:
             for _ in range(2):
                 submitter.sendall(connection.recv(4096))
@@ -929,7 +929,7 @@ def test_a_shard_without_the_secret_is_refused_and_runs() -> None:
 
 
 class Proxy:
-    """Passes on one connection after another to the submitter, until they are cut."""
+    """Passes connections to the submitter, one at a time, until they are cut."""
 
     def __init__(self, contacts: contact.Contacts) -> None:
         self._to = ("127.0.0.1", contacts.address.port)
@@ -946,9 +946,9 @@ class Proxy:
                         return
 
     def cut(self) -> None:
-        """Ends both connections, as a proxy does that is restarted."""
+        """Ends both connections, like a proxy that restarts."""
         for connection in self.open:
-            with contextlib.suppress(OSError):  # the end of the first may have closed the second
+            with contextlib.suppress(OSError):  # ending the first may have closed the second
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -958,7 +958,7 @@ def test_a_proxy_that_ends_a_connection_loses_no_message(monkeypatch: pytest.Mon
     heard: list[Said] = []
 
     def look(line: contact.Contact, was_heard: threading.Event) -> None:
-        """Looks after a connection, as a shard does all the time."""
+        """Serves a connection, as a shard does all the time."""
         while not (line.is_over or was_heard.wait(0.01)):
             pass
 
@@ -1054,7 +1054,7 @@ def test_idle_strangers_leave_room_for_shards_and_are_dropped(monkeypatch: pytes
 
 
 def test_many_shards_that_greet_at_once_are_all_heard() -> None:
-    """With far more than may be unknown at a time, the others wait for their turn."""
+    """Far more shards than may be unknown at a time: the others wait for their turn."""
     many = 8 * contact.MOST_UNKNOWN
     begun: list[int] = []
     with (
@@ -1076,7 +1076,7 @@ def test_many_shards_that_greet_at_once_are_all_heard() -> None:
 
 
 class Unknown(Executor):
-    """An executor of which nothing is known, so that its shards may run anywhere."""
+    """An executor of an unknown kind, so that its shards may run anywhere."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""The examples do what they say, as scripts, and leave nothing behind."""
+"""The examples run as scripts, show the documented results, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TABLES = [
 
 
 def run(example: str, place: Path, *, timeout_s: float = 280, **environ: str) -> str:
-    """Runs an example to its good end and returns what it printed."""
+    """Runs an example, asserts that it succeeds, and returns its output."""
     mark, tmpdir = uuid.uuid4().hex, place / "tmp"
     tmpdir.mkdir()
     before = set(shared_memory())
@@ -47,7 +47,7 @@ def run(example: str, place: Path, *, timeout_s: float = 280, **environ: str) ->
 
 @pytest.fixture(scope="module")
 def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Runs the examples that tests of this session ask for, two at a time: each leaves a core idle most of the time."""
+    """Runs the examples that this session's tests ask for, two at a time: each leaves a core mostly idle."""
     with ThreadPoolExecutor(2) as pool:
         places = {name: tmp_path_factory.mktemp(Path(name).stem) for name in selected(request, "example")}
         yield {name: pool.submit(run, name, place) for name, place in places.items()}
@@ -88,7 +88,7 @@ def test_the_tpu_example_lists_failures_by_generation(tmp_path: Path) -> None:
     printed = run("tpu_flash_attention.py", tmp_path, timeout_s=280)
     assert re.findall(r"^TPU v\w+", printed, re.MULTILINE) == ["TPU v5e", "TPU v6e"]
     assert len(re.findall(r"^ +\d+ +\d+ +(?:ok|error \[\d\]|timeout)", printed, re.MULTILINE)) == 2 * 12
-    # Its compiler takes seconds to find out, which on a busy machine is longer than the example's deadline.
+    # Its compiler takes seconds to fail: on a busy machine, longer than the example's deadline.
     assert re.search(r"^ +1024 +4096 +(?:error .* 20\.9\d of 16\.00 MiB|timeout)", printed, re.MULTILINE)
     assert re.search(r"\d of 12 block sizes compile for TPU v5e and TPU v6e", printed)
 

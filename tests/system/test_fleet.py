@@ -1,4 +1,4 @@
-"""The submitter of a sweep on many machines: its cost for each config, its memory, and whether machines wait for it."""
+"""The submitter of a sweep on many machines costs little per config, needs little memory, and lets no machine wait."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_a_sweep_on_many_machines_costs_its_submitter_little(tmp_path: Path) -> 
     assert report["is_best"], "the final on one machine finds the fastest of all"
     assert report["cpu_ms"] < 2
     assert report["growth_bytes"] < 5 * report["record_bytes"], "memory holds the trials and little else"
-    # Further shards wait in the engine's queue, so that a machine does not wait for the submitter at all; both times
-    # are those of one process, which a busy machine delays alike.
+    # Further shards wait in the engine's queue, so that no machine waits for the submitter. One process measures both
+    # times, so a busy machine delays both alike.
     assert report["idle_s"] <= report["start_s"] + report["longest_round_trip_s"]
 
 

@@ -1,4 +1,4 @@
-"""On a real GPU: compiling without one, and containing kernels that go wrong on it."""
+"""With a real GPU, workers compile without it, and kernels that go wrong on it are contained."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def call(kernel, x, *, out=None, grid=()):
 
 
 def note_devices(directory: str) -> None:
-    """Notes, inside a compile worker, which device files it has open and what it takes its platform for."""
+    """Notes, inside a compile worker, the device files that it has open and the platform that it sees."""
     names = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -89,7 +89,7 @@ def test_kernels_compile_in_workers_that_never_open_the_gpu(held, tmp_path):
     result = doubled.tune(x, str(notes_in))
     assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
     assert {trial.route for trial in result.trials} == {Route.APART}
-    (notes_in / str(os.getpid())).unlink(missing_ok=True)  # this process compares the defaults' program with its own
+    (notes_in / str(os.getpid())).unlink(missing_ok=True)  # this process compares programs of the defaults
     notes = [file.read_text() for file in notes_in.iterdir()]
     assert notes == ["gpu []"] * 3
     assert (doubled(x, str(notes_in)) == 2 * x).all()
@@ -138,7 +138,7 @@ def test_the_first_call_after_a_sweep_compiles_nothing_here(held, is_committed, 
 
 def bad_kernel(x_ref, o_ref, *, mode: str):
     if mode == "spin":
-        # It stores and loads each time round: a loop without effect may be compiled away, however long it is.
+        # Each turn stores and loads, because the compiler may remove a loop without effect.
         def body(last):
             o_ref[...] = x_ref[...] * 0 + last
             return jnp.max(o_ref[...])
@@ -175,7 +175,7 @@ def test_kernels_that_spin_or_scribble_are_contained(held):
 @functools.partial(jax.jit, static_argnames=["mode"])
 def hungry(x, mode: str = "good"):
     if mode == "greedy":
-        # What a loop carries must exist as a whole: 256 GB.
+        # A loop's carry must exist as a whole: 256 GB.
         big = jnp.broadcast_to(x[:1], (1 << 36,))
         return x + jax.lax.fori_loop(0, 3, lambda i, carried: carried * 1.5 + i, big)[: x.shape[0]]
     return call(functools.partial(bad_kernel, mode="good"), x)
@@ -202,7 +202,7 @@ def test_programs_whose_dots_xla_tunes_are_compiled_on_the_gpu(held):
 
 
 def left_by_xla() -> list[str]:
-    """Returns, in a worker, the files in which XLA has left what it found out for workers of the same process."""
+    """Returns, in a worker, the files of XLA's findings for workers of the same process."""
     return [str(file) for file in Path("/dev/shm").glob(f"quarantune-{os.environ.get(SANDBOX_MARK)}/**/*.pb")]
 
 
@@ -217,7 +217,7 @@ def layers(x, up, down, notes_in: str, last: str = "sin", chunk: int = 8):
 def test_xla_reuses_the_gemm_choices_of_earlier_configs(held, tmp_path, monkeypatch):
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
     notes_in, notes_of_cosines = tmp_path / "notes", tmp_path / "cosines"
-    template.close_shared()  # other tests may have left what this one looks for
+    template.close_shared()  # other tests may have left files of XLA
     x, up, down = (jnp.ones(shape, jnp.bfloat16) for shape in [(512, 328), (328, 136), (136, 328)])
     tuned = quarantune.autotune({"chunk": [8, 16, 32, 64]}, rep=5)(layers)
     heard = []
@@ -364,7 +364,7 @@ def raising(x, mode: str = "good"):
     if mode.startswith("other"):
         raise ValueError("nor this one")
     if mode.startswith("memory"):
-        assert gpu.memory_stats()["bytes_limit"] > 1 << 30  # which only the GPU itself can tell
+        assert gpu.memory_stats()["bytes_limit"] > 1 << 30  # only the GPU itself knows it
     return call(functools.partial(bad_kernel, mode="good"), x)
 
 
@@ -383,7 +383,7 @@ def test_an_error_without_the_gpu_is_confirmed_on_it_once(held):
 @quarantune.autotune({"part": [1, 2]}, rep=5)
 @functools.partial(jax.jit, static_argnames=["part"])
 def partly_doubled(x, part: int = 1):
-    """Writes its output, or the first part of it alone."""
+    """Writes its output, or only the first part."""
     spec = pl.BlockSpec((256,), lambda i: (i,))
     return pl.pallas_call(
         double_kernel,
@@ -401,7 +401,7 @@ def test_right_values_in_freed_memory_are_not_an_output(held):
 
 
 def test_work_while_the_clock_starts_does_not_change_times(held):
-    """Threads of a worker compile, and move inputs, while its profiler is attached."""
+    """A worker's threads compile and move inputs while its profiler attaches."""
     steps = [jax.jit(lambda x: jnp.sort(x)).lower(held).compile() for _ in range(3)]
 
     def of_several_kernels():
@@ -450,7 +450,7 @@ def spread(x, block: int = 64, warps: int = 4):
 
 @functools.partial(jax.jit, static_argnames=["chunks"])
 def centred(x, chunks: int = 1):
-    """Subtracts each column's mean, which takes all devices that x is laid out over."""
+    """Subtracts each column's mean, which needs all devices of x."""
     return jnp.concatenate([part - part.mean(axis=0) for part in jnp.split(x, chunks, axis=1)], axis=1)
 
 
@@ -517,7 +517,7 @@ def hostile(x, mode: str = "good", block: int = 64):
 def test_workers_only_compile_if_this_process_measures(held, tmp_path):
     x, results = held[: 1 << 16], {}
     for isolation in ("process", "compile"):
-        # Each has a cache of its own, because a config that failed to compile is not compiled again.
+        # Caches are separate, because a config that failed to compile is not compiled again.
         with quarantune.settings(isolation=isolation, cache_dir=tmp_path / isolation):
             results[isolation] = hostile.tune(x)
     for result in results.values():
@@ -527,7 +527,7 @@ def test_workers_only_compile_if_this_process_measures(held, tmp_path):
     here = results["compile"]
     routes = {trial.route for trial in here.trials if trial.time_ms is not None}
     assert routes == {Route.COMPILED_APART}, here.table()
-    if jax.local_device_count() == 1:  # else the GPU's own clock would add up the times of all
+    if jax.local_device_count() == 1:  # the GPU's clock would add up the times of several devices
         assert here.trials[0].clock == results["process"].trials[0].clock
     assert still_computes(held)
 
@@ -549,12 +549,12 @@ def centred_product(x, chunks: int = 1):
 
 
 def product_in_turns(x, mode: str = "good", turns: int = 1):
-    """Multiplies the rows of a matrix with it, part after part, unless it does worse."""
+    """Multiplies the rows of a matrix with it, part by part, or misbehaves."""
     if mode == "fail":
-        raise ArithmeticError("this config is no good")
+        raise ArithmeticError("this config is bad")
     if mode == "hang":
         x = jax.lax.while_loop(lambda y: y[0, 0] < jnp.inf, lambda y: y * 0.5, x)
-    if mode == "starve":  # what a loop carries must exist as a whole: 256 GB
+    if mode == "starve":  # a loop's carry must exist as a whole: 256 GB
         big = jnp.broadcast_to(x[:1, :1], (1 << 18, 1 << 18))
         x = x + jax.lax.fori_loop(0, 3, lambda i, carried: carried * 1.5 + i, big)[:1, :1]
     if mode == "wrong":

@@ -1,4 +1,4 @@
-"""What five other autotuners document runs here, with no more changed than names, as docs/coming-from.md lists them."""
+"""Documented programs of five other autotuners run here with changed names only, as docs/coming-from.md lists them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK: dict[str, Any] = {"warmup": 1, "rep": 3}
 
 
 def tiled_matmul() -> Callable[..., jax.Array]:
-    """Returns a Pallas matmul; a function within a function, so that workers need not import this module."""
+    """Returns a Pallas matmul. It is a nested function, so workers need not import this module."""
 
     def tile(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
         out_ref[...] = jnp.dot(a_ref[...], b_ref[...])
@@ -54,7 +54,7 @@ def matrices(m: int = 64, k: int = 32, n: int = 64) -> tuple[Any, Any]:
 
 
 def entries(cache_dir: Path) -> list[dict[str, Any]]:
-    """Returns what the only cache file holds, by the layout that people read."""
+    """Returns the contents of the only cache file, in the layout for readers."""
     (file,) = cache_dir.glob("*.json")
     (by_key,) = json.loads(file.read_text()).values()
     return list(by_key.values())
@@ -235,7 +235,7 @@ def test_tilelangs_inputs_follow_supply_or_come_from_a_function(kind: str) -> No
 
 
 def drifting() -> Callable[..., Any]:
-    """Returns a kernel that is off in one element of a hundred by `drift`."""
+    """Returns a kernel; one element in a hundred is off by `drift`."""
 
     @jax.jit(static_argnames=["drift"])
     def shifted(A: Any, drift: float = 0.0) -> Any:
@@ -278,7 +278,7 @@ def test_tilelangs_check_may_raise_if_a_result_is_wrong() -> None:
 
 
 def test_tilelangs_par_compile_returns_kernels_in_config_order() -> None:
-    cfgs = blocks(64, 48, 32)  # 64 is no multiple of 48
+    cfgs = blocks(64, 48, 32)  # 64 is not a multiple of 48
     A, B = matrices()
     impl = tilelang_kernel()
 
@@ -419,7 +419,7 @@ def test_triton_auto_tuners_spaces_need_not_fill_every_key() -> None:
 
 
 def gemm_function() -> quarantune.Autotuned:
-    """Returns the function-level example: its configs by name, keyed and pruned by functions of the arguments."""
+    """Returns the function-level example: named configs, with key and prune functions of the arguments."""
     pallas_matmul = tiled_matmul()
 
     def get_config_space() -> list[dict[str, int]]:
@@ -469,7 +469,7 @@ def test_triton_distributeds_key_and_prune_fn_may_omit_statics(swept_configs: li
 
 def test_triton_distributeds_config_objects_run_as_listed() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Config:  # as triton.Config is
+    class Config:  # like triton.Config
         kwargs: dict[str, int]
         num_stages: int = 3
         num_warps: int = 4

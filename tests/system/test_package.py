@@ -1,4 +1,4 @@
-"""The package's own description: its author, its version everywhere, and what a user installs."""
+"""The package states the same author, version and license everywhere, and users install only the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts that share a process fail as those of processes of their own do, and leave nothing to the next one."""
+"""Scripts that share a process fail as in separate processes, and leave nothing to the next script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No two files of the package import each other, however indirectly."""
+"""No two files of the package import each other, even indirectly."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ def test_lines_that_ask_where_a_trial_runs_are_counted(tmp_path: Path) -> None:
 def test_few_lines_ask_where_a_trial_runs() -> None:
     asking = of_package().asking_lines()
     assert asking.total() <= 35, asking.most_common()
-    assert asking["scheduler/routes/choosing.py"] >= 10, "it is the place that asks"
+    assert asking["scheduler/routes/choosing.py"] >= 10, "this file should ask most"

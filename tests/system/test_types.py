@@ -1,4 +1,4 @@
-"""Programs that type checkers must accept, and lines that they must refuse."""
+"""Type checkers accept right programs and refuse wrong lines."""
 
 from __future__ import annotations
 

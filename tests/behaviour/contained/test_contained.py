@@ -34,7 +34,7 @@ X = np.ones(8, np.float32)
 
 # The outcome and words of the message of each misdeed: while tracing, and while running, when XLA wraps exceptions.
 ENDS = {
-    "fail": (("error", "ArithmeticError: this config is no good"), ("error", "this config is no good")),
+    "fail": (("error", "ArithmeticError: this config is bad"), ("error", "this config is bad")),
     "fail_unspeakably": (
         ("error", "UnspeakableError.*cannot be printed"),
         ("crashed|error", "SIGABRT|UnspeakableError|no words|CpuCallback"),

@@ -62,7 +62,7 @@ if __name__ == "__main__":
         print(json.dumps([[trial.config["mode"], trial.outcome.value, trial.message] for trial in result.trials]))
         print(result.best_config["mode"])
     except SandboxError as error:
-        print("told", error)
+        print("failed", error)
 """
 GOOD = [f"good {work}" for work in (8000, 10000, 9000, 10, 12000, 11000)]
 """The fourth config does the least work. Its lead is too large for a busy machine to hide."""
@@ -182,7 +182,7 @@ def test_a_limit_too_low_for_one_worker_is_named_and_forgotten(limit: int, tmp_p
     program = Limited(tmp_path)
     with limited("user", limit) as command:
         told = program.run([*command, "env", "OPENBLAS_NUM_THREADS=1"], GOOD).stdout
-    assert re.match(rf"told kernel: .*not even one worker.*ulimit -u` of this user is {limit}", told), told
+    assert re.match(rf"failed kernel: .*not even one worker.*ulimit -u` of this user is {limit}", told), told
     trials, best = trials_of(program.run([], GOOD[2:4]))
     assert {outcome for outcome, _ in trials.values()} <= {"ok", "slow"}
     assert best == GOOD[3]

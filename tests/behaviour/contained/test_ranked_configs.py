@@ -229,7 +229,7 @@ BAD = {
     "segfault tracing": ("crashed", "SIGSEGV"),
     "hang_holding_the_gil tracing": ("timeout", "compiling.*longer than"),
     "starve tracing": ("oom", "held .* GB.*limit"),
-    "fail tracing": ("error", "ArithmeticError: this config is no good"),
+    "fail tracing": ("error", "ArithmeticError: this config is bad"),
     "kill_itself tracing": ("crashed", "SIGKILL"),
     "scribble tracing": ("crashed", "damaged its own connection"),
     "hang running": ("timeout|slow", ""),  # its first run ends once another config has a time

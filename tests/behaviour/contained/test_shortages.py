@@ -56,7 +56,7 @@ if __name__ == "__main__":
     try:
         print("tuned", limited(getattr(resource, sys.argv[1]), int(sys.argv[2])))
     except SandboxError as error:
-        print("told", error)
+        print("failed", error)
     assert descriptors() == before, (before, descriptors())
     print("then", len(kernel.tune(np.ones(8, np.float32)).trials))
 """
@@ -72,14 +72,14 @@ def run(tmp_path: Path, *argv: object) -> list[str]:
 @pytest.mark.parametrize("limit", [24, pytest.param(30, marks=pytest.mark.long)])
 def test_running_out_of_descriptors_ends_the_sweep_with_advice(limit: int, tmp_path: Path) -> None:
     told, then = run(tmp_path, "RLIMIT_NOFILE", limit, 10, 6)
-    assert re.match(rf"told .*kernel: .*may have {limit} descriptors open.*ulimit -n.*are kept", told)
+    assert re.match(rf"failed .*kernel: .*may have {limit} descriptors open.*ulimit -n.*are kept", told)
     assert then == "then 6"
 
 
 @pytest.mark.slow
 def test_a_file_size_limit_too_small_for_the_call_is_named(tmp_path: Path) -> None:
     told, then = run(tmp_path, "RLIMIT_FSIZE", 20_000, 100_000, 4)
-    assert re.match(r"told .*kernel: .*may not grow over 20000 bytes.*ulimit -f", told)
+    assert re.match(r"failed .*kernel: .*may not grow over 20000 bytes.*ulimit -f", told)
     assert then == "then 4"
 
 
@@ -116,7 +116,7 @@ if __name__ == "__main__":
         warnings.simplefilter("always")
         result = kernel.tune(x)
     print("tuned", len(result.trials), int(kernel(x)[0]) == 1 + result.best_config["n"])
-    print("told", *{str(warning.message) for warning in caught})
+    print("failed", *{str(warning.message) for warning in caught})
     # Large arguments go to the disk, which was found to be usable before it was full.
     available, machine.available_memory_bytes = machine.available_memory_bytes, lambda **_: 1 << 20
     tempfile.tempdir = str(disk)

@@ -263,7 +263,7 @@ def test_a_users_own_search_decides_what_is_tried() -> None:
 
 def test_a_search_whose_configs_all_fail_names_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(x: Any, *, a: int = 0) -> Any:
-        raise ArithmeticError(f"a={a} is no good")
+        raise ArithmeticError(f"a={a} is bad")
 
     monkeypatch.setenv("QUARANTUNE_MAX_TRIALS", "3")
     with pytest.raises(quarantune.TuningFailedError, match="All 3 configs failed") as failed:

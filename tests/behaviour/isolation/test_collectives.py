@@ -64,7 +64,7 @@ def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(run_script: Callable[.
             if n == 0:
                 os.abort()
             if n == 1:
-                return x * weight  # of its own shard
+                return x * weight  # of this shard
             size = jax.lax.axis_size("i")
             assert (x.shape, size, mode) == ((2, 4), 4, "mean")
             rotated, total = x, x

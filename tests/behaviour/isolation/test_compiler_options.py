@@ -25,7 +25,7 @@ UNOPTIMISED = {"xla_disable_all_hlo_passes": True}
 @functools.partial(jax.jit, static_argnames=["n"])
 def scale(x: Any, n: int = 1) -> Any:
     if n == 1:
-        raise ArithmeticError("the defaults are no good")
+        raise ArithmeticError("the defaults are bad")
     return jnp.sin(x) * n + 1
 
 

@@ -89,7 +89,7 @@ def trials_of(fn: Any) -> dict[str, int]:
     return dict(entry["trials"])
 
 
-# --- what a sweep does with estimates ---------------------------------------------------------------------------
+# --- estimates in a sweep --------------------------------------------------------------------------------------
 
 
 def test_a_sweep_skips_configs_estimated_far_behind() -> None:

@@ -52,7 +52,7 @@ def kernel(x, place, good, n: int = 0):
         while os.path.exists(f"{place}/shut") or os.path.exists(f"{place}/shut {n}"):
             time.sleep(0.01)
         if not good[n]:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
     return x + n
 """
 
@@ -87,7 +87,7 @@ def die(recorded, moment, delay_s, most):
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs in the background
 logger = logging.getLogger("quarantune")
 logger.setLevel(logging.INFO)
-kernel._tuner  # what the first call imports
+kernel._tuner  # imports as the first call does
 print("ready", flush=True)
 for line in sys.stdin:
     order = json.loads(line)
@@ -401,7 +401,7 @@ def scaled(configs: Any, *, bad: tuple[int, ...] = (1,), slow: tuple[int, ...] =
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 0) -> Any:
         if n in bad:
-            raise ArithmeticError(f"n={n} is no good")
+            raise ArithmeticError(f"n={n} is bad")
         if n in slow:
             square = jnp.ones((200, 200)) * x[0]
             x = x + 0 * jax.lax.fori_loop(0, 30, lambda _, y: y @ square, square)[0, 0]
@@ -472,7 +472,7 @@ TWO = [{"n": 1}, {"n": 2}]
 
 @pytest.mark.slow
 def test_jobs_that_tune_at_once_follow_the_first(swept: list[list[Any]], hold: Callable[[], None]) -> None:
-    scaled(TWO, bad=())(X)  # a result that is there already is no answer
+    scaled(TWO, bad=())(X)  # an existing result is not an answer
     hold()
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda fn: fn.tune(X), [scaled(TWO, bad=()) for _ in range(3)]))
@@ -511,7 +511,7 @@ class Delayed(Executor):
 
 @pytest.mark.slow
 def test_a_job_whose_engine_is_busy_takes_anothers_result(swept: list[list[Any]]) -> None:
-    scaled(TWO, bad=())(X)  # a result that is there already is no answer
+    scaled(TWO, bad=())(X)  # an existing result is not an answer
     is_tuned = threading.Event()
     with ThreadPoolExecutor(1) as machine, ThreadPoolExecutor(1) as pool:
         engine = Delayed(machine, is_tuned)

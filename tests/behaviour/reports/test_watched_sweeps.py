@@ -24,7 +24,7 @@ def talking(name: str) -> quarantune.Autotuned:
     def talk(x: Any, n: int = 0) -> Any:
         print(f"n={n} sees {x.shape}")
         if n == 1:
-            raise ArithmeticError("n=1 is no good")
+            raise ArithmeticError("n=1 is bad")
         return x + n
 
     return talk
@@ -41,7 +41,7 @@ def test_log_dir_keeps_the_output_of_every_trial(name: str, tmp_path: Path, monk
         for shape in ("(4,)", "(3,)"):
             (text,) = [text for text in texts if f"n={n} sees {shape}" in text]
             assert text.startswith(f"# n={n}\n# {'error' if n == 1 else 'ok'}: ")
-            assert ("ArithmeticError: n=1 is no good" in text) == (n == 1)
+            assert ("ArithmeticError: n=1 is bad" in text) == (n == 1)
 
 
 def test_an_unwritable_log_dir_costs_only_log_lines(
@@ -81,7 +81,7 @@ def test_the_logger_reports_every_config_and_the_winner(name: str, caplog: pytes
     with caplog.at_level(logging.INFO, logger="quarantune"):
         scaled(name)(X)
     said = [record.getMessage() for record in caplog.records if record.name == "quarantune"]
-    assert any(re.search(r"n=1: error .*ArithmeticError: n=1 is no good", line) for line in said)
+    assert any(re.search(r"n=1: error .*ArithmeticError: n=1 is bad", line) for line in said)
     assert any(re.search(r"n=2: ok \S+ ms", line) for line in said)
     assert any(re.search(r"best of 2 is n=2: \S+ ms", line) for line in said)
 
