@@ -239,7 +239,7 @@ def test_the_best_estimate_is_saved_and_marked(
     assert "estimated, never measured" in (tmp_path / "page.html").read_text()
     assert main(["cache", "verify"]) == 0
     assert main([*command, "h100"]) == 2
-    assert "NVIDIA H100 is none" in capsys.readouterr().err
+    assert "NVIDIA H100 is not a TPU" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*configs run in this process:RuntimeWarning")
