@@ -53,8 +53,8 @@ MARGINS = {"device": 1.15, "queued": 1.5, "wall": 1.5}
 """Factor to the fastest config above which a config cannot win, by clock; the final decides between the rest."""
 BETWEEN = {"device": 0.005, "queued": 0.02, "wall": 0.06}
 """Scatter, by clock, of the ratio of two programs' times between fresh processes, as a share. In 14 sweeps of the
-README's function on a busy CPU with two cores it was 0.08, so a quiet one has less; on an H200, one median differs by a third of a
-percent. The figure of a queued clock is a guess between the two."""
+README's function on a busy CPU with two cores it was 0.08; a quiet one has less. On an H200, the median of one program
+differs by a third of a percent. The figure of a queued clock is a guess between the two."""
 TIMES_BETWEEN = {"device": 0.02, "queued": 0.05, "wall": 0.1}
 """The same for the time of one program, which clock rates and neighbours change more than a ratio: a guess."""
 PROCESSES = {"device": 1, "queued": 3, "wall": 3}
