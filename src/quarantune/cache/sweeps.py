@@ -13,10 +13,12 @@ from quarantune.cache.claims import Claim, Holder
 from quarantune.cache.file_names import safe_name
 from quarantune.cache.journal import PROBLEM, Journal, read
 from quarantune.host.shared_files import paths
-from quarantune.values.codec import DamageError, JsonObject, Record, canonical_json, text_of, within
+from quarantune.values.codec import DamageError, JsonObject, Record, canonical_json, frozen, text_of, within
+from quarantune.values.texts import printable
 from quarantune.values.trial import Outcome, Trial
 
 _SUFFIX = ".sweep"
+_LONGEST_STEP = 1000
 _LAST_S = 1e11
 """Bound above all times, in seconds of Unix time, that a calendar shows."""
 _Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
@@ -52,13 +54,20 @@ class Beginning(Record):
     name: str
     device: str
     key: str
-    call: Any = None
+    call: Any = dataclasses.field(default_factory=dict)
     total: _Count | None = None
     is_bound: bool = False
     settled: _Count = 0
-    default: JsonObject | None = None
+    default: Annotated[JsonObject, frozen] | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     began_s: Annotated[float, within(0, _LAST_S)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moment(Record):
+    """The record of what a sweep does at a moment, as text for people."""
+
+    now: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +93,7 @@ class Sweep:
         state: what became of it.
         holder: the process that runs it; None unless it is running.
         failed: the trials of a sweep whose configs all failed; empty for others.
+        now: what it did when it last said so, as text; empty unless it is running.
     """
 
     directory: Path
@@ -91,6 +101,7 @@ class Sweep:
     state: SweepState
     holder: Holder | None = None
     failed: tuple[Trial, ...] = ()
+    now: str = ""
 
     def trials(self) -> tuple[Trial, ...]:
         """Returns the trial of each config that has ended, in the order of the ends."""
@@ -120,7 +131,7 @@ class Sweep:
 def log(directory: Path, name: str, device: str, key: str) -> Journal:
     """Returns the journal in which a problem's latest sweep records its beginning and its end.
 
-    A record is an `Ending`, or has a `Beginning` under `sweep`.
+    A record is a `Moment` or an `Ending`, or has a `Beginning` under `sweep`.
     """
     return Journal(directory, name, device, key, suffix=_SUFFIX)
 
@@ -147,12 +158,14 @@ def latest(directory: Path, name: str | None = None) -> list[Sweep]:
 
 def _in_file(directory: Path, path: Path) -> Iterator[Sweep]:
     """Yields the sweep in a file of records, unless the record of its beginning is missing or damaged."""
-    beginning, end = None, None
+    beginning, end, now = None, None, ""
     with contextlib.suppress(OSError):
         for record in read(path, below=directory):
             with contextlib.suppress(DamageError):
                 if "sweep" in record:
-                    beginning, end = Beginning.from_json(record["sweep"]), None
+                    beginning, end, now = Beginning.from_json(record["sweep"]), None, ""
+                elif "now" in record:
+                    now = printable(Moment.from_json(record).now[:_LONGEST_STEP])
                 else:
                     end = Ending.from_json(record)
     if beginning is None or path.parent.name != f"{safe_name(beginning.name)}.trials":
@@ -164,4 +177,4 @@ def _in_file(directory: Path, path: Path) -> Iterator[Sweep]:
     if holder is None or holder.owner.is_dead():
         yield Sweep(directory=directory, beginning=beginning, state=SweepState.INTERRUPTED)
     else:
-        yield Sweep(directory=directory, beginning=beginning, state=SweepState.RUNNING, holder=holder)
+        yield Sweep(directory=directory, beginning=beginning, state=SweepState.RUNNING, holder=holder, now=now)

@@ -75,6 +75,7 @@ def _list_sweeps(store: Store, options: argparse.Namespace, out: Output) -> int:
             unfinished.progress_text(sweep, trials),
             "" if best is None else f"best {format_config(best[0].config)}, {best[0].time_ms:.4g} ms",
             f"for {unfinished.duration_of(sweep)}, {sweep.holder}" if sweep.holder else "",
+            sweep.now,
         )
         rows.setdefault(f"{printable(about.name)} on {printable(about.device)}", []).append(row)
         records.append(
@@ -82,6 +83,7 @@ def _list_sweeps(store: Store, options: argparse.Namespace, out: Output) -> int:
             | {"done": sweep.done(trials), "total": about.total, "is_bound": about.is_bound, "began_s": about.began_s}
             | {"config": None if best is None else as_json(best[0].config)}
             | {"time_ms": None if best is None else best[0].time_ms}
+            | {"now": sweep.now}
             | {"pid": sweep.holder and sweep.holder.owner.pid, "host": sweep.holder and sweep.holder.host_name}
         )
     for number, (title, lines) in enumerate(rows.items()):

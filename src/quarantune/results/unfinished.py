@@ -14,7 +14,7 @@ from quarantune.cache.sweeps import Sweep, SweepState
 from quarantune.cache.sweeps import latest as latest_sweeps
 from quarantune.measure import finals
 from quarantune.results.report_data import PlainResult, ResultData
-from quarantune.values.codec import equal, frozen
+from quarantune.values.codec import equal
 from quarantune.values.configs import Config
 from quarantune.values.trial import Findings, Trial, count_outcomes
 
@@ -84,13 +84,12 @@ def without_result(directory: Path, name: str, *, device: str | None = None) -> 
 def data_of(sweep: Sweep) -> ResultData:
     """Returns a sweep without a result in the form for a page: the best config so far stands for the winner."""
     about, trials = sweep.beginning, sweep.trials()
-    default = None if about.default is None else frozen(about.default)
     result = _result(
         trials,
         name=about.name,
         device=about.device,
         key=about.key,
-        default_config=default,
+        default_config=about.default,
         versions=about.versions,
         created=_iso(about.began_s),
     )
@@ -112,9 +111,8 @@ def progress_text(sweep: Sweep, trials: tuple[Trial, ...]) -> str:
 def note_on(sweep: Sweep) -> str:
     """Returns a sentence on what became of a sweep."""
     if sweep.state is SweepState.RUNNING:
-        return (
-            f"{str(sweep.holder).capitalize()} has tuned for {duration_of(sweep)}. The best config so far may not win."
-        )
+        doing = f" Now: {sweep.now}." if sweep.now else ""
+        return f"Tuned for {duration_of(sweep)} by {sweep.holder}.{doing} Another config may still win."
     if sweep.state is SweepState.INTERRUPTED:
         return "The sweep was interrupted, and nothing was chosen. Tuning the call again continues from these trials."
     return "No config worked. Tuning the call again tries all of them again."

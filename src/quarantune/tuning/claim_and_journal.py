@@ -16,7 +16,7 @@ from quarantune.cache import claims, journal, problems, sweeps
 from quarantune.cache.claims import Claim
 from quarantune.cache.journal import Journal
 from quarantune.cache.problems import CacheWriteError
-from quarantune.cache.sweeps import Beginning, Ending, SweepState
+from quarantune.cache.sweeps import Beginning, Ending, Moment, SweepState
 from quarantune.calls.key import KeyedCall
 from quarantune.functions import versions
 from quarantune.scheduler.recall import Recall, comparable
@@ -39,6 +39,8 @@ from quarantune.values.trial import (
 
 _HEARTBEAT_S = 1.0
 """Seconds between two refreshes of a tuning job's claim."""
+_STEP_S = 2.0
+"""Seconds between two records of what a sweep does, which grow its log by some 100 bytes each."""
 _WORST_CASE_S = 60.0
 """Seconds without a refresh after which a tuning job counts as stopped, or its host as gone."""
 _WAIT_MESSAGE_S = 5.0
@@ -87,6 +89,8 @@ class ClaimAndJournal:
         self._unsaved: CacheWriteError | None = None
         self._claim: Claim | None = None
         self._next_heartbeat = 0.0
+        self._doing: Callable[[], str] = str
+        self._said, self._said_at = "", -math.inf
 
     def claim(
         self,
@@ -150,9 +154,19 @@ class ClaimAndJournal:
         if self._claim is not None and now >= self._next_heartbeat:
             self._next_heartbeat = now + _HEARTBEAT_S
             self._claim.refresh()
+            if now - self._said_at >= _STEP_S and (step := self._doing()) != self._said:
+                self._said, self._said_at = step, now
+                with self.saving():
+                    self._sweeps.append(Moment(now=step).to_json())
 
     def begin(
-        self, *, total: int | None = None, is_bound: bool = False, settled: int = 0, default: Config | None = None
+        self,
+        *,
+        total: int | None = None,
+        is_bound: bool = False,
+        settled: int = 0,
+        default: Config | None = None,
+        doing: Callable[[], str] = str,
     ) -> None:
         """Records for other processes that the sweep begins.
 
@@ -161,7 +175,9 @@ class ClaimAndJournal:
             is_bound: whether the total is only an upper limit of a search.
             settled: the number of configs that are settled already.
             default: the function's own defaults; None if it cannot run with them.
+            doing: returns what the sweep does now, as text.
         """
+        self._doing = doing
         if self.directory is None:
             return
         about = Beginning(

@@ -314,7 +314,12 @@ class TuningJob:
         trials = self._ledger.trials
         left = {index: self._configs[index] for index in self._configs.listed() if index not in trials}
         progress.recall([trial for trial in trials.values() if trial.outcome is not Outcome.PRUNED])
-        self._records.begin(total=len(self._configs), settled=len(trials), default=self._call.own_defaults)
+        self._records.begin(
+            total=len(self._configs),
+            settled=len(trials),
+            default=self._call.own_defaults,
+            doing=progress.doing,
+        )
         if not left and not finals.finalists(trials):
             return Swept()
         self._troubled = self._records.troubled(self._configs) & left.keys()
@@ -349,8 +354,13 @@ class TuningJob:
             why_ended=lambda: self._search.why_ended(searching.stopped),
         )
         progress.recall(list(trials.values()))
-        own, settled = self._call.own_defaults, len(trials)
-        self._records.begin(total=searching.total, is_bound=True, settled=settled, default=own)
+        self._records.begin(
+            total=searching.total,
+            is_bound=True,
+            settled=len(trials),
+            default=self._call.own_defaults,
+            doing=progress.doing,
+        )
         self._ledger.recall(far)
         configs = searching.take(1)
         swept = Swept()
