@@ -132,7 +132,12 @@ class Rungs:
         return nearest(call, now, self.layers)
 
     def _tuned(self, call: KeyedCall, now: Situation) -> Answer | None:
-        return self.tuning.tune(call, now) if now.tunes else None
+        if not now.tunes:
+            return None
+        from quarantune.tuning import early
+
+        early.start_template(call, now.settings)
+        return self.tuning.tune(call, now)
 
     @lazy
     def tuning(self) -> Tuning:
