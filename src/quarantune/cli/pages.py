@@ -138,7 +138,7 @@ def _none_runs(directory: Path, name: str) -> str:
 
 
 def _results(name: str, device: str | None, when: str) -> list[ResultData]:
-    is_here = not when or safe_name(name) in opened().names()  # the name of a function may hold a slash
+    is_here = not when or safe_name(name) in opened().names()  # a function's name may contain a slash
     directory, _, function = ("", "", name) if is_here else name.rpartition("/")
     store = another(directory) if directory else opened()
     others = [] if when else unfinished.without_result(store.directory, function, device=device)

@@ -48,7 +48,7 @@ def render(results: Sequence[ResultData], *, reload_s: float | None = None) -> s
             that stays as it is.
 
     Raises:
-        ValueError: there is no problem.
+        ValueError: `results` is empty.
     """
     if not results:
         raise ValueError("there is no result to report on: give at least one")
@@ -76,7 +76,7 @@ def write(path: str | os.PathLike[str], results: Sequence[ResultData], *, reload
     """Writes the report on some problems of one function into a file, for `reload_s` see `render`.
 
     Raises:
-        ValueError: there is no problem.
+        ValueError: `results` is empty.
         OSError: the file cannot be written; an earlier one is unchanged.
     """
     saved_files.write(path, render(results, reload_s=reload_s).encode())
