@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from rivals import on_one_cpu_with_a_rival
 
 import quarantune
+from quarantune.host.process import in_sandbox
 from quarantune.host.waits import Watch, run_limit
+from quarantune.values.trial import Outcome
 
 X = np.ones(8, np.float32)
 
