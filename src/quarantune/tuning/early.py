@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from quarantune.cache.claims import Claim
-from quarantune.calls.key import KeyedCall
+from quarantune.calls.key import KeyedCall, check_can_travel
 from quarantune.engine.place import place_of
+from quarantune.host.process import in_sandbox
 from quarantune.sandbox import template
 from quarantune.sweep.limits import isolation_of
 from quarantune.values.settings import Isolation, Settings
@@ -20,9 +21,14 @@ def start_template(call: KeyedCall, settings: Settings) -> None:
     Args:
         call: the call.
         settings: the operator's settings.
+
+    Raises:
+        ValueError: the call cannot be tuned, because workers cannot make an argument.
     """
-    if not place_of(settings).is_here or isolation_of(settings, call.platform, call.call.function.fn) is Isolation.NONE:
+    isolation = isolation_of(settings, call.platform, call.call.function.fn)
+    if in_sandbox() or isolation is Isolation.NONE or not place_of(settings).is_here:
         return
+    check_can_travel(call.call)
     holder = None if settings.disable_cache else Claim(settings.cache_dir, *call.id).holder()
     if holder is None or holder.owner.is_dead():
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import types
 from pathlib import Path
@@ -30,7 +31,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def call() -> Any:
     function = types.SimpleNamespace(fn=abs)
-    return types.SimpleNamespace(id=ID, platform="cpu", call=types.SimpleNamespace(function=function))
+    bound = inspect.signature(abs).bind(1)
+    return types.SimpleNamespace(id=ID, platform="cpu", call=types.SimpleNamespace(function=function, bound=bound))
 
 
 def test_a_call_that_misses_starts_a_template(cache_dir: Path, started: list[str]) -> None:
