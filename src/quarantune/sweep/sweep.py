@@ -45,7 +45,7 @@ def run(
         Everything that the sweep found except its trials.
 
     Raises:
-        TypeError: a part of the call cannot travel to another process; no config has run.
+        TypeError: a part of the call cannot travel to another process; no process has started.
         ValueError: the settings name a device that does not exist.
         SandboxError: the sandbox itself failed.
     """
