@@ -58,6 +58,7 @@ class PlainResult(Record):
 
     Attributes:
         default_label: a name for the defaults in tables.
+        has_winner: whether `best_config` is a choice; False if no config has worked yet.
     """
 
     # In the order of the JSON file of a saved result.
@@ -87,6 +88,7 @@ class PlainResult(Record):
     calls: tuple[CallShare, ...] = ()
     by: str = ""
     default_label: str = dataclasses.field(default="the function's own defaults", metadata=IN_MEMORY)
+    has_winner: bool = dataclasses.field(default=True, metadata=IN_MEMORY)
 
     @classmethod
     def of(cls, findings: Findings, **fields: Any) -> Self:
@@ -112,7 +114,7 @@ class PlainResult(Record):
 
     def is_best(self, trial: Trial) -> bool:
         """Whether a trial is the winner's."""
-        return equal(trial.config, self.best_config)
+        return self.has_winner and equal(trial.config, self.best_config)
 
     def is_tie(self, trial: Trial) -> bool:
         """Whether a trial's config ties with the winner."""
@@ -149,9 +151,13 @@ class ResultData:
         key_values: the description of the call, as in an entry of the cache.
         note: a sentence on the origin of the data; may be empty.
         when: `before` or `after` in a comparison of two results; else empty.
+        state: `running`, `interrupted` or `failed` for a sweep without a result; else empty.
+        progress: how far such a sweep has come, such as `20 of 40 configs`.
     """
 
     result: PlainResult
     key_values: Any
     note: str = ""
     when: str = ""
+    state: str = ""
+    progress: str = ""

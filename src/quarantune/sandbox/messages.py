@@ -142,6 +142,7 @@ class Measure(Task):
         references: the number of outputs to compare with.
         standard: the position of the output that is right; None if unknown.
         keeps: whether to keep an output that differs from all of them.
+        saves: whether the worker saves the executable even if the config turns out slow, for the final.
         ranks: whether the time only ranks the config: nothing judges its output, and few samples suffice.
     """
 
@@ -155,6 +156,7 @@ class Measure(Task):
     references: int = 0
     standard: int | None = None
     keeps: bool = False
+    saves: bool = False
     ranks: bool = False
 
 

@@ -15,6 +15,7 @@ from quarantune.answers.answer import Answer, Origin, Situation
 from quarantune.answers.layers import Layers, open_store
 from quarantune.answers.memory import Memory
 from quarantune.cache.entry_file import Entry
+from quarantune.cache.sweeps import SweepState
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, check_can_travel
 from quarantune.engine.place import place_of
@@ -33,7 +34,7 @@ from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport.programs import is_same
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
-from quarantune.tuning.outcome import call_result, entry_for, findings_now, more_thorough
+from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now, more_thorough
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject
@@ -243,7 +244,8 @@ class TuningJob:
         return self._failure(trials)
 
     def _failure(self, trials: tuple[Trial, ...]) -> TuningFailedError:
-        return TuningFailedError(report.failure_message(self._name, trials), trials=trials, key=self._key.key)
+        message, sweep = report.failure_message(self._name, trials), failed_sweep(self._keyed, trials)
+        return TuningFailedError(message, trials=trials, key=self._key.key, sweep=sweep)
 
     # The journal
 
@@ -313,6 +315,12 @@ class TuningJob:
         trials = self._ledger.trials
         left = {index: self._configs[index] for index in self._configs.listed() if index not in trials}
         progress.recall([trial for trial in trials.values() if trial.outcome is not Outcome.PRUNED])
+        self._records.begin(
+            total=len(self._configs),
+            settled=len(trials),
+            default=self._call.own_defaults,
+            doing=progress.doing,
+        )
         if not left and not finals.finalists(trials):
             return Swept()
         self._troubled = self._records.troubled(self._configs) & left.keys()
@@ -347,6 +355,13 @@ class TuningJob:
             why_ended=lambda: self._search.why_ended(searching.stopped),
         )
         progress.recall(list(trials.values()))
+        self._records.begin(
+            total=searching.total,
+            is_bound=True,
+            settled=len(trials),
+            default=self._call.own_defaults,
+            doing=progress.doing,
+        )
         self._ledger.recall(far)
         configs = searching.take(1)
         swept = Swept()
@@ -473,6 +488,7 @@ class TuningJob:
     def _error(self, swept: Swept) -> Exception:
         """Returns the error if every config failed. Waiting jobs also get it; later jobs tune again."""
         failure = self._failure(self._all_trials())
+        self._records.end(SweepState.FAILED, failure.trials)
         ran = [trial for index, trial in self._ledger.trials.items() if index not in self._not_compiling]
         if (error := callers_error(self._call, ran, only_there=None if swept.is_traced else failure)) is not None:
             self._records.discard(with_failures=True)

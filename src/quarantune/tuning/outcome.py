@@ -20,6 +20,7 @@ from quarantune.functions.fingerprint import plain_function
 from quarantune.host.repository import commit_of
 from quarantune.results.report_data import FromCache
 from quarantune.results.result import TuningResult
+from quarantune.results.unfinished import FailedSweep
 from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import Config, as_given
 from quarantune.values.trial import SCORES, TIME, Findings, Searched, Trial, count_outcomes, ranked_by
@@ -70,6 +71,17 @@ def call_result(
         call=_without_arrays(call.args, call.kwargs),
         structs=as_structs(call.args, call.kwargs),
         fn=bind_config(call.function.fn, config),
+    )
+
+
+def failed_sweep(keyed: KeyedCall, trials: Iterable[Trial]) -> FailedSweep:
+    """Returns a sweep whose configs all failed, for its error."""
+    return FailedSweep(
+        **keyed.id._asdict(),
+        key_values=keyed.readable,
+        trials=_given(trials),
+        default=keyed.call.own_defaults,
+        versions=versions.versions(),
     )
 
 

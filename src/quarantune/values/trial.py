@@ -6,8 +6,9 @@ import collections
 import dataclasses
 import enum
 import math
+import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Protocol, Self, TypeAlias
 
 from quarantune.values.codec import (
     LONGEST_MS,
@@ -533,18 +534,52 @@ def interval_text(interval: tuple[float, float] | None) -> str:
 # --- errors ---
 
 
+class ShownSweep(Protocol):
+    """A sweep without a winner that can be shown; `results` has the class."""
+
+    def table(self, *, width: int | None = None) -> str:
+        """Returns the trials as a table."""
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trials as a page."""
+
+
 class TuningFailedError(RuntimeError):
     """Every config failed.
 
     Attributes:
         trials: every trial, in the order of the configs.
         key: the cache key of the problem.
+        sweep: the sweep that `table` and `report` show; None if nothing has run.
     """
 
-    def __init__(self, message: str, *, trials: Sequence[Trial], key: str) -> None:
+    def __init__(self, message: str, *, trials: Sequence[Trial], key: str, sweep: ShownSweep | None = None) -> None:
         super().__init__(message)
         self.trials = tuple(trials)
         self.key = key
+        self.sweep = sweep
+
+    def table(self, *, width: int | None = None) -> str:
+        """Returns the trials as a table, with the reason for each failure; the message if nothing has run.
+
+        Args:
+            width: columns, as far as the texts can be broken; None for the width of the terminal, 120 without one.
+        """
+        return str(self) if self.sweep is None else self.sweep.table(width=width)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the trials as one self-contained HTML page, with their messages and logs.
+
+        Args:
+            path: the file, such as `matmul.html`; an earlier one is replaced.
+
+        Raises:
+            ValueError: nothing has run, so there is nothing to show.
+            OSError: the file cannot be written; an earlier one is unchanged.
+        """
+        if self.sweep is None:
+            raise ValueError(f"nothing has run, so there is nothing to report on: {self}")
+        self.sweep.report(path)
 
 
 class CacheMissError(LookupError):

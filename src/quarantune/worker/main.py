@@ -260,6 +260,8 @@ class TaskRunner:
                 judgement = dataclasses.replace(judgement, wrong=None)
                 yield messages.Failed(**self._heading(), outcome="wrong", text=text, error="", judgement=judgement)
                 return
+            if task.saves and not task.load and not bench.is_plain:
+                self.save_finalist(bench, program, fds[0])
             if task.pause and (run := bench.informative_first_run(program)) is not None:
                 # The config may be out of the race already, which only the scheduler knows.
                 yield messages.FirstRun(
@@ -273,7 +275,7 @@ class TaskRunner:
         yield self.entered(Phase.MEASURE)
         disturbance = sampling.Disturbance(list(task.disturbed))
         measured = bench.measure(program, best_median_ms=task.best_median_ms, disturbance=disturbance)
-        if not task.load and (not measured.is_slow or bench.is_plain):
+        if not task.load and (bench.is_plain or not (measured.is_slow or task.saves)):
             self.save_finalist(bench, program, fds[0])
         yield messages.Measured(**self._heading(), **vars(measured), judgement=judgement)
 
