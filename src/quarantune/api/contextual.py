@@ -122,7 +122,7 @@ class Contextual(TunedCallable[_P, _R]):
                 self._tuner.choice(self._tuner.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
         key = memo_key(self._jit_options, args, kwargs)
-        place = read_context(), key
+        place = read_context(), key, blocks.numerics_in_force()
         text: str | None = self._memo.get(place) if key is not None else None
         if text is None:
             with own_frames_hidden():

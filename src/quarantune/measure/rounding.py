@@ -457,6 +457,19 @@ def moved(xp: Any, array: Any, seed: Any, log_units: Any) -> Any:
     return found.view(array.dtype) if xp is np else jax.lax.bitcast_convert_type(found, array.dtype)
 
 
+def nudged(array: HostArray, seed: int) -> HostArray:
+    """Returns an array with about half of its elements moved to a neighbour, on the host; faster than `moved`."""
+    about = _about(array.dtype)
+    found = np.ascontiguousarray(array).copy()
+    unsigned = np.dtype(f"uint{about.bits}")
+    top, sign = np.asarray(about.max, array.dtype).view(unsigned), unsigned.type(1 << (about.bits - 1))
+    pattern = (_hashed(np, CHUNK_ELEMENTS, seed) >> 31).astype(unsigned)
+    for part in np.split(view := found.reshape(-1).view(unsigned), range(CHUNK_ELEMENTS, view.size, CHUNK_ELEMENTS)):
+        size = part & ~sign
+        part ^= np.where((size > 1) & (size <= top), pattern[: part.size], unsigned.type(0))
+    return found
+
+
 def _hashed(xp: Any, size: int, seed: Any) -> Any:
     """Returns numbers of 32 bits that look random: the finaliser of MurmurHash3 of their places."""
     found = xp.arange(size, dtype=xp.uint32) * xp.asarray(2654435761, xp.uint32) + xp.asarray(seed, xp.uint32)

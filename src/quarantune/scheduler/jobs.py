@@ -263,6 +263,7 @@ class Jobs:
             log_tail=_informative_part(log),
             route=job.route or self._label,
             device="" if worker is None or worker.device is None else worker.device.device.name,
+            **job.found,
             **times,
         )
         trial = scored(trial.with_observed(observed or {}), self._plan.objective)

@@ -15,7 +15,7 @@ from quarantune.measure import finals
 from quarantune.sandbox import spool
 from quarantune.scheduler.plan import Finish
 from quarantune.values.configs import Config, format_config
-from quarantune.values.trial import UNTUNED, Outcome, Phase, Trial
+from quarantune.values.trial import SAME, UNTUNED, Bits, Outcome, Phase, Trial
 
 _MOST_GROUPS = 8
 """Largest number of different outputs to keep while the right one is unknown."""
@@ -37,7 +37,13 @@ class Reference:
     """
 
     def __init__(
-        self, *, compares: bool = False, default: int | None = None, is_first: bool = True, calibrates: bool = False
+        self,
+        *,
+        compares: bool = False,
+        default: int | None = None,
+        is_first: bool = True,
+        calibrates: bool = False,
+        is_exact: bool = False,
     ) -> None:
         """Sets up a reference.
 
@@ -45,7 +51,8 @@ class Reference:
             compares: whether to compare the configs' outputs with each other, and not only with the output of `give`.
             default: the index under which the function's defaults run; None if the function has none.
             is_first: whether all other configs wait for the defaults before any comparison.
-            calibrates: whether to keep the defaults' output in addition to the output of `give`, for its noise alone.
+            calibrates: whether to keep the defaults' output in addition to the output of `give`, for its noise or bits.
+            is_exact: whether configs may win only with the bits of the defaults' output.
         """
         self.fds: list[int] = []
         self.untuned: Trial | None = None
@@ -54,6 +61,7 @@ class Reference:
         self.noise: float | None = None
         self._is_given = False
         self._calibrates = calibrates
+        self._is_exact = is_exact
         self._defaults = {default} if default is not None else set()
         self._default_end = ""
         self._is_first = is_first
@@ -152,6 +160,18 @@ class Reference:
             self.is_awaited = False
             self._default_end = end or self._default_end
 
+    def why_refused(self, index: int, bits: Bits) -> str:
+        """Returns why a config may not win whatever its output is; empty if it may.
+
+        Args:
+            index: the config's index.
+            bits: the bits of its output.
+        """
+        if not self._is_exact or bits == SAME or self.is_default(index):
+            return ""
+        why = "no output of the defaults to compare its bits with" if bits is None else "its own repeated runs differ"
+        return f"{why} (numerics='bitwise')"
+
     # In the end
 
     def hold(self, finish: Finish, on_untuned: Callable[[Trial], None] = lambda trial: None) -> Finish:
@@ -197,7 +217,7 @@ class Reference:
             measured: the configs' trials by index.
             default: the index of the config that equals the defaults; None if no config does.
         """
-        trials = dict(measured)
+        trials = {index: trial for index, trial in measured.items() if not self.why_refused(index, trial.bits)}
         if self.untuned is not None and finals.default_among(measured, default) == UNTUNED:
             trials[UNTUNED] = self.untuned
         return {index: trials[index].config for index in finals.in_final(trials, default)}

@@ -112,6 +112,7 @@ class Job:
         held_s: seconds that it held a device before.
         route: its route; None if it takes the plan's route.
         runs: whether it runs although an earlier sweep has a trial of its program.
+        found: fields of its trial on the bits of its output: `bits`, `digest` and `batch`.
         end: its trial and its output, which jobs with the same program share; None until they are known.
     """
 
@@ -137,6 +138,7 @@ class Job:
     held_s: float = 0.0
     route: Route | None = None
     runs: bool = False
+    found: dict[str, Any] = dataclasses.field(default_factory=dict)
     end: tuple[Trial, str] | None = None
 
     @property
@@ -167,6 +169,10 @@ class Job:
         """Records its first run, which was long enough to be informative."""
         self.first_run = (run_ms, cpu_ms)
         self.was_disturbed |= is_disturbed
+
+    def judged(self, **found: Any) -> None:
+        """Records what is known of the bits of its output."""
+        self.found |= found
 
     def held_device(self, seconds: float) -> None:
         """Adds the seconds that it held a device, which it gives back."""

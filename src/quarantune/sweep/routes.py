@@ -40,7 +40,7 @@ from quarantune.scheduler.screening import CheapTrials, Screening
 from quarantune.scheduler.side_tasks import settle_errors
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
-from quarantune.values.options import AUTO
+from quarantune.values.options import AUTO, BITWISE
 from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -308,15 +308,18 @@ class Routes:
         """
         problem, options, default = self._problem, self._request.options, self._problem.default
         compares, calibrates = options.compares_outputs and bool(configs), options.calibrates and bool(configs)
+        is_exact = options.numerics == BITWISE
         if self._request.outputs:
-            reference = Reference(compares=compares, default=default if default in configs else None)
+            reference = Reference(
+                compares=compares, default=default if default in configs else None, is_exact=is_exact
+            )
             for fd in self._request.outputs:
                 reference.give(fd)
             return reference, configs
         if problem.untuned is None:
             # The output of a plain callable may well differ between configs.
             return Reference(compares=compares and jax_functions.is_jitted(problem.fn)), configs
-        make = functools.partial(Reference, compares=compares, calibrates=calibrates)
+        make = functools.partial(Reference, compares=compares, calibrates=calibrates, is_exact=is_exact)
         if default in configs:
             return make(default=default, is_first=default not in self._request.troubled), configs
         has_final = self._request.has_final and bool(configs or finals.finalists(known))

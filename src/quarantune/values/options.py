@@ -35,6 +35,10 @@ OPTUNA = "optuna:"
 
 SEARCHES = (AUTO, EXHAUSTIVE, RANDOM, SURROGATE)
 
+ROUNDING, BITWISE, BATCH_INVARIANT = "rounding", "bitwise", "batch_invariant"
+NUMERICS = (ROUNDING, BITWISE, BATCH_INVARIANT)
+"""Values of `numerics`."""
+
 AUTO_EXHAUSTIVE_MOST = 300
 """With `auto`, up to so many configs are all tried."""
 AUTO_MAX_TRIALS = 400
@@ -166,7 +170,16 @@ _DURATION = (
 _DIFFERENCE = lambda value: is_number(value) and 0 <= value <= sys.float_info.max, "a number of at least 0"
 _SHARE = lambda value: is_number(value) and 0 <= value <= 1, "a share of the elements, from 0 to 1, as a number"
 _YES_OR_NO = lambda value: isinstance(value, int) and value in (0, 1), "True or False"
+_NUMERICS = lambda value: value in NUMERICS, " or ".join(map(repr, NUMERICS))
+_AXES = (
+    lambda value: is_whole(value, 0) or (isinstance(value, dict) and value and all(map(_is_axis, value.items()))),
+    "the number of the axis in every array argument that has the batch, or a dict of parameters to such numbers",
+)
 _SUPPLY = f"one of {', '.join(SUPPLIES)}, or a function"
+
+
+def _is_axis(item: tuple[Any, Any]) -> bool:
+    return isinstance(item[0], str) and is_whole(item[1], 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,6 +222,12 @@ class Options:
         check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
         time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
             floating arguments, so that the winner suits training.
+        numerics: the outputs that may win. `rounding`: those that agree with the reference as far as rounding explains.
+            `bitwise`: only those with the very bits of the defaults' output, so that tuning changes no result.
+            `batch_invariant`: only those whose rows have the same bits whatever batch they are in; see `check_batch`.
+        check_batch: the axis of the batch in the array arguments, such as 0: a config's output for the first half of
+            the batch alone must have the bits of the same rows in the whole. Arguments whose axis has another length
+            than the first array's have no batch. A dict of parameters to axes names them one by one.
         fidelity: `auto` ranks configs whose products XLA tunes on an NVIDIA GPU by a cheap compile first, and compiles
             only those fully that may win; `full` compiles, and times, all of them.
         search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` until its model
@@ -244,6 +263,8 @@ class Options:
     max_mismatched_ratio: float | None = _option(None, *_SHARE)
     check_grad: bool = _option(False, *_YES_OR_NO)
     time_grad: bool = _option(False, *_YES_OR_NO)
+    numerics: Literal["rounding", "bitwise", "batch_invariant"] = _option(ROUNDING, *_NUMERICS)
+    check_batch: int | Mapping[str, int] | None = _option(None, *_AXES)
     fidelity: Literal["auto", "full"] = _option(AUTO, lambda it: it in (AUTO, FULL), f"{AUTO!r} or {FULL!r}")
     search: str | Search = _option(AUTO, check_search)
     max_trials: int | None = _option(None, *_whole(1))
@@ -266,6 +287,11 @@ class Options:
             raise error(f"ref_fn={self.ref_fn!r} is not {fault}: give a function, {DEFAULTS!r} or None")
         if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
             raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
+        if self.numerics == BATCH_INVARIANT and self.check_batch is None:
+            raise ValueError(
+                f"{self.name or 'a function'}: numerics='batch_invariant' needs the axis of the batch: give "
+                "check_batch=0, or another axis, to the function, or leave numerics (or QUARANTUNE_NUMERICS) out"
+            )
 
     @property
     def tolerance(self) -> Tolerance | None:
@@ -290,8 +316,9 @@ class Options:
 
     @property
     def calibrates(self) -> bool:
-        """Whether the defaults run for their noise alone, as `ref_fn` says what is right."""
-        return callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
+        """Whether the defaults' output is kept, for its noise or its bits, although it does not say what is right."""
+        is_noise_wanted = callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
+        return is_noise_wanted or (self.numerics == BITWISE and not self.compares_outputs)
 
     @property
     def judges_outputs(self) -> bool:
@@ -300,7 +327,7 @@ class Options:
 
     def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""
-        judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
+        judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad", "numerics", "check_batch")
         names = ("prune_fn", "objective", "supply", *judging, "devices_per_trial", "device_memory_bytes")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         # A callable is never compared, as its class may say anything of equality.
@@ -323,6 +350,8 @@ class ContextualKeywords(TypedDict, total=False):
     max_mismatched_ratio: float | None
     check_grad: bool
     time_grad: bool
+    numerics: Literal["rounding", "bitwise", "batch_invariant"]
+    check_batch: int | Mapping[str, int] | None
     fidelity: Literal["auto", "full"]
     search: str | Search
     max_trials: int | None

@@ -6,8 +6,9 @@ import collections
 import dataclasses
 import enum
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from quarantune.values.codec import (
     LONGEST_MS,
@@ -35,6 +36,7 @@ _LARGEST_NUMBER = 2**63
 ESTIMATED = "estimated"
 """Value of `Searched.stopped` if nothing was measured and a compiler estimated the configs."""
 _LONGEST_TEXT = 40
+_DIGEST = re.compile(r"[0-9a-f]{1,32}(\.[0-9a-f]{1,32}){0,7}")
 _MOST_OBSERVED = 16
 SCORES = ("score", "default_score", "energy_mj")
 """Fields that results and entries have only if the objective is not time."""
@@ -226,16 +228,29 @@ def _few_names(observed: Mapping[str, float]) -> Mapping[str, float]:
     return observed
 
 
+def one_line(digest: str) -> str:
+    """Returns a digest, without anything that no digest holds."""
+    return digest if _DIGEST.fullmatch(digest) else ""
+
+
 Milliseconds: TypeAlias = Annotated[float, within(SHORTEST_MS, LONGEST_MS)]
 Samples: TypeAlias = Annotated[tuple[Milliseconds, ...], _not_empty]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+SAME, OTHER, UNSTABLE = "same", "other", "unstable"
+"""Values of `Trial.bits`."""
+INVARIANT, VARIES = "invariant", "varies"
+"""Values of `Trial.batch`."""
+Bits: TypeAlias = Literal["same", "other", "unstable"] | None
+Batch: TypeAlias = Literal["invariant", "varies"] | None
+Digest: TypeAlias = Annotated[str, one_line]
 Observed: TypeAlias = Annotated[Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]], _few_names]
 """Figures of observers, by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
 _LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from")
+_LATER_FIELDS += ("bits", "digest", "batch")
 """Fields that JSON holds only if they have a value, so that other trials look the same as in earlier versions."""
 
 
@@ -273,6 +288,11 @@ class Trial(Record):
         cheap_ms: the time in milliseconds of its cheaply compiled program, which only ranks it. If this is the only
             time, nobody measured the fully compiled program.
         recalled_from: when an earlier sweep measured the same program, in seconds of Unix time; None if this one did.
+        bits: how the bits of its output compare with those of the defaults' output: `same` on every input tried,
+            `other`, or `unstable` if its own repeated runs differ; None if unknown.
+        digest: hashes of the bits of its output, one for each input tried: the call's own, then moved ones.
+        batch: whether its output for half of the batch has the bits of the whole: `invariant` or `varies`; None
+            without `check_batch`, or if the half could not be compared.
     """
 
     config: Annotated[Config, frozen]
@@ -297,6 +317,9 @@ class Trial(Record):
     program: str = ""
     cheap_ms: Milliseconds | None = None
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
+    bits: Bits = None
+    digest: Digest = ""
+    batch: Batch = None
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
@@ -359,6 +382,24 @@ class Trial(Record):
         if trial.outcome is Outcome.OK and trial.time_ms is None:
             raise DamageError("its outcome is ok, but it has no time")
         return trial
+
+
+def have_same_bits(one: str, other: str) -> bool | None:
+    """Returns whether two digests agree for all inputs that both cover; None if one of them is unknown."""
+    pairs = [*zip(one.split("."), other.split("."), strict=False)] if one and other else []
+    return all(mine == its for mine, its in pairs) if pairs else None
+
+
+def with_bits(trial: Trial, defaults: str) -> Trial:
+    """Returns a trial with its `bits`, if they were unknown and the digests of both outputs are known.
+
+    Args:
+        trial: the trial.
+        defaults: the digest of the defaults' output.
+    """
+    if trial.bits is not None or (is_same := have_same_bits(trial.digest, defaults)) is None:
+        return trial
+    return dataclasses.replace(trial, bits=SAME if is_same else OTHER)
 
 
 def ranked_by(found: Trial | Findings) -> str:

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from quarantune.functions.binding import Arguments, split_config
+from quarantune.functions import batch
+from quarantune.functions.binding import Arguments, bind_config, split_config
 from quarantune.functions.fingerprint import describe
 from quarantune.host.machine import file_id
 from quarantune.jax_internals import jax_functions, jax_traces
-from quarantune.measure import compare, rounding
+from quarantune.measure import bits, compare, rounding
 from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
@@ -31,7 +32,8 @@ from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.values.configs import Config
-from quarantune.values.trial import ArrayKind
+from quarantune.values.options import BATCH_INVARIANT
+from quarantune.values.trial import INVARIANT, OTHER, SAME, VARIES, ArrayKind, have_same_bits
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.failures import check_is_done
 
@@ -52,11 +54,13 @@ class ComparedOutput:
         output: the value that the function returned.
         gradients: its gradients by argument; None if they do not count.
         allowances: how far other outputs may be from it, leaf by leaf, the gradients' last.
+        digest: see `Trial`.
     """
 
     output: Flat
     gradients: Flat | None = None
     allowances: tuple[Allowance, ...] = ()
+    digest: str = ""
 
     @property
     def leaves(self) -> list[Any]:
@@ -65,7 +69,8 @@ class ComparedOutput:
 
     def on_host(self) -> ComparedOutput:
         """Returns the same with its arrays as numpy arrays, which hold no device and can travel."""
-        return ComparedOutput(self.output.mapped(_fetched), self.gradients and self.gradients.mapped(_fetched))
+        parts = {"output": self.output.mapped(_fetched), "gradients": self.gradients and self.gradients.mapped(_fetched)}
+        return dataclasses.replace(self, **parts)
 
     @property
     def noise(self) -> float | None:
@@ -116,7 +121,7 @@ class Judge:
             with ThreadPoolExecutor(1) as pool:
                 if self._fixed is None:
                     pool.submit(self._arguments.moved, 0, None, device.run)
-                device.expect(outputs)
+                device.expect(outputs, bits.sums_of)
             if fd is not None and is_empty:
                 programs = {kind: executable.to_pickle(program) for kind, program in device.programs.items()}
                 spool.write(fd, pickling.dumps(programs))
@@ -188,28 +193,90 @@ class Judge:
             standard: the position of the right output among them; None if unknown.
             output_fd: where to keep the output for other configs if it agrees with no reference; None to keep nothing.
         """
-        judges = self._call.judges
-        if "check_fn" in judges:
-            wanted = self._expected_in(references[0]) if references else None
-            args, kwargs = self._arguments.fresh()
-            return Judgement(wrong=compare.judge_by(judges["check_fn"], output, wanted, args, kwargs))
-        has_reference = "ref_fn" in judges
-        if not has_reference and not references and output_fd is None:
-            return Judgement()
-        own = self._compared(output, self._call.fn, program.config)
+        judges, options = self._call.judges, self._options
+        has_reference, is_judged_apart = "ref_fn" in judges, "check_fn" in judges
+        compares = has_reference or options.compares_outputs
+        own = self._compared(output, self._call.fn, program.config, has_gradients=compares or options.is_exact)
+        if self._arguments.is_plain and not has_reference:
+            own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
+        own = dataclasses.replace(own, digest=self._digest(own, program, taken_s))
         group: int | None = None
         noise: float | None = None
-        if not has_reference:
-            if self._arguments.is_plain:
-                own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
+        reason: str | None = None
+        if options.compares_outputs:
             group, reason = self._group(own, references, standard)
         if group is None and output_fd is not None:
-            is_wrong = not has_reference and standard is not None  # then its noise does not matter
-            group, noise = len(references), self._keep(own, program, math.inf if is_wrong else taken_s, output_fd)
-        if has_reference:
+            is_wrong = options.compares_outputs and standard is not None  # then its noise does not matter
+            is_noise_wanted = compares and not (is_wrong or is_judged_apart)
+            group, noise = len(references), self._keep(own, program, taken_s if is_noise_wanted else math.inf, output_fd)
+        if is_judged_apart:
+            wanted = self._expected_in(references[0]) if has_reference else None
+            args, kwargs = self._arguments.fresh()
+            reason = compare.judge_by(judges["check_fn"], output, wanted, args, kwargs)
+        elif has_reference:
             defaults = references[-1] if output_fd is None else output_fd
             reason = self._differs_from_reference(own, references[0], defaults)
-        return Judgement(group, noise if reason is None else None, reason)
+        found = Judgement(group, noise if reason is None else None, reason, digest=own.digest)
+        at = standard if options.compares_outputs else len(references) - 1 if len(references) > has_reference else None
+        found = found if at is None else self._with_bits(found, own, references[at])
+        return found if options.check_batch is None else self._with_batch(found, program, output)
+
+    def _digest(self, own: ComparedOutput, program: Program, taken_s: float) -> str:
+        """Returns the digest of an output, of its gradients, and of outputs on moved inputs if its program is quick."""
+        parts = [self.digest_of(own.output)] + ([self.digest_of(own.gradients)] if own.gradients else [])
+        device = self._shortcut
+        if not self._arguments.is_plain and taken_s < bits.SLOWEST_S:
+            with contextlib.suppress(Exception):  # no floats, or too little memory
+                for run in range(1, 1 + bits.MOVED[device is not None]):
+                    moved, _ = self._arguments.moved(run, None, device and device.run, is_quick=True)
+                    parts.append(self.digest_of(_flat(self._run(program, moved))))
+        return ".".join(parts)
+
+    def digest_of(self, output: Any) -> str:
+        """Returns a hash of the bits of an output, flattened or not."""
+        device = self._shortcut
+        flat = output if isinstance(output, Flat) else _flat(output)
+        if self._arguments.is_plain:
+            flat = flat.mapped(_kind_unless_array)
+        return bits.digest(flat, device and device.run, device and device.is_narrow)
+
+    def _with_bits(self, found: Judgement, own: ComparedOutput, defaults: int) -> Judgement:
+        """Returns a judgement with the comparison with the bits of the defaults, which decides if numerics are exact."""
+        with contextlib.suppress(Exception):  # a config may have left anything in the file
+            expected, is_exact = self._expected_in(defaults), self._options.is_exact
+            is_same, reason = have_same_bits(own.digest, expected.digest), None
+            if is_exact and found.wrong is None and (is_same is False or self._shortcut is None):
+                reason = bits.difference(own.output, expected.output)
+                if reason is None and own.gradients and expected.gradients:
+                    reason = bits.difference(own.gradients, expected.gradients, "the gradient ")
+                if reason is None and is_same is False:
+                    reason = "output has other bits on inputs that are moved by a unit in the last place"
+                is_same = reason is None
+            wrong = f"{reason}, compared with the defaults (numerics='bitwise')" if reason else found.wrong
+            known = None if is_same is None else SAME if is_same else OTHER
+            return dataclasses.replace(found, wrong=wrong, bits=known, is_harmless=bool(reason))
+        return found
+
+    def _with_batch(self, found: Judgement, program: Program, output: Any) -> Judgement:
+        """Returns a judgement with the comparison of half of the batch with the whole; see `Options.check_batch`."""
+        try:
+            (args, kwargs), fn = self._arguments.for_run(), self._call.fn
+            args, kwargs = batch.halved(fn, args, kwargs, self._options.check_batch)
+            half = jax.block_until_ready(bind_config(fn, program.config)(*args, **kwargs))
+            pairs = zip(_flat(half).leaves, _flat(output).values, strict=True)
+            cut = [(path, leaf, batch.rows_like(leaf, whole)) for (path, leaf), whole in pairs]
+            rows = [(path, leaf, wanted) for path, leaf, wanted in cut if wanted is not None]
+            leaves = [tuple((path, each[at]) for path, *each in rows) for at in (0, 1)]
+            flat = [Flat(None, "", each) for each in leaves]
+            reason = bits.difference(*flat) if rows else "no output has an axis of half the length"
+            known = None if not rows else VARIES if reason else INVARIANT
+        except Exception as error:
+            reason, known = f"half of the batch failed: {type(error).__name__}: {error}", None
+        wrong = found.wrong
+        is_refused = wrong is None and reason is not None and self._options.numerics == BATCH_INVARIANT
+        if is_refused:
+            wrong = f"{reason}, for half of the batch compared with the whole (numerics='batch_invariant')"
+        return dataclasses.replace(found, wrong=wrong, batch=known, is_harmless=found.is_harmless or is_refused)
 
     def _differs_from_reference(self, own: ComparedOutput, reference: int, defaults: int) -> str | None:
         """Returns how an output differs from `ref_fn`'s, by more than the noise of the defaults if these work."""
@@ -248,10 +315,16 @@ class Judge:
         return None, wrong
 
     def _compared(
-        self, output: Any, fn: Callable[..., Any], config: Config, given: Arguments | None = None
+        self,
+        output: Any,
+        fn: Callable[..., Any],
+        config: Config,
+        given: Arguments | None = None,
+        *,
+        has_gradients: bool = True,
     ) -> ComparedOutput:
         """Returns the parts of an output that count, for the call's own arguments or for `given` ones."""
-        if not self._options.check_grad:
+        if not (self._options.check_grad and has_gradients):
             return ComparedOutput(_flat(output))
         return ComparedOutput(_flat(output), _flat(self._gradients(fn, config, given or self._arguments.for_run())))
 
