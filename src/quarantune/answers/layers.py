@@ -21,7 +21,7 @@ from quarantune.calls.key import KeyedCall, ProblemId
 from quarantune.functions import versions
 from quarantune.host.packages import entry_points
 from quarantune.values.codec import JsonObject
-from quarantune.values.options import table_directory
+from quarantune.values.options import BITWISE, table_directory
 from quarantune.values.settings import Settings
 from quarantune.values.trial import ESTIMATED
 
@@ -136,7 +136,8 @@ class Layers:
     def versions_serve(self, changed: str, now: Situation, *, is_own: bool = True) -> bool:
         """Returns whether an entry may be used although these versions have changed; warns if it is the user's own."""
         if changed:
-            if now.settings.version_check:
+            # Another version of XLA may give the defaults other bits.
+            if now.settings.version_check or (now.settings.numerics or self._function.options.numerics) == BITWISE:
                 _logger.info("%s: the cached result was made under %s; tuning again", self._function.name, changed)
                 return False
             if not is_own:  # a table that is shipped is seldom made on the user's machine

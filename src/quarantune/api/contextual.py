@@ -13,6 +13,7 @@ from quarantune.host.frames import own_frames_hidden
 from quarantune.host.locks import lazy
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
+from quarantune.values import blocks
 from quarantune.values.amounts import unwrapped
 from quarantune.values.codec import is_whole
 from quarantune.values.configs import Config

@@ -29,7 +29,7 @@ def halved(
     axis_of = dict.fromkeys(bound.arguments, axes) if isinstance(axes, int) else dict(axes or {})
     if unknown := axis_of.keys() - bound.arguments.keys():
         raise ValueError(
-            f"check_batch names {', '.join(sorted(unknown))}: give parameters of this call, {', '.join(bound.arguments)}"
+            f"check_batch names {', '.join(sorted(unknown))}: give parameters of the call, {', '.join(bound.arguments)}"
         )
     found = [
         leaf.shape[axis]
@@ -40,8 +40,8 @@ def halved(
     lengths = set(found[:1] if isinstance(axes, int) else found)
     if len(lengths) != 1 or min(lengths) < 2:
         raise ValueError(
-            f"check_batch={axes!r} does not fit the call: arrays have {sorted(set(found)) or 'no'} rows along it. Give an "
-            f"axis of at least two rows, or the axis of each parameter that has the batch, as in {{'x': 0}}"
+            f"check_batch={axes!r} does not fit the call: its arrays have {sorted(set(found)) or 'no'} rows there. Give "
+            f"an axis of at least two rows, or the axis of each parameter that has the batch, as in {{'x': 0}}"
         )
     length = lengths.pop()
 

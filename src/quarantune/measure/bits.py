@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def _described(leaf: Any, found: Any) -> Any:
         array = on_host(leaf)
         if isinstance(leaf, NoArray) or array.dtype.hasobject:
             return repr(leaf)
-        found = [zlib.crc32(words_of(array)), array.size]
+        found = [zlib.crc32(words_of(array).data), array.size]
     return str(getattr(leaf, "dtype", type(leaf).__name__)), np.shape(leaf), [int(part) for part in np.asarray(found)]
 
 
@@ -112,14 +112,17 @@ def _difference(mine: HostArray, its: HostArray) -> str | None:
     count = f"other bits in {np.count_nonzero(differs):,} of {mine.size:,} elements"
     if not has_dtype(mine, np.floating):
         return count
-    places = [_places(array.reshape(-1)[differs]) for array in (mine, its)]
-    if not all(np.isfinite(array.reshape(-1)[differs].astype(np.float64)).all() for array in (mine, its)):
+    mine, its = (array.reshape(-1)[differs] for array in (mine, its))
+    if not all(np.isfinite(array.astype(np.float64)).all() for array in (mine, its)):
         return f"{count}, some of them NaN or infinite"
-    units = max(abs(one - other) for one, other in zip(*(each.tolist() for each in places), strict=True))
-    return f"{count}, at most {units:,} unit{'' if units == 1 else 's'} in the last place" if units else f"{count}, in the sign of zeros only"
+    pairs = zip(_places(mine).tolist(), _places(its).tolist(), strict=True)
+    units = max(abs(one - other) for one, other in pairs)
+    if not units:
+        return f"{count}, in the sign of zeros only"
+    return f"{count}, at most {units:,} unit{'' if units == 1 else 's'} in the last place"
 
 
-def _places(array: HostArray) -> Sequence[int] | Any:
+def _places(array: HostArray) -> HostArray:
     """Returns the place of each float among all numbers of its dtype; both zeros have the same."""
     size = array.dtype.itemsize
     bits = array.view(f"int{8 * size}").astype(np.int64)

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from quarantune.devices.discovery import Device
 from quarantune.devices.leases import Lease

@@ -310,9 +310,7 @@ class Routes:
         compares, calibrates = options.compares_outputs and bool(configs), options.calibrates and bool(configs)
         is_exact = options.numerics == BITWISE
         if self._request.outputs:
-            reference = Reference(
-                compares=compares, default=default if default in configs else None, is_exact=is_exact
-            )
+            reference = Reference(compares=compares, default=default if default in configs else None, is_exact=is_exact)
             for fd in self._request.outputs:
                 reference.give(fd)
             return reference, configs

@@ -32,12 +32,14 @@ from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLi
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport.programs import is_same
+from quarantune.tuning import kept_bits
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
 from quarantune.tuning.outcome import call_result, entry_for, findings_now, more_thorough
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
 from quarantune.values.codec import JsonObject
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
+from quarantune.values.options import BITWISE
 from quarantune.values.trial import (
     READY,
     UNSETTLED,
@@ -51,6 +53,7 @@ from quarantune.values.trial import (
     TuningFailedError,
     count_outcomes,
     pruned_trial,
+    with_bits,
 )
 
 _logger = logging.getLogger("quarantune")
@@ -159,6 +162,7 @@ class TuningJob:
             TuningFailedError: every config failed.
             DifferentProgramError: workers run another program than this process.
         """
+        kept_bits.check(self._call)
         total = self._configs.size or self._configs.reach(self._search.max_trials or MOST_CONFIGS)
         with self._shown_progress(total) as progress, contextlib.ExitStack() as stack:
             shown = Listener(
@@ -187,6 +191,8 @@ class TuningJob:
                     "they are kept: the next run of the program continues from there "
                     "(here: tune or run with resume=True)"
                 )
+            if self._options.numerics == BITWISE and (known := self._by_known_bits(progress)) is not None:
+                return self._conclude(known, progress)
             if self._search.tries_all:
                 self._prune(progress)
                 self._ledger.recall(self._known_not_to_compile())
@@ -299,6 +305,36 @@ class TuningJob:
             if ratio > _FAR and index not in self._ledger.trials and index != self._call.default_index
         }
 
+    def _by_known_bits(self, progress: Progress) -> Swept | None:
+        """Returns the end of a sweep whose configs all have trials of an ordinary sweep that show their bits.
+
+        Otherwise, the trials that an ordinary sweep has settled are recalled.
+        """
+        saved = None if self._start_over or self._ledger.trials else self._records.directory
+        key = kept_bits.rounding_key(self._keyed)
+        entry = None if saved is None else open_store(self._now.settings).get(*self._key._replace(key=key))
+        if entry is None or entry.get("space") != self._call.space:
+            return None
+        trials, untuned = self._records.of_rounding(self._configs, key)
+        default = self._call.default_index
+        defaults = untuned if default is None else trials.get(default)
+        if defaults is None or not defaults.digest or not (trials := dict(self._of_this_program(trials))):
+            return None
+        found = kept_bits.judged(trials, defaults)
+        self._ledger.recall(found)
+        if self._search.tries_all:
+            self._prune(progress)
+            is_whole = self._ledger.trials.keys() >= set(self._configs.listed())
+        else:
+            searched = Findings.from_json(entry).search
+            self._stopped, self._saw_all = searched.stopped, searched.seen == searched.space_size
+            is_whole = found.keys() == trials.keys()
+        if not is_whole:
+            return None
+        for index, trial in found.items():
+            self._append(index, trial)
+        return Swept(untuned=untuned)
+
     # The sweep
 
     def _prune(self, progress: Progress) -> None:
@@ -403,6 +439,8 @@ class TuningJob:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
         usable = [trial for trial in self._ledger.trials.values() if trial.is_usable]
+        if not usable and self._options.numerics == BITWISE and swept.untuned is not None and swept.untuned.is_usable:
+            usable = [swept.untuned]  # no config has the defaults' bits
         if not usable:
             progress.end(f"all {len(self._ledger.trials):,} configs failed")
             raise self._error(swept)
@@ -411,6 +449,8 @@ class TuningJob:
             known[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
         judges = self._options.judges_outputs  # without a judge, the defaults may compute something else
         settled, (winner, *level) = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
+        own = swept.untuned if default is None else settled.get(default)
+        settled = {index: with_bits(trial, "" if own is None else own.digest) for index, trial in settled.items()}
         self._ledger.keep({index: trial for index, trial in settled.items() if index != UNTUNED})
         trials = self._all_trials()
         best, tie = settled[winner], tuple(settled[index].config for index in level)
@@ -428,7 +468,6 @@ class TuningJob:
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
         self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)})
         told = findings.text()
-        own = swept.untuned if default is None else settled.get(default)
         if own is not None and own.outcome.is_failure:
             told += f", and the defaults ended as {own.outcome}"
         progress.conclude(best.config, told, saved=self._records.saved)

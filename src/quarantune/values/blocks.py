@@ -6,7 +6,7 @@ import contextvars
 import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from quarantune.host.frames import warn
 from quarantune.values.forgetting import forget_choices
@@ -122,9 +122,9 @@ def numerics_in_force() -> str | None:
         ValueError: the variable has a bad value.
     """
     if (block := block_of("numerics")) is not None:
-        return block.values["numerics"]
+        return cast("str | None", block.values["numerics"])
     text = os.environ.get(variable := f"{_PREFIX}NUMERICS", "").strip()
-    return parse_setting("numerics", variable, text) if text else None
+    return cast("str", parse_setting("numerics", variable, text)) if text else None
 
 
 def current() -> Settings:

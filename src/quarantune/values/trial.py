@@ -8,7 +8,7 @@ import enum
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from quarantune.values.codec import (
     LONGEST_MS,
@@ -228,8 +228,8 @@ def _few_names(observed: Mapping[str, float]) -> Mapping[str, float]:
     return observed
 
 
-def one_line(digest: str) -> str:
-    """Returns a digest, without anything that no digest holds."""
+def _hashes(digest: str) -> str:
+    """Returns a digest; an empty one if it is malformed."""
     return digest if _DIGEST.fullmatch(digest) else ""
 
 
@@ -239,18 +239,22 @@ _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
-SAME, OTHER, UNSTABLE = "same", "other", "unstable"
-"""Values of `Trial.bits`."""
-INVARIANT, VARIES = "invariant", "varies"
-"""Values of `Trial.batch`."""
+SAME: Final = "same"
+OTHER: Final = "other"
+UNSTABLE: Final = "unstable"
+INVARIANT: Final = "invariant"
+VARIES: Final = "varies"
 Bits: TypeAlias = Literal["same", "other", "unstable"] | None
+"""How the bits of an output compare with those of the defaults' output; see `Trial`."""
 Batch: TypeAlias = Literal["invariant", "varies"] | None
-Digest: TypeAlias = Annotated[str, one_line]
+Digest: TypeAlias = Annotated[str, _hashes]
 Observed: TypeAlias = Annotated[Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]], _few_names]
 """Figures of observers, by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_LATER_FIELDS = ("figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from")
-_LATER_FIELDS += ("bits", "digest", "batch")
+_LATER_FIELDS = (
+    *("figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from"),
+    *("bits", "digest", "batch"),
+)
 """Fields that JSON holds only if they have a value, so that other trials look the same as in earlier versions."""
 
 
@@ -485,6 +489,7 @@ class Findings(Record):
         score: the value of the author's objective for the winner, less being better; None if the objective is time.
         default_score: the value of the objective for the defaults.
         energy_mj: the energy of one call with the winner, in millijoules.
+        bits: how the bits of the winner's output compare with those of the defaults' output; None if unknown.
     """
 
     IS_LENIENT = True
@@ -500,6 +505,7 @@ class Findings(Record):
     score: Score | None = None
     default_score: Score | None = None
     energy_mj: Millijoules | None = None
+    bits: Bits = None
 
     @classmethod
     def of(cls, best: Trial, default: Trial | None, **fields: Any) -> Findings:
@@ -512,7 +518,7 @@ class Findings(Record):
         """
         if default is not None and default.is_usable:
             fields = {"default_time_ms": default.time_ms, "default_score": default.score} | fields
-        return cls(best.time_ms or math.nan, score=best.score, energy_mj=best.energy_mj, **fields)
+        return cls(best.time_ms or math.nan, score=best.score, energy_mj=best.energy_mj, bits=best.bits, **fields)
 
     @property
     def figure(self) -> float:

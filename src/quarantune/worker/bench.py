@@ -428,9 +428,7 @@ class RepeatedRuns:
             self.latest = None
         self._compare()
 
-    def watched(
-        self, program: Program, take: Callable[[int], Sequence[RunTime]]
-    ) -> Callable[[int], Sequence[RunTime]]:
+    def watched(self, program: Program, take: Callable[[int], Sequence[RunTime]]) -> Callable[[int], Sequence[RunTime]]:
         """Returns a function that takes samples of a program, and compares the output of the last of them.
 
         A large output is compared at the end only, if hashing it would take the caches of the next run.

@@ -33,7 +33,7 @@ from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.values.configs import Config
 from quarantune.values.options import BATCH_INVARIANT
-from quarantune.values.trial import INVARIANT, OTHER, SAME, VARIES, ArrayKind, have_same_bits
+from quarantune.values.trial import INVARIANT, OTHER, SAME, VARIES, ArrayKind, Batch, have_same_bits
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.failures import check_is_done
 
@@ -69,8 +69,8 @@ class ComparedOutput:
 
     def on_host(self) -> ComparedOutput:
         """Returns the same with its arrays as numpy arrays, which hold no device and can travel."""
-        parts = {"output": self.output.mapped(_fetched), "gradients": self.gradients and self.gradients.mapped(_fetched)}
-        return dataclasses.replace(self, **parts)
+        gradients = self.gradients and self.gradients.mapped(_fetched)
+        return dataclasses.replace(self, output=self.output.mapped(_fetched), gradients=gradients)
 
     @property
     def noise(self) -> float | None:
@@ -208,7 +208,10 @@ class Judge:
         if group is None and output_fd is not None:
             is_wrong = options.compares_outputs and standard is not None  # then its noise does not matter
             is_noise_wanted = compares and not (is_wrong or is_judged_apart)
-            group, noise = len(references), self._keep(own, program, taken_s if is_noise_wanted else math.inf, output_fd)
+            group, noise = (
+                len(references),
+                self._keep(own, program, taken_s if is_noise_wanted else math.inf, output_fd),
+            )
         if is_judged_apart:
             wanted = self._expected_in(references[0]) if has_reference else None
             args, kwargs = self._arguments.fresh()
@@ -234,49 +237,57 @@ class Judge:
 
     def digest_of(self, output: Any) -> str:
         """Returns a hash of the bits of an output, flattened or not."""
-        device = self._shortcut
         flat = output if isinstance(output, Flat) else _flat(output)
         if self._arguments.is_plain:
             flat = flat.mapped(_kind_unless_array)
-        return bits.digest(flat, device and device.run, device and device.is_narrow)
+        if (device := self._shortcut) is None:
+            return bits.digest(flat)
+        return bits.digest(flat, device.run, device.is_narrow)
 
     def _with_bits(self, found: Judgement, own: ComparedOutput, defaults: int) -> Judgement:
         """Returns a judgement with the comparison with the bits of the defaults, which decides if numerics are exact."""
-        with contextlib.suppress(Exception):  # a config may have left anything in the file
-            expected, is_exact = self._expected_in(defaults), self._options.is_exact
-            is_same, reason = have_same_bits(own.digest, expected.digest), None
-            if is_exact and found.wrong is None and (is_same is False or self._shortcut is None):
-                reason = bits.difference(own.output, expected.output)
-                if reason is None and own.gradients and expected.gradients:
-                    reason = bits.difference(own.gradients, expected.gradients, "the gradient ")
-                if reason is None and is_same is False:
-                    reason = "output has other bits on inputs that are moved by a unit in the last place"
-                is_same = reason is None
-            wrong = f"{reason}, compared with the defaults (numerics='bitwise')" if reason else found.wrong
-            known = None if is_same is None else SAME if is_same else OTHER
-            return dataclasses.replace(found, wrong=wrong, bits=known, is_harmless=bool(reason))
-        return found
+        try:
+            expected = self._expected_in(defaults)
+            is_same = have_same_bits(own.digest, expected.digest)
+            reason = self._other_bits(own, expected, is_same=is_same)
+        except Exception:
+            return found  # the config that wrote the file may have left anything there
+        if reason and found.wrong is None:
+            reason = f"{reason}, compared with the defaults (numerics='bitwise')"
+            return dataclasses.replace(found, wrong=reason, bits=OTHER, is_harmless=True)
+        return found if is_same is None else dataclasses.replace(found, bits=SAME if is_same else OTHER)
+
+    def _other_bits(self, own: ComparedOutput, expected: ComparedOutput, *, is_same: bool | None) -> str | None:
+        """Returns how bits differ if numerics are exact; on the host, digests alone do not prove that they are equal."""
+        if not self._options.is_exact or (is_same and self._shortcut is not None):
+            return None
+        reason = bits.difference(own.output, expected.output)
+        if reason is None and own.gradients and expected.gradients:
+            reason = bits.difference(own.gradients, expected.gradients, "the gradient ")
+        if reason is None and is_same is False:
+            reason = "output has other bits on inputs that are moved by a unit in the last place"
+        return reason
 
     def _with_batch(self, found: Judgement, program: Program, output: Any) -> Judgement:
         """Returns a judgement with the comparison of half of the batch with the whole; see `Options.check_batch`."""
+        known: Batch = None
+        reason: str | None
         try:
-            (args, kwargs), fn = self._arguments.for_run(), self._call.fn
-            args, kwargs = batch.halved(fn, args, kwargs, self._options.check_batch)
-            half = jax.block_until_ready(bind_config(fn, program.config)(*args, **kwargs))
-            pairs = zip(_flat(half).leaves, _flat(output).values, strict=True)
-            cut = [(path, leaf, batch.rows_like(leaf, whole)) for (path, leaf), whole in pairs]
-            rows = [(path, leaf, wanted) for path, leaf, wanted in cut if wanted is not None]
-            leaves = [tuple((path, each[at]) for path, *each in rows) for at in (0, 1)]
-            flat = [Flat(None, "", each) for each in leaves]
-            reason = bits.difference(*flat) if rows else "no output has an axis of half the length"
-            known = None if not rows else VARIES if reason else INVARIANT
+            args, kwargs = batch.halved(self._call.fn, *self._arguments.for_run(), self._options.check_batch)
+            half = _flat(jax.block_until_ready(bind_config(self._call.fn, program.config)(*args, **kwargs)))
+            rows = list(map(batch.rows_like, half.values, _flat(output).values))
+            if all(row is None for row in rows):
+                raise ValueError("no output has an axis of half the length")
+            wanted = iter([leaf if row is None else row for leaf, row in zip(half.values, rows, strict=True)])
+            reason = bits.difference(half, half.mapped(lambda _: next(wanted)))
+            known = VARIES if reason else INVARIANT
         except Exception as error:
-            reason, known = f"half of the batch failed: {type(error).__name__}: {error}", None
-        wrong = found.wrong
-        is_refused = wrong is None and reason is not None and self._options.numerics == BATCH_INVARIANT
-        if is_refused:
-            wrong = f"{reason}, for half of the batch compared with the whole (numerics='batch_invariant')"
-        return dataclasses.replace(found, wrong=wrong, batch=known, is_harmless=found.is_harmless or is_refused)
+            reason = f"half of the batch failed: {type(error).__name__}: {error}"
+        found = dataclasses.replace(found, batch=known)
+        if reason is None or found.wrong is not None or self._options.numerics != BATCH_INVARIANT:
+            return found
+        reason = f"{reason}, for half of the batch compared with the whole (numerics='batch_invariant')"
+        return dataclasses.replace(found, wrong=reason, is_harmless=True)
 
     def _differs_from_reference(self, own: ComparedOutput, reference: int, defaults: int) -> str | None:
         """Returns how an output differs from `ref_fn`'s, by more than the noise of the defaults if these work."""
