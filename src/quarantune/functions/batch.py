@@ -1,72 +1,69 @@
-"""The batch of a call: which axes of its arguments hold it, and the call with half of it; see `Options.check_batch`."""
+"""The batch of a call: the axis that holds it, and the call with half of it; see `Options.check_batch`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from quarantune.functions.binding import Arguments, signature_of
 from quarantune.functions.description import is_array
 
 
-def halved(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: int | Mapping[str, int] | None
-) -> Arguments:
-    """Returns the arguments of a call with the first half of the batch.
+def bound_batch(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: int | Mapping[str, int]
+) -> tuple[inspect.BoundArguments, Mapping[str, int], int]:
+    """Returns the arguments of a call by parameter, the axis of the batch in each, and the length of the batch.
 
     Args:
         fn: the function.
-        args: its positional arguments; arrays may be `jax.ShapeDtypeStruct`s, which stay as they are.
+        args: its positional arguments; arrays may be `jax.ShapeDtypeStruct`s.
         kwargs: its keyword arguments.
         axes: the axis of the batch, in all arguments or by parameter.
 
     Raises:
-        ValueError: no argument has the axis, or its lengths differ, or it has fewer than two rows.
+        ValueError: the arguments have no such axis of at least two rows, or named parameters have different lengths.
     """
     bound = signature_of(fn).bind_partial(*args, **kwargs)
-    axis_of = dict.fromkeys(bound.arguments, axes) if isinstance(axes, int) else dict(axes or {})
-    if unknown := axis_of.keys() - bound.arguments.keys():
+    axis_of = axes if isinstance(axes, Mapping) else dict.fromkeys(bound.arguments, axes)
+    leaves = [(leaf, axis) for name, axis in axis_of.items() for leaf in jax.tree.leaves(bound.arguments.get(name))]
+    rows = [leaf.shape[axis] for leaf, axis in leaves if is_array(leaf) and leaf.ndim > axis]
+    is_unclear = axis_of is axes and (len({*rows}) > 1 or not axis_of.keys() <= bound.arguments.keys())
+    if is_unclear or not rows or rows[0] < 2:
         raise ValueError(
-            f"check_batch names {', '.join(sorted(unknown))}: give parameters of the call, {', '.join(bound.arguments)}"
+            f"check_batch={axes!r} does not fit the call: its arrays have {sorted({*rows}) or 'no'} rows there. Give "
+            f"an axis of at least two rows, or the axis of each parameter with the batch, as in {{'x': 0}}"
         )
-    found = [
-        leaf.shape[axis]
-        for name, axis in axis_of.items()
-        for leaf in jax.tree.leaves(bound.arguments[name])
-        if axis is not None and is_array(leaf) and leaf.ndim > axis
-    ]
-    lengths = set(found[:1] if isinstance(axes, int) else found)
-    if len(lengths) != 1 or min(lengths) < 2:
-        raise ValueError(
-            f"check_batch={axes!r} does not fit the call: its arrays have {sorted(set(found)) or 'no'} rows there. Give "
-            f"an axis of at least two rows, or the axis of each parameter that has the batch, as in {{'x': 0}}"
-        )
-    length = lengths.pop()
+    return bound, axis_of, rows[0]
 
-    def half(leaf: Any, axis: int) -> Any:
-        is_batch = is_array(leaf) and leaf.ndim > axis and leaf.shape[axis] == length
-        if not is_batch or isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        return leaf[(slice(None),) * axis + (slice(length // 2),)]
 
+def halved(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: int | Mapping[str, int]
+) -> Arguments:
+    """Returns the arguments of a call with the first half of the batch; see `bound_batch`."""
+    bound, axis_of, length = bound_batch(fn, args, kwargs, axes)
     for name, axis in axis_of.items():
-        if axis is not None:
-            bound.arguments[name] = jax.tree.map(lambda leaf, axis=axis: half(leaf, axis), bound.arguments[name])
+        cut = (slice(None),) * axis + (slice(length // 2),)
+        leaves, structure = jax.tree.flatten(bound.arguments[name])
+        has_batch = [is_array(leaf) and leaf.ndim > axis and leaf.shape[axis] == length for leaf in leaves]
+        halves = [leaf[cut] if has else leaf for leaf, has in zip(leaves, has_batch, strict=True)]
+        bound.arguments[name] = jax.tree.unflatten(structure, halves)
     return bound.args, bound.kwargs
 
 
-def rows_like(half: Any, whole: Any) -> Any:
-    """Returns the rows of an output that has half of them in another run; None if the outputs have the same shape.
+def first_rows(wholes: Sequence[Any], halves: Sequence[Any]) -> list[Any]:
+    """Returns the first rows of outputs, as many as those for half of the batch have; of others, the half's own value.
 
     Raises:
-        ValueError: the outputs differ in another way.
+        ValueError: all have the same shapes in both, so that none has rows.
     """
-    if not is_array(whole) or not is_array(half) or half.shape == whole.shape:
-        return None
-    differ = [axis for axis, (mine, its) in enumerate(zip(half.shape, whole.shape, strict=False)) if mine != its]
-    if half.ndim != whole.ndim or len(differ) != 1 or half.shape[differ[0]] != whole.shape[differ[0]] // 2:
-        raise ValueError(f"it gives {list(half.shape)} of {list(whole.shape)}")
-    axis = differ[0]
-    return whole[(slice(None),) * axis + (slice(half.shape[axis]),)]
+    found = []
+    for whole, half in zip(wholes, halves, strict=True):
+        axes = [axis for axis, rows in enumerate(np.shape(whole)) if rows != np.shape(half)[axis]]
+        found.append(whole[(slice(None),) * axes[0] + (slice(half.shape[axes[0]]),)] if axes else half)
+    if all(rows is half for rows, half in zip(found, halves, strict=True)):
+        raise ValueError("no output has the batch as an axis")
+    return found

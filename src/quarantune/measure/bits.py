@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune.measure.compare import Flat, NoArray, has_dtype, on_host
+from quarantune.measure.compare import Comparer, Flat, NoArray, has_dtype, on_host
 from quarantune.measure.rounding import HostArray
 
 MOVED = {True: 2, False: 1}
@@ -24,64 +23,48 @@ and hashing as much output takes the host 40 ms."""
 SLOWEST_S = 1.0
 """Seconds of a run above which a program does not run on moved inputs for its bits."""
 _DIGITS = 16
-_FACTORS = (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0x2C1B3C6D)
 
 
-def digest(output: Flat, run: Callable[..., Any] | None = None, takes: Callable[[Any], bool] | None = None) -> str:
+def digest(output: Flat, device: Comparer | None) -> str:
     """Returns a hash of the bits of an output, its structure, shapes and dtypes.
 
     Args:
         output: the output.
-        run: calls a jitted function with arguments on their device; None to hash everything on the host.
-        takes: returns whether `run` takes an array.
+        device: hashes arrays where they are; None to hash them on the host.
     """
-    there = [leaf if run is not None and takes is not None and takes(leaf) else None for leaf in output.values]
-    sums = [None if leaf is None or run is None else run(sums_of, leaf) for leaf in there]  # all, before any is awaited
+    # All sums begin before the first is awaited.
+    sums = [device.run(sums_of, leaf) if device and device.is_narrow(leaf) else None for leaf in output.values]
     parts = [_described(leaf, found) for leaf, found in zip(output.values, sums, strict=True)]
     return hashlib.sha256(repr((output.shown, parts)).encode("utf-8", "surrogatepass")).hexdigest()[:_DIGITS]
 
 
-def _described(leaf: Any, found: Any) -> Any:
-    if found is None:
-        array = on_host(leaf)
-        if isinstance(leaf, NoArray) or array.dtype.hasobject:
-            return repr(leaf)
-        found = [zlib.crc32(words_of(array).data), array.size]
-    return str(getattr(leaf, "dtype", type(leaf).__name__)), np.shape(leaf), [int(part) for part in np.asarray(found)]
+def _described(leaf: Any, sums: Any) -> Any:
+    if sums is not None:
+        return str(leaf.dtype), leaf.shape, np.asarray(sums).tolist()
+    array = on_host(leaf)
+    if isinstance(leaf, NoArray) or array.dtype.hasobject:
+        return repr(leaf)
+    return str(array.dtype), array.shape, zlib.crc32(_with_one_nan(array).view(np.uint8).data)
 
 
-def words_of(array: HostArray) -> HostArray:
-    """Returns the bits of an array as a flat array of unsigned numbers; complex numbers and long ones are several."""
+def _with_one_nan(array: HostArray) -> HostArray:
+    """Returns the elements of an array in one dimension, with the same bits for all that are NaN."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    if has_dtype(flat, np.complexfloating):
-        flat = flat.view(flat.real.dtype)
-    size = flat.dtype.itemsize
-    words = flat.view(f"uint{8 * size}") if size in (1, 2, 4, 8) else flat.view(np.uint8)
-    if _may_have_nan(flat) and (is_nan := np.isnan(flat)).any():
-        words = np.where(is_nan, ~words.dtype.type(0), words)
-    return words.view(np.uint32) if size == 8 else words
-
-
-def _may_have_nan(flat: HostArray) -> bool:
-    if flat.dtype in (np.float32, np.float64):
-        with np.errstate(all="ignore"):
-            return not np.isfinite(flat.sum())  # several times faster than a look at each element
-    return has_dtype(flat, np.floating)
+    if has_dtype(flat, np.inexact) and (is_nan := np.isnan(flat)).any():
+        return np.where(is_nan, flat.dtype.type(np.nan), flat)
+    return flat
 
 
 @jax.jit
 def sums_of(array: jax.Array) -> jax.Array:
-    """Returns the two sums of a digest for an array of floats of at most 32 bits, on its device."""
+    """Returns the sums, modulo 2**32, of two hashes of each element with its place, for floats of at most 32 bits."""
     unsigned = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
-    words = jax.lax.bitcast_convert_type(array, unsigned)
-    words = jnp.where(jnp.isnan(array), ~unsigned.type(0), words).reshape(-1).astype(jnp.uint32)
-    # The sums, modulo 2**32, of two hashes of each word with its place.
-    first, second, third, fourth = (np.uint32(factor) for factor in _FACTORS)
-    mixed = words + jnp.arange(1, 1 + words.size, dtype=jnp.uint32) * first
-    mixed = (mixed ^ (mixed >> 16)) * second
-    mixed = (mixed ^ (mixed >> 13)) * third
-    mixed = mixed ^ (mixed >> 16)
-    again = (mixed ^ (mixed >> 15)) * fourth
+    words = jnp.where(jnp.isnan(array), ~unsigned.type(0), jax.lax.bitcast_convert_type(array, unsigned)).reshape(-1)
+    # The multipliers and shifts are those of MurmurHash3's finaliser.
+    mixed = words.astype(jnp.uint32) + jnp.arange(1, 1 + words.size, dtype=jnp.uint32) * np.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
+    again = (mixed ^ (mixed >> 16)) * np.uint32(0x2C1B3C6D)
     return jnp.stack([jnp.sum(each, dtype=jnp.uint32) for each in (mixed, again ^ (again >> 12))])
 
 
@@ -98,32 +81,21 @@ def difference(output: Flat, expected: Flat, what: str = "output") -> str | None
         if isinstance(leaf, NoArray) or mine.dtype.hasobject or mine.dtype != its.dtype or mine.shape != its.shape:
             if repr(leaf) != repr(wanted):
                 return f"{what}{path} is not the same"
-        elif reason := _difference(mine, its):
-            return f"{what}{path} has {reason}"
+            continue
+        mine, its = _with_one_nan(mine), _with_one_nan(its)
+        differs = mine.view(f"V{mine.itemsize}") != its.view(f"V{mine.itemsize}")
+        if differs.any():
+            count = f"{what}{path} has other bits in {np.count_nonzero(differs):,} of {mine.size:,} elements"
+            return f"{count}{_apart(mine[differs], its[differs])}"
     return None
 
 
-def _difference(mine: HostArray, its: HostArray) -> str | None:
-    differs = words_of(mine) != words_of(its)
-    if not differs.any():
-        return None
-    if differs.size != mine.size:
-        differs = differs.reshape(mine.size, -1).any(1)
-    count = f"other bits in {np.count_nonzero(differs):,} of {mine.size:,} elements"
+def _apart(mine: HostArray, its: HostArray) -> str:
+    """Returns by how much floats differ at most; both zeros have one place among all numbers of their dtype."""
     if not has_dtype(mine, np.floating):
-        return count
-    mine, its = (array.reshape(-1)[differs] for array in (mine, its))
-    if not all(np.isfinite(array.astype(np.float64)).all() for array in (mine, its)):
-        return f"{count}, some of them NaN or infinite"
-    pairs = zip(_places(mine).tolist(), _places(its).tolist(), strict=True)
-    units = max(abs(one - other) for one, other in pairs)
-    if not units:
-        return f"{count}, in the sign of zeros only"
-    return f"{count}, at most {units:,} unit{'' if units == 1 else 's'} in the last place"
-
-
-def _places(array: HostArray) -> HostArray:
-    """Returns the place of each float among all numbers of its dtype; both zeros have the same."""
-    size = array.dtype.itemsize
-    bits = array.view(f"int{8 * size}").astype(np.int64)
-    return np.where(bits < 0, -(bits & (2 ** (8 * size - 1) - 1)), bits)
+        return ""
+    signed = [array.view(f"int{8 * array.itemsize}").astype(np.int64) for array in (mine, its)]
+    sign = 1 << (8 * mine.itemsize - 1)
+    places = [np.where(bits < 0, -(bits & (sign - 1)), bits).astype(np.float64) for bits in signed]
+    units = int(np.abs(places[0] - places[1]).max())
+    return f", at most {units:,} unit{'' if units == 1 else 's'} in the last place" if units else ", in signs of zeros"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.measure import finals, observing
-from quarantune.results import bits
 from quarantune.results.report_data import PlainResult
 from quarantune.values.codec import JsonObject, as_json, equal, text_of
 from quarantune.values.configs import Config, ConfigValue, format_config, format_value
@@ -130,7 +129,9 @@ def _figures(trials: Sequence[Trial], result: PlainResult, flops: float | None, 
         figures[_COMPILE_HEADING] = [_number(trial.compile_s, form=".2f") for trial in trials]
     if len({trial.device_memory_bytes for trial in trials} - {None}) > 1:
         figures["device MiB"] = [_number(trial.device_memory_bytes or None, 1 << 20) for trial in trials]
-    figures |= bits.shown(trials)
+    for name in ("bits", "batch"):
+        if len({getattr(trial, name) for trial in trials} - {None}) > 1:
+            figures[name] = [getattr(trial, name) or "" for trial in trials]
     for heading, amount in (("TFLOP/s", flops and flops / 1e12), ("GB/s", moved_bytes and moved_bytes / 1e9)):
         if amount is not None:
             times = [trial.time_ms if trial.outcome is Outcome.OK else None for trial in trials]

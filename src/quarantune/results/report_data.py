@@ -6,11 +6,12 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from quarantune.results.bits import BitsReport, bits_of
+from quarantune.results.bits_report import BitsReport, bits_of
 from quarantune.values.codec import IN_MEMORY, Record, equal, frozen
 from quarantune.values.configs import Config
 from quarantune.values.texts import printable
 from quarantune.values.trial import (
+    SAME,
     SCORES,
     Counts,
     Findings,
@@ -128,13 +129,11 @@ class PlainResult(Record):
 
         A result from the cache has no trials, so that nothing is known of them; see `TuningResult.with_trials`.
         """
-        own: Trial | None = next(filter(self.is_default, self.trials), None)
-        if own is None and self.default_config is not None and self.default_time_ms is not None:
-            own = Trial(config=self.default_config, outcome=Outcome.OK, time_ms=self.default_time_ms)
-        best = next(filter(self.is_best, self.trials), own if equal(self.default_config, self.best_config) else None)
-        is_known = any(trial.bits is not None for trial in self.trials)
-        defaults = own if is_known and own is not None and own.is_usable else None
-        return bits_of(self.trials, best=best, defaults=defaults, is_whole=self.seen in (None, self.space_size))
+        own = next(filter(self.is_default, [*self.trials, *self.finalists]), None)
+        if own is None and self.default_config is not None and any(trial.bits for trial in self.trials):
+            own = Trial(config=self.default_config, outcome=Outcome.OK, time_ms=self.default_time_ms, bits=SAME)
+        best = next(filter(self.is_best, self.trials), own)
+        return bits_of(self.trials, best=best, defaults=own, is_whole=self.seen in (None, self.space_size))
 
     def pareto(self) -> tuple[Trial, ...]:
         """Returns the configs that no other beats in time and device memory, the fastest first.

@@ -33,17 +33,12 @@ class Reference:
         compares: whether to compare the configs' outputs with each other.
         is_awaited: whether the defaults must run before any other config does.
         is_coming: whether a worker must compute the output of `ref_fn` before any comparison.
+        is_exact: whether configs may win only with the bits of the defaults' output.
         noise: the RMS of the first kept output's change when its inputs move, relative to the output's RMS.
     """
 
     def __init__(
-        self,
-        *,
-        compares: bool = False,
-        default: int | None = None,
-        is_first: bool = True,
-        calibrates: bool = False,
-        is_exact: bool = False,
+        self, *, compares: bool = False, default: int | None = None, is_first: bool = True, calibrates: bool = False
     ) -> None:
         """Sets up a reference.
 
@@ -52,16 +47,15 @@ class Reference:
             default: the index under which the function's defaults run; None if the function has none.
             is_first: whether all other configs wait for the defaults before any comparison.
             calibrates: whether to keep the defaults' output in addition to the output of `give`, for its noise or bits.
-            is_exact: whether configs may win only with the bits of the defaults' output.
         """
         self.fds: list[int] = []
         self.untuned: Trial | None = None
         self.compares = compares
         self.is_coming = False
+        self.is_exact = False
         self.noise: float | None = None
         self._is_given = False
         self._calibrates = calibrates
-        self._is_exact = is_exact
         self._defaults = {default} if default is not None else set()
         self._default_end = ""
         self._is_first = is_first
@@ -167,7 +161,7 @@ class Reference:
             index: the config's index.
             bits: the bits of its output.
         """
-        if not self._is_exact or bits == SAME or self.is_default(index):
+        if not self.is_exact or bits == SAME or self.is_default(index):
             return ""
         why = "no output of the defaults to compare its bits with" if bits is None else "its own repeated runs differ"
         return f"{why} (numerics='bitwise')"

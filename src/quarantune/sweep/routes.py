@@ -112,6 +112,7 @@ class Routes:
             return Swept()
         with self._schedulers:
             self._reference, configs = self._reference_for(configs, self._request.ledger.trials)
+            self._reference.is_exact = self._request.options.numerics == BITWISE
             self._schedulers.callback(self._reference.close)
             needs_ref_fn = callable(self._request.options.ref_fn) and not self._request.outputs
             self._reference.is_coming = needs_ref_fn and bool(configs)
@@ -308,16 +309,15 @@ class Routes:
         """
         problem, options, default = self._problem, self._request.options, self._problem.default
         compares, calibrates = options.compares_outputs and bool(configs), options.calibrates and bool(configs)
-        is_exact = options.numerics == BITWISE
         if self._request.outputs:
-            reference = Reference(compares=compares, default=default if default in configs else None, is_exact=is_exact)
+            reference = Reference(compares=compares, default=default if default in configs else None)
             for fd in self._request.outputs:
                 reference.give(fd)
             return reference, configs
         if problem.untuned is None:
             # The output of a plain callable may well differ between configs.
             return Reference(compares=compares and jax_functions.is_jitted(problem.fn)), configs
-        make = functools.partial(Reference, compares=compares, calibrates=calibrates, is_exact=is_exact)
+        make = functools.partial(Reference, compares=compares, calibrates=calibrates)
         if default in configs:
             return make(default=default, is_first=default not in self._request.troubled), configs
         has_final = self._request.has_final and bool(configs or finals.finalists(known))

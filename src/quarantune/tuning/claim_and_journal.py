@@ -227,48 +227,15 @@ class ClaimAndJournal:
                 )
         return trials
 
-    def of_rounding(self, configs: Space, key: str) -> tuple[dict[int, Trial], Trial | None]:
-        """Returns the trials of the same call under `numerics="rounding"`, by these versions.
+    def untuned(self) -> Trial | None:
+        """Returns the latest trial of the function's own defaults, if they are not one of the configs."""
+        records = [each for each in self._keys.records() if each.get("key") == self._id.key and "trial" in each]
+        trials = [Trial.from_json(each["trial"]) for each in records if each.get("versions") == versions.versions()]
+        return trials[-1] if trials else None
 
-        Args:
-            configs: the configs.
-            key: the key of the call under those numerics.
-
-        Returns:
-            The trials by the config's index, finalists with the times of the final; and the trial of the function's
-            own defaults, if they are not one of the configs.
-        """
-        of = self._directory, self._id.name, self._id.device, key
-        trials: dict[int, Trial] = {}
-        untuned: Trial | None = None
-        defaults = [each for each in self._keys.records() if each.get("key") == key and "trial" in each]
-        for is_untuned, record in [
-            *((True, each) for each in defaults),
-            *((False, each) for each in Journal(*of).each()),
-        ]:
-            with contextlib.suppress(KeyError, DamageError):
-                trial = Trial.from_json(record["trial"])
-                if record["versions"] != versions.versions() or not self._still_counts(trial, record):
-                    continue
-                trial = dataclasses.replace(trial, recalled_from=trial.recalled_from or trial.ended_s)
-                if is_untuned:
-                    untuned = trial
-                elif (index := configs.find(trial.config)) is not None:
-                    trials[index] = dataclasses.replace(trial, config=configs[index])
-        for record in journal.conclusions(*of).records()[-1:]:
-            with contextlib.suppress(KeyError, DamageError, TypeError):
-                for finalist in map(Trial.from_json, record["finalists"]):
-                    timed: Any = {
-                        "time_ms": finalist.time_ms,
-                        "own_ms": finalist.time_ms,
-                        "samples_ms": finalist.samples_ms,
-                    }
-                    index = configs.find(finalist.config)
-                    if index in trials:
-                        trials[index] = dataclasses.replace(trials[index], outcome=Outcome.OK, **timed)
-                    elif index is None and untuned is not None:
-                        untuned = dataclasses.replace(untuned, **timed)
-        return trials, untuned
+    def finalists(self) -> list[Trial]:
+        """Returns the finalists of the latest sweep, with the times of the final."""
+        return [Trial.from_json(each) for end in self._conclusions.records()[-1:] for each in end["finalists"]]
 
     def discard(self, *, with_failures: bool = False) -> None:
         """Removes the journal and, `with_failures`, the failed compilations."""

@@ -306,34 +306,19 @@ class TuningJob:
         }
 
     def _by_known_bits(self, progress: Progress) -> Swept | None:
-        """Returns the end of a sweep whose configs all have trials of an ordinary sweep that show their bits.
-
-        Otherwise, the trials that an ordinary sweep has settled are recalled.
-        """
-        saved = None if self._start_over or self._ledger.trials else self._records.directory
-        key = kept_bits.rounding_key(self._keyed)
-        entry = None if saved is None else open_store(self._now.settings).get(*self._key._replace(key=key))
-        if entry is None or entry.get("space") != self._call.space:
+        """Returns the end of a sweep whose configs all have trials of an ordinary sweep that show their bits."""
+        is_new = self._records.directory is not None and not (self._start_over or self._ledger.trials)
+        found = kept_bits.known(self._keyed, self._now, self._limits) if is_new else None
+        if found is None or self._of_this_program(found[0]) is not found[0]:
             return None
-        trials, untuned = self._records.of_rounding(self._configs, key)
-        default = self._call.default_index
-        defaults = untuned if default is None else trials.get(default)
-        if defaults is None or not defaults.digest or not (trials := dict(self._of_this_program(trials))):
-            return None
-        found = kept_bits.judged(trials, defaults)
-        self._ledger.recall(found)
+        trials, swept, searched = found
+        self._ledger.recall(trials)
         if self._search.tries_all:
             self._prune(progress)
-            is_whole = self._ledger.trials.keys() >= set(self._configs.listed())
-        else:
-            searched = Findings.from_json(entry).search
-            self._stopped, self._saw_all = searched.stopped, searched.seen == searched.space_size
-            is_whole = found.keys() == trials.keys()
-        if not is_whole:
-            return None
-        for index, trial in found.items():
+        self._stopped, self._saw_all = searched.stopped, searched.seen == searched.space_size
+        for index, trial in trials.items():
             self._append(index, trial)
-        return Swept(untuned=untuned)
+        return swept
 
     # The sweep
 

@@ -109,6 +109,7 @@ class Program:
             several, may have another key for it. None without a hash.
         coarsest: the bits in the mantissas of the coarsest type that it computes with; None if unknown.
         figures: the needs of its kernels, as far as they are known.
+        digests: the digests of what its runs on the call's arguments have returned.
     """
 
     config: Config
@@ -119,6 +120,7 @@ class Program:
     identity: str | None = None
     coarsest: int | None = None
     figures: CompilerFigures | None = None
+    digests: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
 class CallArguments:

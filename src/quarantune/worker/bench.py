@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +28,7 @@ from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.failures import NeedsDeviceError, check_is_done
 from quarantune.worker.judging import Judge, StaleMemory
 
+_ENOUGH_DIGESTS = 2
 _SMALL_BYTES = 256 << 10
 """Size of an output up to which hashing it between samples leaves the caches of a core nearly as they were."""
 _FLUSH_BYTES = 256 << 20
@@ -66,7 +67,7 @@ class Bench:
         self._flush: device_clock.Flush | None = None
         self._attaching: threading.Thread | None = None
         self._last_run: tuple[weakref.ref[Program], RunTime] | None = None
-        self._runs = RepeatedRuns(self.judge.digest_of, is_exact=options.platform not in (None, "cpu"))
+        self._latest: Any = None  # the output of the latest run, until its bits are noted
         if options.platform == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker does not use
         if call.context_mesh is not None:
@@ -206,13 +207,14 @@ class Bench:
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on unmodified arguments, and returns its output."""
         self._await_clock()
+        self._latest = None
         args, kwargs = self.arguments.dynamic(self.arguments.for_run())
         with Watch(spins=self.is_plain) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
         if self.is_plain:
             check_is_done(output)
         self._last_run = weakref.ref(program), taken.scaled(1e3)
-        self._runs.latest = output
+        self._latest = output
         return output[0] if self.options.time_grad else output
 
     def check(
@@ -238,9 +240,18 @@ class Bench:
             standard=standard,
             output_fd=output_fd,
         )
-        # With a timed gradient, a run returns more than the output that was judged.
-        self._runs.begin(program, "" if self.options.time_grad else judgement.digest.partition(".")[0])
+        if self.options.time_grad:  # the run has returned more than the output that was judged
+            self._note_bits(program)
+        else:
+            program.digests.add(judgement.digest.partition(".")[0])
         return judgement
+
+    def _note_bits(self, program: Program) -> None:
+        """Notes the bits of the latest run, with its gradient if that is timed."""
+        latest, self._latest = self._latest, None
+        if latest is not None and len(program.digests) < _ENOUGH_DIGESTS:
+            with contextlib.suppress(Exception):  # too little memory
+                program.digests.add(self.judge.digest_of(latest))
 
     def _last_run_of(self, program: Program) -> RunTime | None:
         """Returns the time of the last run in milliseconds; None if another program has run since."""
@@ -259,8 +270,8 @@ class Bench:
 
             def run_fresh() -> object:
                 args, kwargs = fresh[0]
-                self._runs.latest = None
-                self._runs.latest = output = jax.block_until_ready(call(*args, **kwargs))
+                self._latest = None
+                self._latest = output = jax.block_until_ready(call(*args, **kwargs))
                 return output
 
             def refill() -> None:
@@ -273,8 +284,8 @@ class Bench:
         args, kwargs = self.arguments.dynamic(self.arguments.shared())
 
         def dispatch() -> object:
-            self._runs.latest = None  # its memory is free before the next run
-            self._runs.latest = output = call(*args, **kwargs)
+            self._latest = None  # its memory is free before the next run
+            self._latest = output = call(*args, **kwargs)
             return output
 
         if self._has_own_clock():
@@ -288,7 +299,7 @@ class Bench:
         """Times a program that need not have run, with few samples, and looks at no output."""
         self._await_clock()
         clock = self.clock(program)
-        measured, self._runs.latest = _measurement(sampling.glance(clock.take), clock), None
+        measured, self._latest = _measurement(sampling.glance(clock.take), clock), None
         return measured
 
     def measure(
@@ -311,8 +322,16 @@ class Bench:
             self.run(program)
             is_warm = True
         clock, last = self.clock(program), self._last_run_of(program)
+
+        def take(count: int) -> Sequence[RunTime]:
+            samples = clock.take(count)
+            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._latest))
+            if size <= _SMALL_BYTES or self.options.on_gpu:
+                self._note_bits(program)
+            return samples
+
         samples = sampling.measure(
-            self._runs.watched(program, clock.take),
+            take,
             rep=self.options.rep,
             best_median_ms=best_median_ms,
             margin=model.MARGINS[clock.name],
@@ -321,7 +340,8 @@ class Bench:
             is_exact=clock.is_exact,
             disturbance=disturbance,
         )
-        measured, is_unstable = _measurement(samples, clock), self._runs.end()
+        self._note_bits(program)
+        measured, is_unstable = _measurement(samples, clock), len(program.digests) > 1
         observed = self._observed(program, measured.ranking_ms)
         return dataclasses.replace(measured, observed=observed, is_unstable=is_unstable)
 
@@ -373,7 +393,7 @@ class Bench:
             warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, warm, strict=True):
                 warm_ms[position] = samples_ms
-        self._runs.latest = None
+        self._latest = None
         return rounds_ms, warm_ms
 
     def observe(self, programs: Sequence[Program], times_ms: Sequence[float]) -> list[list[dict[str, float]]]:
@@ -399,62 +419,6 @@ class Bench:
         if self._flush is None:
             self._flush = device_clock.Flush(jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile())
         return self._flush
-
-
-class RepeatedRuns:
-    """Compares the bits of the outputs of one program's runs.
-
-    Attributes:
-        latest: the output of the latest run; None if it was compared.
-    """
-
-    def __init__(self, digest_of: Callable[[Any], str], *, is_exact: bool) -> None:
-        """Begins without a run.
-
-        Args:
-            digest_of: returns the digest of an output.
-            is_exact: whether work between samples does not change their times.
-        """
-        self.latest: Any = None
-        self._digest_of = digest_of
-        self._is_exact = is_exact
-        self._program: weakref.ref[Program] | None = None
-        self._seen: set[str] = set()
-
-    def begin(self, program: Program, digest: str) -> None:
-        """Takes the latest run as the first one of a program, with the digest of its output if that is known."""
-        self._program, self._seen = weakref.ref(program), {digest} - {""}
-        if digest:
-            self.latest = None
-        self._compare()
-
-    def watched(self, program: Program, take: Callable[[int], Sequence[RunTime]]) -> Callable[[int], Sequence[RunTime]]:
-        """Returns a function that takes samples of a program, and compares the output of the last of them.
-
-        A large output is compared at the end only, if hashing it would take the caches of the next run.
-        """
-        if self._program is None or self._program() is not program:
-            self._program, self._seen, self.latest = weakref.ref(program), set(), None
-
-        def taking(count: int) -> Sequence[RunTime]:
-            samples = take(count)
-            leaves = jax.tree.leaves(self.latest)
-            if self._is_exact or sum(getattr(leaf, "nbytes", 0) for leaf in leaves) <= _SMALL_BYTES:
-                self._compare()
-            return samples
-
-        return taking
-
-    def end(self) -> bool:
-        """Compares the latest run, and returns whether the runs of the program differ."""
-        self._compare()
-        return len(self._seen) > 1
-
-    def _compare(self) -> None:
-        latest, self.latest = self.latest, None
-        if latest is not None and len(self._seen) <= 1:
-            with contextlib.suppress(Exception):  # too little memory
-                self._seen.add(self._digest_of(latest))
 
 
 def _measurement(samples: sampling.Sampled, clock: clocks.Clock) -> Measurement:

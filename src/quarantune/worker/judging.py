@@ -32,8 +32,8 @@ from quarantune.transport import differentiation, executable, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.payload import Call, call_as_structs
 from quarantune.values.configs import Config
-from quarantune.values.options import BATCH_INVARIANT
-from quarantune.values.trial import INVARIANT, OTHER, SAME, VARIES, ArrayKind, Batch, have_same_bits
+from quarantune.values.options import BATCH_INVARIANT, BITWISE
+from quarantune.values.trial import INVARIANT, OTHER, SAME, VARIES, ArrayKind, have_same_bits
 from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.failures import check_is_done
 
@@ -42,6 +42,7 @@ _WIDER_S = 5.0
 _STALE_COPIES = 3
 """Copies to overwrite: an allocator may place the next output in the memory of any of the last few."""
 _MOST_STALE_BYTES = 512 << 20
+_OTHER_ON_MOVED = "output has other bits on inputs that are moved by a unit in the last place"
 _NOT_PLAIN = re.compile(r"pallas|ffi|kernel|triton|cutlass|cute|custom_call|callback|random|threefry|rng")
 """Matches primitives that run code for one dtype, call back, or draw other numbers in another dtype."""
 
@@ -226,68 +227,45 @@ class Judge:
 
     def _digest(self, own: ComparedOutput, program: Program, taken_s: float) -> str:
         """Returns the digest of an output, of its gradients, and of outputs on moved inputs if its program is quick."""
-        parts = [self.digest_of(own.output)] + ([self.digest_of(own.gradients)] if own.gradients else [])
-        device = self._shortcut
+        parts, device = list(map(self.digest_of, filter(None, (own.output, own.gradients)))), self._shortcut
         if not self._arguments.is_plain and taken_s < bits.SLOWEST_S:
             with contextlib.suppress(Exception):  # no floats, or too little memory
                 for run in range(1, 1 + bits.MOVED[device is not None]):
                     moved, _ = self._arguments.moved(run, None, device and device.run, is_quick=True)
-                    parts.append(self.digest_of(_flat(self._run(program, moved))))
+                    parts.append(self.digest_of(self._run(program, moved)))
         return ".".join(parts)
 
     def digest_of(self, output: Any) -> str:
         """Returns a hash of the bits of an output, flattened or not."""
         flat = output if isinstance(output, Flat) else _flat(output)
-        if self._arguments.is_plain:
-            flat = flat.mapped(_kind_unless_array)
-        if (device := self._shortcut) is None:
-            return bits.digest(flat)
-        return bits.digest(flat, device.run, device.is_narrow)
+        return bits.digest(flat.mapped(_kind_unless_array) if self._arguments.is_plain else flat, self._shortcut)
 
     def _with_bits(self, found: Judgement, own: ComparedOutput, defaults: int) -> Judgement:
-        """Returns a judgement with the comparison with the bits of the defaults, which decides if numerics are exact."""
-        try:
+        """Returns a judgement with the comparison with the defaults' bits, which decides if numerics are exact."""
+        with contextlib.suppress(Exception):  # the config that wrote the file may have left anything there
             expected = self._expected_in(defaults)
-            is_same = have_same_bits(own.digest, expected.digest)
-            reason = self._other_bits(own, expected, is_same=is_same)
-        except Exception:
-            return found  # the config that wrote the file may have left anything there
-        if reason and found.wrong is None:
-            reason = f"{reason}, compared with the defaults (numerics='bitwise')"
-            return dataclasses.replace(found, wrong=reason, bits=OTHER, is_harmless=True)
-        return found if is_same is None else dataclasses.replace(found, bits=SAME if is_same else OTHER)
-
-    def _other_bits(self, own: ComparedOutput, expected: ComparedOutput, *, is_same: bool | None) -> str | None:
-        """Returns how bits differ if numerics are exact; on the host, digests alone do not prove that they are equal."""
-        if not self._options.is_exact or (is_same and self._shortcut is not None):
-            return None
-        reason = bits.difference(own.output, expected.output)
-        if reason is None and own.gradients and expected.gradients:
-            reason = bits.difference(own.gradients, expected.gradients, "the gradient ")
-        if reason is None and is_same is False:
-            reason = "output has other bits on inputs that are moved by a unit in the last place"
-        return reason
+            is_same, reason = have_same_bits(own.digest, expected.digest), None
+            if self._options.is_exact and not (is_same and self._shortcut):  # on the host, digests prove no equality
+                pairs = (own.output, expected.output, "output"), (own.gradients, expected.gradients, "the gradient ")
+                reasons = [bits.difference(mine, its, what) for mine, its, what in pairs if mine and its]
+                reason = next(filter(None, [*reasons, None if is_same else _OTHER_ON_MOVED]), None)
+            found = dataclasses.replace(found, bits=SAME if is_same and reason is None else OTHER)
+            return _refused(found, reason, "compared with the defaults", BITWISE)
+        return found
 
     def _with_batch(self, found: Judgement, program: Program, output: Any) -> Judgement:
         """Returns a judgement with the comparison of half of the batch with the whole; see `Options.check_batch`."""
-        known: Batch = None
+        numerics, axes = self._options.numerics, self._options.check_batch
         reason: str | None
         try:
-            args, kwargs = batch.halved(self._call.fn, *self._arguments.for_run(), self._options.check_batch)
+            args, kwargs = batch.halved(self._call.fn, *self._arguments.for_run(), axes or 0)
             half = _flat(jax.block_until_ready(bind_config(self._call.fn, program.config)(*args, **kwargs)))
-            rows = list(map(batch.rows_like, half.values, _flat(output).values))
-            if all(row is None for row in rows):
-                raise ValueError("no output has an axis of half the length")
-            wanted = iter([leaf if row is None else row for leaf, row in zip(half.values, rows, strict=True)])
-            reason = bits.difference(half, half.mapped(lambda _: next(wanted)))
-            known = VARIES if reason else INVARIANT
+            rows = iter(batch.first_rows(_flat(output).values, half.values))
+            reason = bits.difference(half, half.mapped(lambda _: next(rows)))
+            found = dataclasses.replace(found, batch=VARIES if reason else INVARIANT)
         except Exception as error:
-            reason = f"half of the batch failed: {type(error).__name__}: {error}"
-        found = dataclasses.replace(found, batch=known)
-        if reason is None or found.wrong is not None or self._options.numerics != BATCH_INVARIANT:
-            return found
-        reason = f"{reason}, for half of the batch compared with the whole (numerics='batch_invariant')"
-        return dataclasses.replace(found, wrong=reason, is_harmless=True)
+            reason = f"half of the batch cannot be compared with the whole: {type(error).__name__}: {error}"
+        return found if numerics != BATCH_INVARIANT else _refused(found, reason, "for half of the batch", numerics)
 
     def _differs_from_reference(self, own: ComparedOutput, reference: int, defaults: int) -> str | None:
         """Returns how an output differs from `ref_fn`'s, by more than the noise of the defaults if these work."""
@@ -442,6 +420,13 @@ class Judge:
             fn = jax_functions.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
         return differentiation.gradients(bound, args, kwargs, self._arguments.jit)
+
+
+def _refused(found: Judgement, reason: str | None, where: str, numerics: str) -> Judgement:
+    """Returns the judgement of an output whose bits are wrong, unless it is wrong already or there is no reason."""
+    if reason is None or found.wrong is not None:
+        return found
+    return dataclasses.replace(found, wrong=f"{reason}, {where} (numerics={numerics!r})", is_harmless=True)
 
 
 def _write(fd: int, kept: Any) -> None:
