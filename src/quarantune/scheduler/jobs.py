@@ -325,6 +325,8 @@ class Jobs:
         self._first_with = {program: first for program, first in self._first_with.items() if first not in jobs}
 
     def _add(self, jobs: Sequence[Job]) -> None:
+        for job in jobs if self._plan.runs_all else ():
+            job.must_run()
         self.begun.extend(jobs)
         self.pending.extend(jobs)
         self._defaults_left |= {job.index for job in jobs if self._reference.is_default(job.index)}

@@ -294,6 +294,8 @@ class Routes:
             proof=self._proof,
             objective=request.options.objective,
             recall=request.recall,
+            # Configs with one program may have different programs for half of the batch.
+            runs_all=request.options.check_batch is not None,
         )
 
     def _reference_for(

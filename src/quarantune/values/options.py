@@ -172,7 +172,7 @@ _SHARE = lambda value: is_number(value) and 0 <= value <= 1, "a share of the ele
 _YES_OR_NO = lambda value: isinstance(value, int) and value in (0, 1), "True or False"
 _NUMERICS = lambda value: value in NUMERICS, " or ".join(map(repr, NUMERICS))
 _AXES = (
-    lambda value: is_whole(value, 0) or (isinstance(value, dict) and value and all(map(_is_axis, value.items()))),
+    lambda it: is_whole(it, 0) or (isinstance(it, dict) and bool(it) and all(map(_is_axis, it.items()))),
     "the number of the axis in every array argument that has the batch, or a dict of parameters to such numbers",
 )
 _SUPPLY = f"one of {', '.join(SUPPLIES)}, or a function"
