@@ -89,7 +89,7 @@ class Layers:
         """Returns the first measured result of the layers, or else their first estimate; each is read once."""
         best = None
         for store in self.stores(now):
-            found = self._usable(store.get(*call.id), call, now, is_own=not store.read_only)
+            found = self._usable(_entry(store, call), call, now, is_own=not store.read_only)
             if found is not None and (best is None or found.origin is Origin.SAVED):
                 _logger.debug("%s: found in %s", call.id.name, store.label)
                 best = found
@@ -185,6 +185,17 @@ class Layers:
                 if entry.get("space") == call.space and (config := call.find(entry.get("config"))):
                     return frozenset(config)
         return frozenset()
+
+
+def _entry(store: Store, call: KeyedCall) -> Entry | None:
+    """Returns the entry of a call. If it must have the defaults' bits, an ordinary sweep may have found its config."""
+    entry = store.get(*call.id)
+    if entry is None and call.call.function.options.numerics == BITWISE:
+        ordinary = store.get(*call.id_under_rounding) or {}
+        exact = [(each, dict_or_empty(each.get("exact"))) for each in saved_program.results_in(ordinary)]
+        found = [{**each, **its} for each, its in exact if its]
+        return {**found[0], saved_program.OTHERS: found[1:]} if found else None
+    return entry
 
 
 def changed_versions(entry: Entry) -> str:

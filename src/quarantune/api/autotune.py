@@ -339,7 +339,7 @@ class Autotuned(TunedCallable[_P, _R]):
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         memo: Memo[Callable[..., _R]] = self._memo
         key, context = memo_key(self._jit_options, args, kwargs), read_context()
-        place = context, assignment_in_force.get(), key, None if blocks.choices_last() else blocks.numerics_in_force()
+        place = context, assignment_in_force.get(), key, blocks.numerics_in_force() if blocks.with_numerics else None
         if key is not None and (bound := memo.get(place)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
@@ -369,7 +369,7 @@ class Autotuned(TunedCallable[_P, _R]):
         self, context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: Callable[..., Any]
     ) -> None:
         """Prepares the short path of `__call__` for calls like this one, if JAX's arrays are its only arguments."""
-        if kwargs or not blocks.choices_last() or any(type(arg) is not jax_arrays.array_type for arg in args):
+        if kwargs or blocks.with_numerics or any(type(arg) is not jax_arrays.array_type for arg in args):
             return
         before, *_, known = self._last
         if before != context:

@@ -34,8 +34,9 @@ def bound_batch(
     is_unclear = axis_of is axes and (len({*rows}) > 1 or not axis_of.keys() <= bound.arguments.keys())
     if is_unclear or not rows or rows[0] < 2:
         raise ValueError(
-            f"check_batch={axes!r} does not fit the call: its arrays have {sorted({*rows}) or 'no'} rows there. Give "
-            f"an axis of at least two rows, or the axis of each parameter with the batch, as in {{'x': 0}}"
+            f"{getattr(fn, '__name__', fn)}: check_batch={axes!r} does not fit the call: its arrays have "
+            f"{sorted({*rows}) or 'no'} rows there. Give an axis of at least two rows, or the axis of each parameter "
+            f"with the batch, as in {{'x': 0}}"
         )
     return bound, axis_of, rows[0]
 

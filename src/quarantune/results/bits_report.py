@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from quarantune.values.codec import text_of
 from quarantune.values.configs import Config, format_config
@@ -83,13 +83,28 @@ def bits_of(trials: Sequence[Trial], *, best: Trial | None, defaults: Trial | No
     """
     known = [trial for trial in trials if trial.digest and trial.bits != UNSTABLE]
     tunables = tuple(_pairs(name, known) for name in dict.fromkeys(name for trial in trials for name in trial.config))
-    own = [] if defaults is None or defaults.bits == UNSTABLE else [defaults]
-    same = {_ms(trial): trial for trial in [*reversed(trials), *own] if trial.bits == SAME and _ms(trial)}
-    if best is None or not best.time_ms or not same:
+    known_ms = [*trials, *([] if defaults is None or defaults in trials else [defaults])]
+    if best is None or not best.time_ms or (fastest := _fastest(known_ms, best)) is None:
         return BitsReport(tunables, is_whole)
-    fastest = best if best in same.values() else same[min(same)]
     price = 1.0 if fastest is best else _ms(fastest) / best.time_ms
     return BitsReport(tunables, is_whole, fastest.config, _ms(fastest), price)
+
+
+def exact_winner(trials: Collection[Trial], best: Trial) -> Trial | None:
+    """Returns the fastest trial with the defaults' bits; None without one, or if one of unknown bits may be faster.
+
+    Args:
+        trials: the trials, those of the defaults included.
+        best: the winner, whatever its bits.
+    """
+    fastest = _fastest(trials, best)
+    timed = [trial for trial in trials if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.bits is None]
+    return None if fastest is None or any(_ms(trial) <= _ms(fastest) for trial in timed) else fastest
+
+
+def _fastest(trials: Collection[Trial], best: Trial) -> Trial | None:
+    same = [trial for trial in trials if trial.bits == SAME and _ms(trial)]
+    return best if best.bits == SAME else min(same, key=_ms, default=None)
 
 
 def _ms(trial: Trial) -> float:

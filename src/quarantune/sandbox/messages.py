@@ -20,7 +20,6 @@ from quarantune.values.trial import (
     ClockName,
     CompilerFigures,
     CompileTarget,
-    Digest,
     Milliseconds,
     Observed,
     Phase,
@@ -222,9 +221,9 @@ class Judgement:
     group: int | None = None
     noise: float | None = None
     wrong: str | None = None
-    bits: Bits = None
-    digest: Digest = ""
-    batch: Batch = None
+    bits: Bits | None = None
+    digest: str = ""
+    batch: Batch | None = None
     is_harmless: bool = False
 
 

@@ -15,7 +15,7 @@ from quarantune.measure import finals
 from quarantune.sandbox import spool
 from quarantune.scheduler.plan import Finish
 from quarantune.values.configs import Config, format_config
-from quarantune.values.trial import SAME, UNTUNED, Bits, Outcome, Phase, Trial
+from quarantune.values.trial import SAME, UNTUNED, Outcome, Phase, Trial
 
 _MOST_GROUPS = 8
 """Largest number of different outputs to keep while the right one is unknown."""
@@ -154,7 +154,7 @@ class Reference:
             self.is_awaited = False
             self._default_end = end or self._default_end
 
-    def why_refused(self, index: int, bits: Bits) -> str:
+    def why_refused(self, index: int, bits: str | None) -> str:
         """Returns why a config may not win whatever its output is; empty if it may.
 
         Args:

@@ -227,16 +227,6 @@ class ClaimAndJournal:
                 )
         return trials
 
-    def untuned(self) -> Trial | None:
-        """Returns the latest trial of the function's own defaults, if they are not one of the configs."""
-        records = [each for each in self._keys.records() if each.get("key") == self._id.key and "trial" in each]
-        trials = [Trial.from_json(each["trial"]) for each in records if each.get("versions") == versions.versions()]
-        return trials[-1] if trials else None
-
-    def finalists(self) -> list[Trial]:
-        """Returns the finalists of the latest sweep, with the times of the final."""
-        return [Trial.from_json(each) for end in self._conclusions.records()[-1:] for each in end["finalists"]]
-
     def discard(self, *, with_failures: bool = False) -> None:
         """Removes the journal and, `with_failures`, the failed compilations."""
         with self.saving():

@@ -18,11 +18,13 @@ from quarantune.cache.entry_file import Entry
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, check_can_travel
 from quarantune.engine.place import place_of
+from quarantune.functions import batch
 from quarantune.host.interruptions import is_interruption
 from quarantune.host.locks import lazy
 from quarantune.host.process import in_sandbox
 from quarantune.measure import finals, model
 from quarantune.results import report
+from quarantune.results.bits_report import exact_winner
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE, Mode
@@ -32,16 +34,16 @@ from quarantune.sweep.limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLi
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.sweep.searching import Searching
 from quarantune.transport.programs import is_same
-from quarantune.tuning import kept_bits
 from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
 from quarantune.tuning.outcome import call_result, entry_for, findings_now, more_thorough
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
-from quarantune.values.options import BITWISE
+from quarantune.values.options import BITWISE, ROUNDING
 from quarantune.values.trial import (
     READY,
+    SAME,
     UNSETTLED,
     UNTUNED,
     DifferentProgramError,
@@ -162,7 +164,7 @@ class TuningJob:
             TuningFailedError: every config failed.
             DifferentProgramError: workers run another program than this process.
         """
-        kept_bits.check(self._call)
+        check_numerics(self._call)
         total = self._configs.size or self._configs.reach(self._search.max_trials or MOST_CONFIGS)
         with self._shown_progress(total) as progress, contextlib.ExitStack() as stack:
             shown = Listener(
@@ -191,8 +193,6 @@ class TuningJob:
                     "they are kept: the next run of the program continues from there "
                     "(here: tune or run with resume=True)"
                 )
-            if self._options.numerics == BITWISE and (known := self._by_known_bits(progress)) is not None:
-                return self._conclude(known, progress)
             if self._search.tries_all:
                 self._prune(progress)
                 self._ledger.recall(self._known_not_to_compile())
@@ -304,21 +304,6 @@ class TuningJob:
             for index, ratio in far
             if ratio > _FAR and index not in self._ledger.trials and index != self._call.default_index
         }
-
-    def _by_known_bits(self, progress: Progress) -> Swept | None:
-        """Returns the end of a sweep whose configs all have trials of an ordinary sweep that show their bits."""
-        is_new = self._records.directory is not None and not (self._start_over or self._ledger.trials)
-        found = kept_bits.known(self._keyed, self._now, self._limits) if is_new else None
-        if found is None or self._of_this_program(found[0]) is not found[0]:
-            return None
-        trials, swept, searched = found
-        self._ledger.recall(trials)
-        if self._search.tries_all:
-            self._prune(progress)
-        self._stopped, self._saw_all = searched.stopped, searched.seen == searched.space_size
-        for index, trial in trials.items():
-            self._append(index, trial)
-        return swept
 
     # The sweep
 
@@ -451,7 +436,8 @@ class TuningJob:
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
-        self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)})
+        exact = self._exact(settled.values(), best, defaults, program)
+        self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)} | exact)
         told = findings.text()
         if own is not None and own.outcome.is_failure:
             told += f", and the defaults ended as {own.outcome}"
@@ -470,6 +456,18 @@ class TuningJob:
             executable=executable,
             noise=swept.noise,
         )
+
+    def _exact(self, trials: Collection[Trial], best: Trial, defaults: Trial | None, program: JsonObject) -> JsonObject:
+        """Returns what an entry holds for calls that demand the defaults' bits; empty if a sweep must find that."""
+        exact = exact_winner(trials, best) if self._options.numerics == ROUNDING else None
+        if exact is None:
+            return {}
+        if exact is not best:
+            program = saved_program.measured_program(
+                self._keyed, exact, defaults, is_here=place_of(self._now.settings).is_here
+            )
+        found = {"config": as_json(exact.config), "time_ms": exact.time_ms, "bits": SAME, "program": program}
+        return {"exact": found}
 
     def _error(self, swept: Swept) -> Exception:
         """Returns the error if every config failed. Waiting jobs also get it; later jobs tune again."""
@@ -564,6 +562,22 @@ def callers_error(
         return None
     only_there.add_note(str(DifferentProgramError(call.name, f"only workers raise {message} while they trace it")))
     return only_there
+
+
+def check_numerics(call: BoundCall) -> None:
+    """Raises if a call cannot be tuned under its numerics.
+
+    Raises:
+        ValueError: it has no defaults whose bits to keep, or its arguments have no batch.
+    """
+    options = call.function.options
+    if options.numerics == BITWISE and call.untuned is None:
+        raise ValueError(
+            f"{call.name}: numerics='bitwise' keeps the bits of the function's own defaults, and it cannot run with "
+            f"them: give every tunable a default that prune_fn keeps, or leave numerics (or QUARANTUNE_NUMERICS) out"
+        )
+    if options.check_batch is not None:
+        batch.bound_batch(call.function.fn, call.args, call.kwargs, options.check_batch)
 
 
 def check_outside(call: BoundCall) -> None:

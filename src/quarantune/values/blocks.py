@@ -84,14 +84,14 @@ class settings:
         if self.values.get("always_tune"):
             self.tuned.clear()
         if "numerics" in self.values:
-            _with_numerics.append(self)
+            with_numerics.append(self)
         if self.values.get("always_tune") or self.values.get("record") or "numerics" in self.values:
             forget_choices()
 
     def __exit__(self, *_: object) -> None:
         _blocks.set(left(_blocks.get(), self))
         if "numerics" in self.values:
-            _with_numerics.remove(self)
+            with_numerics.remove(self)
 
 
 def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
@@ -106,13 +106,8 @@ _blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("
 """The `settings` blocks of a thread, or of a task of asyncio, outermost first."""
 
 
-_with_numerics: list[settings] = []
-"""The `settings` blocks of all threads that set `numerics`."""
-
-
-def choices_last() -> bool:
-    """Returns whether a choice holds for later calls in any thread: no block demands other numerics now."""
-    return not _with_numerics
+with_numerics: list[settings] = []
+"""The blocks of all threads that set `numerics`. In one, choices of other threads do not count, nor last after it."""
 
 
 def numerics_in_force() -> str | None:

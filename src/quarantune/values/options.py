@@ -171,15 +171,14 @@ _DIFFERENCE = lambda value: is_number(value) and 0 <= value <= sys.float_info.ma
 _SHARE = lambda value: is_number(value) and 0 <= value <= 1, "a share of the elements, from 0 to 1, as a number"
 _YES_OR_NO = lambda value: isinstance(value, int) and value in (0, 1), "True or False"
 _NUMERICS = lambda value: value in NUMERICS, " or ".join(map(repr, NUMERICS))
-_AXES = (
-    lambda it: is_whole(it, 0) or (isinstance(it, dict) and bool(it) and all(map(_is_axis, it.items()))),
-    "the number of the axis in every array argument that has the batch, or a dict of parameters to such numbers",
-)
 _SUPPLY = f"one of {', '.join(SUPPLIES)}, or a function"
 
 
-def _is_axis(item: tuple[Any, Any]) -> bool:
-    return isinstance(item[0], str) and is_whole(item[1], 0)
+def _are_axes(value: Any) -> bool:
+    return all(is_whole(axis, 0) for axis in (value.values() if isinstance(value, dict) and value else [value]))
+
+
+_AXES = "the number of the axis with the batch, or a dict of parameters to such numbers"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,7 +263,7 @@ class Options:
     check_grad: bool = _option(False, *_YES_OR_NO)
     time_grad: bool = _option(False, *_YES_OR_NO)
     numerics: Literal["rounding", "bitwise", "batch_invariant"] = _option(ROUNDING, *_NUMERICS)
-    check_batch: int | Mapping[str, int] | None = _option(None, *_AXES)
+    check_batch: int | Mapping[str, int] | None = _option(None, _are_axes, _AXES)
     fidelity: Literal["auto", "full"] = _option(AUTO, lambda it: it in (AUTO, FULL), f"{AUTO!r} or {FULL!r}")
     search: str | Search = _option(AUTO, check_search)
     max_trials: int | None = _option(None, *_whole(1))
@@ -323,7 +322,7 @@ class Options:
     @property
     def judges_outputs(self) -> bool:
         """Whether anything decides which outputs are right, so that whatever agrees may take the place of the rest."""
-        return self.ref_fn is not None or self.check_fn is not None
+        return self.ref_fn is not None or self.check_fn is not None or self.numerics == BITWISE
 
     def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""

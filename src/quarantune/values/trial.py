@@ -6,9 +6,8 @@ import collections
 import dataclasses
 import enum
 import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 from quarantune.values.codec import (
     LONGEST_MS,
@@ -36,7 +35,6 @@ _LARGEST_NUMBER = 2**63
 ESTIMATED = "estimated"
 """Value of `Searched.stopped` if nothing was measured and a compiler estimated the configs."""
 _LONGEST_TEXT = 40
-_DIGEST = re.compile(r"[0-9a-f]{1,32}(\.[0-9a-f]{1,32}){0,7}")
 _MOST_OBSERVED = 16
 SCORES = ("score", "default_score", "energy_mj")
 """Fields that results and entries have only if the objective is not time."""
@@ -228,33 +226,22 @@ def _few_names(observed: Mapping[str, float]) -> Mapping[str, float]:
     return observed
 
 
-def _hashes(digest: str) -> str:
-    """Returns a digest; an empty one if it is malformed."""
-    return digest if _DIGEST.fullmatch(digest) else ""
-
-
 Milliseconds: TypeAlias = Annotated[float, within(SHORTEST_MS, LONGEST_MS)]
 Samples: TypeAlias = Annotated[tuple[Milliseconds, ...], _not_empty]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
-SAME: Final = "same"
-OTHER: Final = "other"
-UNSTABLE: Final = "unstable"
-INVARIANT: Final = "invariant"
-VARIES: Final = "varies"
-Bits: TypeAlias = Literal["same", "other", "unstable"] | None
+SAME, OTHER, UNSTABLE = "same", "other", "unstable"
+INVARIANT, VARIES = "invariant", "varies"
+Bits: TypeAlias = Annotated[str, one_of(SAME, OTHER, UNSTABLE)]
 """How the bits of an output compare with those of the defaults' output; see `Trial`."""
-Batch: TypeAlias = Literal["invariant", "varies"] | None
-Digest: TypeAlias = Annotated[str, _hashes]
+Batch: TypeAlias = Annotated[str, one_of(INVARIANT, VARIES)]
 Observed: TypeAlias = Annotated[Mapping[str, Annotated[float, within(0, _LARGEST_NUMBER)]], _few_names]
 """Figures of observers, by name."""
 ClockName: TypeAlias = Annotated[str, one_of("", "device", "queued", "wall")]
-_LATER_FIELDS = (
-    *("figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from"),
-    *("bits", "digest", "batch"),
-)
+_OF_BITS = ("bits", "digest", "batch")
+_LATER_FIELDS = "figures", "energy_mj", "watts", "observed", "score", "program", "cheap_ms", "recalled_from", *_OF_BITS
 """Fields that JSON holds only if they have a value, so that other trials look the same as in earlier versions."""
 
 
@@ -321,9 +308,9 @@ class Trial(Record):
     program: str = ""
     cheap_ms: Milliseconds | None = None
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
-    bits: Bits = None
-    digest: Digest = ""
-    batch: Batch = None
+    bits: Bits | None = None
+    digest: str = ""
+    batch: Batch | None = None
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
@@ -505,7 +492,7 @@ class Findings(Record):
     score: Score | None = None
     default_score: Score | None = None
     energy_mj: Millijoules | None = None
-    bits: Bits = None
+    bits: Bits | None = None
 
     @classmethod
     def of(cls, best: Trial, default: Trial | None, **fields: Any) -> Findings:

@@ -16,7 +16,7 @@ from quarantune.measure import rounding
 from quarantune.transport.arrays import restore_array
 from quarantune.transport.payload import Call, materialize
 from quarantune.values.configs import Config
-from quarantune.values.options import BITWISE, ROUNDING, Options, Tolerance
+from quarantune.values.options import ROUNDING, Options, Tolerance
 from quarantune.values.trial import CompilerFigures
 
 _SEED = 0
@@ -57,11 +57,6 @@ class BenchOptions:
     compares_outputs: bool = True
     numerics: str = ROUNDING
     check_batch: int | Mapping[str, int] | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether outputs must have the bits of the defaults' output."""
-        return self.numerics == BITWISE
 
     @property
     def on_gpu(self) -> bool:

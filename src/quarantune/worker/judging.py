@@ -194,25 +194,18 @@ class Judge:
             standard: the position of the right output among them; None if unknown.
             output_fd: where to keep the output for other configs if it agrees with no reference; None to keep nothing.
         """
-        judges, options = self._call.judges, self._options
+        judges, compares = self._call.judges, self._options.compares_outputs
         has_reference, is_judged_apart = "ref_fn" in judges, "check_fn" in judges
-        compares = has_reference or options.compares_outputs
-        own = self._compared(output, self._call.fn, program.config, has_gradients=compares or options.is_exact)
+        own = self._compared(output, self._call.fn, program.config)
         if self._arguments.is_plain and not has_reference:
             own = dataclasses.replace(own, output=own.output.mapped(_kind_unless_array))
         own = dataclasses.replace(own, digest=self._digest(own, program, taken_s))
-        group: int | None = None
         noise: float | None = None
-        reason: str | None = None
-        if options.compares_outputs:
-            group, reason = self._group(own, references, standard)
+        group, reason = self._group(own, references, standard) if compares else (None, None)
         if group is None and output_fd is not None:
-            is_wrong = options.compares_outputs and standard is not None  # then its noise does not matter
-            is_noise_wanted = compares and not (is_wrong or is_judged_apart)
-            group, noise = (
-                len(references),
-                self._keep(own, program, taken_s if is_noise_wanted else math.inf, output_fd),
-            )
+            # The noise of wrong outputs, and of outputs that only have bits to keep, does not matter.
+            has_noise = standard is None if compares else has_reference and not is_judged_apart
+            group, noise = len(references), self._keep(own, program, taken_s if has_noise else math.inf, output_fd)
         if is_judged_apart:
             wanted = self._expected_in(references[0]) if has_reference else None
             args, kwargs = self._arguments.fresh()
@@ -221,18 +214,18 @@ class Judge:
             defaults = references[-1] if output_fd is None else output_fd
             reason = self._differs_from_reference(own, references[0], defaults)
         found = Judgement(group, noise if reason is None else None, reason, digest=own.digest)
-        at = standard if options.compares_outputs else len(references) - 1 if len(references) > has_reference else None
+        at = standard if compares else len(references) - 1 if len(references) > has_reference else None
         found = found if at is None else self._with_bits(found, own, references[at])
-        return found if options.check_batch is None else self._with_batch(found, program, output)
+        return found if self._options.check_batch is None else self._with_batch(found, program, output)
 
     def _digest(self, own: ComparedOutput, program: Program, taken_s: float) -> str:
         """Returns the digest of an output, of its gradients, and of outputs on moved inputs if its program is quick."""
-        parts, device = list(map(self.digest_of, filter(None, (own.output, own.gradients)))), self._shortcut
-        if not self._arguments.is_plain and taken_s < bits.SLOWEST_S:
-            with contextlib.suppress(Exception):  # no floats, or too little memory
-                for run in range(1, 1 + bits.MOVED[device is not None]):
-                    moved, _ = self._arguments.moved(run, None, device and device.run, is_quick=True)
-                    parts.append(self.digest_of(self._run(program, moved)))
+        parts, device, inputs = [], self._shortcut, bits.MOVED[self._shortcut is not None]
+        with contextlib.suppress(Exception):  # nothing can be moved, or there is too little memory
+            parts += [self.digest_of(each) for each in (own.output, own.gradients) if each is not None]
+            for run in range(1, 1 + inputs) if taken_s < bits.SLOWEST_S and not self._arguments.is_plain else ():
+                moved, _ = self._arguments.moved(run, None, device and device.run, is_quick=True)
+                parts.append(self.digest_of(self._run(program, moved)))
         return ".".join(parts)
 
     def digest_of(self, output: Any) -> str:
@@ -245,7 +238,8 @@ class Judge:
         with contextlib.suppress(Exception):  # the config that wrote the file may have left anything there
             expected = self._expected_in(defaults)
             is_same, reason = have_same_bits(own.digest, expected.digest), None
-            if self._options.is_exact and not (is_same and self._shortcut):  # on the host, digests prove no equality
+            # On the host, equal digests do not prove that outputs are equal.
+            if self._options.numerics == BITWISE and not (is_same and self._shortcut):
                 pairs = (own.output, expected.output, "output"), (own.gradients, expected.gradients, "the gradient ")
                 reasons = [bits.difference(mine, its, what) for mine, its, what in pairs if mine and its]
                 reason = next(filter(None, [*reasons, None if is_same else _OTHER_ON_MOVED]), None)
@@ -304,16 +298,10 @@ class Judge:
         return None, wrong
 
     def _compared(
-        self,
-        output: Any,
-        fn: Callable[..., Any],
-        config: Config,
-        given: Arguments | None = None,
-        *,
-        has_gradients: bool = True,
+        self, output: Any, fn: Callable[..., Any], config: Config, given: Arguments | None = None
     ) -> ComparedOutput:
         """Returns the parts of an output that count, for the call's own arguments or for `given` ones."""
-        if not (self._options.check_grad and has_gradients):
+        if not self._options.check_grad:
             return ComparedOutput(_flat(output))
         return ComparedOutput(_flat(output), _flat(self._gradients(fn, config, given or self._arguments.for_run())))
 
