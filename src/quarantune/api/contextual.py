@@ -72,7 +72,7 @@ def contextual_autotune(
         ... def layer(x):
         ...     return project(normalize(x))  # two autotuned kernels
     """
-    of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "max_device_memory"))
+    of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "max_device_memory", "check_batch"))
     for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), ("objective", "time alone"), *of_kernels):
         if name in options:
             raise TypeError(f"contextual_autotune() has no option {name!r}: use {instead}")

@@ -350,7 +350,6 @@ class ContextualKeywords(TypedDict, total=False):
     check_grad: bool
     time_grad: bool
     numerics: Literal["rounding", "bitwise", "batch_invariant"]
-    check_batch: int | Mapping[str, int] | None
     fidelity: Literal["auto", "full"]
     search: str | Search
     max_trials: int | None
@@ -365,6 +364,7 @@ class OptionKeywords(ContextualKeywords, total=False):
     """The keyword arguments of `autotune` and `AutoTuner`: the fields of `Options`, for editors and type checkers."""
 
     prune_fn: Callable[..., bool] | None
+    check_batch: int | Mapping[str, int] | None
     max_device_memory: int | str | None
     objective: str | Callable[[Trial], float]
     warmup: int

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from quarantune.results.report_data import PlainResult
+from quarantune.results.html_report import page_data
+from quarantune.results.report_data import PlainResult, ResultData
 from quarantune.values.trial import Outcome, Trial
 
 
@@ -60,3 +61,10 @@ def test_unstable_configs_make_no_pairs_and_results_without_bits_say_nothing() -
     unstable = [Trial(config={"n": n}, outcome=Outcome.OK, time_ms=1.0, bits="unstable", digest=f"{n}") for n in (1, 2)]
     assert result(unstable).bits().lines == []
     assert result([Trial(config={"n": 1}, outcome=Outcome.OK, time_ms=1.0)]).bits().lines == []
+
+
+def test_the_report_has_the_pairs_of_each_tunable_and_the_bits_of_each_trial() -> None:
+    (problem,) = page_data([ResultData(result(grid()), {})])["problems"]
+    assert problem["bits"] == [["BM", 0, 4], ["BK", 4, 4], ["warps", 2, 4]]
+    assert problem["bitsFinding"].startswith("BM never; BK always; warps sometimes (2 of 4)")
+    assert problem["trials"]["bits"] == [trial.bits for trial in grid()]
