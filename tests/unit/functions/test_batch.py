@@ -33,7 +33,7 @@ def test_named_parameters_have_axes_of_their_own() -> None:
 @pytest.mark.parametrize("axes", [2, {"x": 0}, {"q": 0, "k": 0}, {"q": 1}])
 def test_axes_that_do_not_fit_are_refused_by_their_lengths(axes: Any) -> None:
     structs = jax.ShapeDtypeStruct((4, 1), "float32"), jax.ShapeDtypeStruct((3, 3), "float32")
-    with pytest.raises(ValueError, match="check_batch=.* does not fit the call"):
+    with pytest.raises(ValueError, match=r"check_batch=.* does not fit the call"):
         batch.bound_batch(fn, structs, {}, axes)
 
 
