@@ -196,7 +196,7 @@ class CallArguments:
                 found = on_device(rounding.move, leaf, seed, units)
                 return jax_arrays.as_weak(found) if leaf.weak_type else found
             if is_quick:
-                return _with_data(leaf, rounding.nudged(np.asarray(leaf), int(seed)))
+                return _with_data(leaf, rounding.nudged(np.asarray(leaf)))
             return _with_data(leaf, rounding.moved(np, np.asarray(leaf), seed, units))
 
         return self._changed(arguments, motion.takes, move), motion.scale

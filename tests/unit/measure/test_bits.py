@@ -70,12 +70,16 @@ def test_structures_keys_and_leaves_without_bits_have_digests() -> None:
         assert bits.digest(Flat.of({**tree, name: value}), None) != bits.digest(Flat.of(tree), None)
 
 
-def test_nudged_inputs_move_by_one_unit_and_keep_what_has_no_neighbour() -> None:
-    values = array("float32").reshape(-1)
-    values[:4] = [0.0, np.inf, np.nan, np.finfo(np.float32).max]
-    moved = rounding.nudged(values, 3)
-    np.testing.assert_array_equal(moved[:3], values[:3])
-    assert np.isfinite(moved[3:]).all()
-    places = moved[3:].view(np.int32) - values[3:].view(np.int32)
-    assert set(places.tolist()) == {-1, 0, 1}
-    assert (rounding.nudged(values, 4).view(np.int32) != moved.view(np.int32)).any()
+@pytest.mark.parametrize("dtype", [*FLOATS, "float64", "float8_e4m3fn"])
+def test_nudged_inputs_move_by_one_unit_and_keep_what_has_no_neighbour(dtype: str) -> None:
+    values = array(dtype)
+    values[0, :2] = [0.0, np.nan]
+    moved = rounding.nudged(values)
+    assert moved.dtype == values.dtype
+    np.testing.assert_array_equal(moved[0, :2].astype(float), [0.0, np.nan])
+    signed = f"int{8 * values.itemsize}"
+    is_zero = values == 0
+    steps = moved.view(signed).astype(int) - values.view(signed).astype(int)
+    assert set(steps[1:][~is_zero[1:]].tolist()) == {-1}, "towards zero"
+    infinite = np.array([np.inf, -np.inf], "float32")
+    np.testing.assert_array_equal(rounding.nudged(infinite), infinite)
