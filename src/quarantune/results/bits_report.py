@@ -81,7 +81,9 @@ def bits_of(trials: Sequence[Trial], *, best: Trial | None, defaults: Trial | No
         defaults: the trial of the defaults, one of `trials` or not; None if they have no time.
         is_whole: whether all configs were tried.
     """
-    known = [trial for trial in trials if trial.digest and trial.bits != UNSTABLE]
+    # An earlier sweep may have had other arguments, so its digests are not comparable.
+    comparable = [trial for trial in trials if trial.bits == SAME or (trial.digest and trial.recalled_from is None)]
+    known = [trial for trial in comparable if trial.bits != UNSTABLE]
     tunables = tuple(_pairs(name, known) for name in dict.fromkeys(name for trial in trials for name in trial.config))
     known_ms = [*trials, *([] if defaults is None or defaults in trials else [defaults])]
     if best is None or not best.time_ms or (fastest := _fastest(known_ms, best)) is None:
@@ -115,15 +117,15 @@ def _ms(trial: Trial) -> float:
 
 def _pairs(name: str, trials: Sequence[Trial]) -> TunableBits:
     """Counts the pairs that differ in one tunable only, and those of them whose bits differ."""
-    groups: dict[str, list[list[str]]] = {}
+    groups: dict[str, list[str]] = {}
     for trial in trials:
         others = {other: value for other, value in trial.config.items() if other != name}
         if len(others) < len(trial.config):
-            groups.setdefault(text_of(others), []).append(trial.digest.split("."))
+            groups.setdefault(text_of(others), []).append(SAME if trial.bits == SAME else trial.digest)
     pairs = alike = 0
     for digests in groups.values():
-        inputs = min(map(len, digests))  # slow configs may lack some
-        counts = collections.Counter(tuple(digest[:inputs]) for digest in digests).values()
+        inputs = 1 + min((digest.count(".") for digest in digests if digest != SAME), default=0)  # slow ones have fewer
+        counts = collections.Counter(tuple(digest.split(".")[:inputs]) for digest in digests).values()
         pairs += len(digests) * (len(digests) - 1) // 2
         alike += sum(count * (count - 1) // 2 for count in counts)
     return TunableBits(name, pairs, pairs - alike)

@@ -420,7 +420,10 @@ class TuningJob:
         judges = self._options.judges_outputs  # without a judge, the defaults may compute something else
         settled, (winner, *level) = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
         own = swept.untuned if default is None else settled.get(default)
-        settled = {index: with_bits(trial, "" if own is None else own.digest) for index, trial in settled.items()}
+        settled = {
+            index: with_bits(trial, "" if own is None or own.recalled_from else own.digest)
+            for index, trial in settled.items()
+        }
         self._ledger.keep({index: trial for index, trial in settled.items() if index != UNTUNED})
         trials = self._all_trials()
         best, tie = settled[winner], tuple(settled[index].config for index in level)

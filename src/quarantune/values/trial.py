@@ -382,13 +382,13 @@ def have_same_bits(one: str, other: str) -> bool | None:
 
 
 def with_bits(trial: Trial, defaults: str) -> Trial:
-    """Returns a trial with its `bits`, if they were unknown and the digests of both outputs are known.
+    """Returns a trial of this sweep with its `bits`, if they were unknown and both digests are known.
 
     Args:
         trial: the trial.
         defaults: the digest of the defaults' output.
     """
-    if trial.bits is not None or (is_same := have_same_bits(trial.digest, defaults)) is None:
+    if trial.bits is not None or trial.recalled_from or (is_same := have_same_bits(trial.digest, defaults)) is None:
         return trial
     return dataclasses.replace(trial, bits=SAME if is_same else OTHER)
 

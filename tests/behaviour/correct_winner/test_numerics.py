@@ -6,6 +6,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,11 @@ def test_gradients_count_if_they_are_checked() -> None:
     def fn(x: Any, do: str = "exact") -> Any:
         return square(x, do)
 
+    options: dict[str, Any]
     for options in ({"time_grad": True}, {"check_grad": True}):
         result = quarantune.AutoTuner(fn, {"do": ["exact", "sum", "next"]}, numerics="bitwise", rep=3, **options).run(X)
         assert ends(result.trials) == ["ok", "ok", "wrong"]
-        assert 'the gradient ["args[0]"] has other bits' in result.trials[2].message
+        assert "the gradient ['args[0]'] has other bits" in result.trials[2].message
     assert set(found(quarantune.AutoTuner(fn, {"do": ["exact", "next"]}, rep=3).run(X), "do").values()) == {"same"}
 
 
@@ -306,3 +308,22 @@ def test_bad_numerics_are_refused_before_any_work() -> None:
         pytest.raises(ValueError, match="nearly: numerics='batch_invariant' needs the axis of the batch"),
     ):
         quarantune.AutoTuner(nearly, {"do": ["sum"]}).run(X)
+
+
+# --- later on --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_winner_whose_bits_have_changed_is_stale(cache_dir: Path) -> None:
+    tuned = quarantune.autotune({"do": ["next", "sum"]}, name="exact", rep=3)(nearly)
+    with quarantune.settings(numerics="bitwise"):
+        tuned.tune(X)
+    (file,) = cache_dir.glob("exact.json")
+    cache = quarantune.TuningCache(cache_dir)
+    assert [entry.verdict.value for entry in cache.verify(tuned).entries] == ["current"]
+    ((device, ((key, entry),)),) = [(device, each.items()) for device, each in json.loads(file.read_text()).items()]
+    entry = {name: value for name, value in entry.items() if name != "program"} | {"config": {"do": "next"}}
+    file.write_text(json.dumps({device: {key: entry}}))
+    (found,) = cache.verify(tuned).entries
+    assert found.verdict.value == "stale"
+    assert "other bits in 8192 of 8192 elements" in found.reason.replace(",", "")

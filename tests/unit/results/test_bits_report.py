@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 from quarantune.results.html_report import page_data
 from quarantune.results.report_data import PlainResult, ResultData
 from quarantune.values.trial import Outcome, Trial
+
+_KNOWN: Any = [(1, "other"), (2, "same")]
 
 
 def result(trials: list[Trial], **fields: Any) -> PlainResult:
@@ -68,3 +71,16 @@ def test_the_report_has_the_pairs_of_each_tunable_and_the_bits_of_each_trial() -
     assert problem["bits"] == [["BM", 0, 4], ["BK", 4, 4], ["warps", 2, 4]]
     assert problem["bitsFinding"].startswith("BM never; BK always; warps sometimes (2 of 4)")
     assert problem["trials"]["bits"] == [trial.bits for trial in grid()]
+
+
+def test_digests_of_an_earlier_sweep_make_no_pairs_with_those_of_this_one() -> None:
+    other, same = (
+        Trial(config={"n": n}, outcome=Outcome.OK, time_ms=1.0, digest=f"{n}", bits=bits) for n, bits in _KNOWN
+    )
+    earlier = dataclasses.replace(other, config={"n": 3}, digest="3", recalled_from=1.0)
+    (tunable,) = result([other, same, earlier]).bits().tunables
+    assert (tunable.pairs, tunable.differ) == (1, 1)
+    (tunable,) = (
+        result([same, dataclasses.replace(same, config={"n": 3}, digest="3", recalled_from=1.0)]).bits().tunables
+    )
+    assert (tunable.pairs, tunable.differ) == (1, 0), "both have the defaults' bits"
