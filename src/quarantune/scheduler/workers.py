@@ -139,7 +139,7 @@ class Job:
     held_s: float = 0.0
     route: Route | None = None
     runs: bool = False
-    found: dict[str, Any] = dataclasses.field(default_factory=dict)
+    found: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     end: tuple[Trial, str] | None = None
 
     @property
@@ -173,7 +173,7 @@ class Job:
 
     def judged(self, **found: Any) -> None:
         """Records what is known of the bits of its output."""
-        self.found |= found
+        self.found = {**self.found, **found}
 
     def held_device(self, seconds: float) -> None:
         """Adds the seconds that it held a device, which it gives back."""
