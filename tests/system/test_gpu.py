@@ -638,3 +638,34 @@ def test_one_process_times_the_finalists_by_the_gpu_s_own_clock(held, monkeypatc
         assert [len(each) for each in counts] == [1]
         assert high / low < 1.2
     assert still_computes(held)
+
+
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_bits_of_a_gpu_are_those_that_a_comparison_of_the_outputs_finds(held, isolation):
+    def sums(x_ref, out_ref, *, step):
+        total = jnp.zeros(out_ref.shape, jnp.float32)
+        for start in range(0, x_ref.shape[0], step):
+            total += x_ref[pl.ds(start, step), :].astype(jnp.float32).sum(0)
+        out_ref[...] = total.astype(out_ref.dtype)
+
+    @functools.partial(jax.jit, static_argnames=["step", "warps"])
+    def kernel(x, step=64, warps=4):
+        return pl.pallas_call(
+            functools.partial(sums, step=step),
+            out_shape=jax.ShapeDtypeStruct((64,), x.dtype),
+            compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+        )(x)
+
+    x = jax.random.normal(jax.random.key(0), (256, 64), jnp.float32)
+    space = {"step": [16, 32, 64, 128], "warps": [1, 4]}
+    with quarantune.settings(isolation=isolation, always_tune=True):
+        result = quarantune.AutoTuner(kernel, space, rep=3).run(x)
+        exact = quarantune.AutoTuner(kernel, space, rep=3, numerics="bitwise").run(x)
+    assert exact.from_cache is False
+    wanted = jax.device_get(kernel(x)).view("uint32")
+    for trial in result.trials:
+        is_same = (jax.device_get(kernel(x, **trial.config)).view("uint32") == wanted).all()
+        assert trial.bits == ("same" if is_same else "other"), trial.config
+    assert {trial.config["step"] for trial in result.trials if trial.bits == "other"}, "the order of sums counts"
+    for before, after in zip(result.trials, exact.trials, strict=True):
+        assert (after.outcome is Outcome.WRONG) == (before.bits == "other"), after.config

@@ -28,7 +28,7 @@ from quarantune.values.trial import NO_FIGURES, TIME, Outcome, Trial, interval_t
 
 _SCRIPTS = [
     *("base", "model", "summary", "finals", "pareto", "progress"),
-    *("map", "effects", "parallel", "table", "shapes", "main", "live"),
+    *("map", "effects", "bits", "parallel", "table", "shapes", "main", "live"),
 ]
 """The parts of the page's program, each after the parts that it needs."""
 _DTYPE = re.compile(r'"dtype":"(float8|\w+)')
@@ -170,7 +170,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
     final = {text_of(trial.config): trial for trial in result.finalists if trial.samples_ms}
     finalists = {places[text] for text in final.keys() & places.keys()}
     own = None if result.default_config is None else text_of(result.default_config)
-    is_by_time = ranked_by(result.findings) == TIME
+    is_by_time, bits = ranked_by(result.findings) == TIME, result.bits()
     label = call_text(data.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     return {
@@ -203,6 +203,8 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
         "state": data.state,
         "progress": data.progress,
         "peaks": _peaks(data),
+        "bits": [[_label(each.name), each.differ, each.pairs] for each in bits.tunables if each.pairs],
+        "bitsFinding": printable("; ".join(bits.lines).removeprefix("bits: ")),
         "pareto": _places([trial.config for trial in result.pareto()], places),
         "figures": [[name, *about] for name, (*about, _) in report.beside_time(trials).items()],
         "tunables": (columns := _columns(trials))[0],
@@ -283,6 +285,8 @@ def _encoded(
         "log": [_index(texts, trial.log_tail) for trial in trials],
         "device": [_index(texts, trial.device) for trial in trials],
         "clock": [trial.clock for trial in trials],
+        "bits": [trial.bits or "" for trial in trials],
+        "batch": [trial.batch or "" for trial in trials],
         "samples": _kept_samples(trials, samples_left, finalists),
         "ended": ended_s,
         "paused": paused_s,

@@ -6,10 +6,12 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
+from quarantune.results.bits_report import BitsReport, bits_of
 from quarantune.values.codec import IN_MEMORY, Record, equal, frozen
 from quarantune.values.configs import Config
 from quarantune.values.texts import printable
 from quarantune.values.trial import (
+    SAME,
     SCORES,
     Counts,
     Findings,
@@ -123,6 +125,17 @@ class PlainResult(Record):
     def is_default(self, trial: Trial) -> bool:
         """Whether a trial ran the function's own defaults."""
         return equal(trial.config, self.default_config)
+
+    def bits(self) -> BitsReport:
+        """Returns which tunables change the bits of the output, and what the bits of the defaults' output cost.
+
+        A result from the cache has no trials, so that nothing is known of them; see `TuningResult.with_trials`.
+        """
+        own = next(filter(self.is_default, [*self.trials, *self.finalists]), None)
+        if own is None and self.default_config is not None and any(trial.bits for trial in self.trials):
+            own = Trial(config=self.default_config, outcome=Outcome.OK, time_ms=self.default_time_ms, bits=SAME)
+        best = next(filter(self.is_best, self.trials), own)
+        return bits_of(self.trials, best=best, defaults=own, is_whole=self.seen in (None, self.space_size))
 
     def pareto(self) -> tuple[Trial, ...]:
         """Returns the configs that no other beats in time and device memory, the fastest first.

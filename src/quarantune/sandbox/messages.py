@@ -15,6 +15,8 @@ from quarantune.sandbox.template_messages import ErrorDescription
 from quarantune.values.codec import within
 from quarantune.values.trial import (
     ArrayKind,
+    Batch,
+    Bits,
     ClockName,
     CompilerFigures,
     CompileTarget,
@@ -218,11 +220,19 @@ class Judgement:
         noise: the RMS by which the kept output moves when its inputs do, relative to the output's RMS; None if not
             measured.
         wrong: one sentence on how the output, or a gradient, is wrong; None if both are right.
+        bits: how its bits compare with those of the defaults' output; None if unknown.
+        digest: see `Trial`, like the next.
+        batch: whether half of the batch has the bits of the whole.
+        is_harmless: whether it is wrong for its bits alone, so that its worker may take another config.
     """
 
     group: int | None = None
     noise: float | None = None
     wrong: str | None = None
+    bits: Bits | None = None
+    digest: str = ""
+    batch: Batch | None = None
+    is_harmless: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,6 +354,7 @@ class Measurement:
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
         observed: the figures of observers.
+        is_unstable: whether the bits of its output differ between its runs.
     """
 
     samples_ms: Samples
@@ -352,6 +363,7 @@ class Measurement:
     is_slow: bool
     clock: ClockName
     observed: Observed = dataclasses.field(default_factory=dict)
+    is_unstable: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ from quarantune.scheduler.screening import CheapTrials, Screening
 from quarantune.scheduler.side_tasks import settle_errors
 from quarantune.sweep.request import SweepRequest, Swept
 from quarantune.values.configs import Config
-from quarantune.values.options import AUTO
+from quarantune.values.options import AUTO, BITWISE
 from quarantune.values.trial import UNTUNED, CompileTarget, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -123,6 +123,7 @@ class Routes:
             return Swept()
         with self._schedulers:
             self._reference, configs = self._reference_for(configs, self._request.ledger.trials)
+            self._reference.is_exact = self._request.options.numerics == BITWISE
             self._schedulers.callback(self._reference.close)
             needs_ref_fn = callable(self._request.options.ref_fn) and not self._request.outputs
             self._reference.is_coming = needs_ref_fn and bool(configs)
@@ -330,6 +331,8 @@ class Routes:
             proof=self._proof,
             objective=request.options.objective,
             recall=request.recall,
+            # Configs with one program may have different programs for half of the batch.
+            runs_all=request.options.check_batch is not None,
         )
 
     def _reference_for(

@@ -496,6 +496,10 @@ class ContextualFunction(TunedFunction):
                 f"{bound}, which would be lost: leave one or the other out"
             )
 
+    def with_options(self, options: Options, configs: Sequence[Config] | None = None) -> ContextualFunction:
+        """Returns the function with other options; its only config stays."""
+        return ContextualFunction(self.fn, options)
+
     @property
     def compiled_fn(self) -> Any:
         """The function that a sweep compiles: the runner."""

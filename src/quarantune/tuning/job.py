@@ -19,11 +19,13 @@ from quarantune.cache.sweeps import SweepState
 from quarantune.calls.call import BoundCall
 from quarantune.calls.key import KeyedCall, check_can_travel
 from quarantune.engine.place import place_of
+from quarantune.functions import batch
 from quarantune.host.interruptions import is_interruption
 from quarantune.host.locks import lazy
 from quarantune.host.process import in_sandbox
 from quarantune.measure import finals, intervals, model
 from quarantune.results import report
+from quarantune.results.bits_report import exact_winner
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.plan import NOTHING_MORE, Mode
@@ -37,10 +39,12 @@ from quarantune.tuning.claim_and_journal import ClaimAndJournal, left_trials
 from quarantune.tuning.outcome import call_result, entry_for, failed_sweep, findings_now, more_thorough
 from quarantune.tuning.reuse import CompilationSeeds
 from quarantune.tuning.starts import starts
-from quarantune.values.codec import JsonObject
+from quarantune.values.codec import JsonObject, as_json
 from quarantune.values.configs import MOST_CONFIGS, Config, format_config
+from quarantune.values.options import BITWISE, ROUNDING
 from quarantune.values.trial import (
     READY,
+    SAME,
     UNSETTLED,
     UNTUNED,
     DifferentProgramError,
@@ -53,6 +57,7 @@ from quarantune.values.trial import (
     TuningFailedError,
     count_outcomes,
     pruned_trial,
+    with_bits,
 )
 
 _logger = logging.getLogger("quarantune")
@@ -161,6 +166,7 @@ class TuningJob:
             TuningFailedError: every config failed.
             DifferentProgramError: workers run another program than this process.
         """
+        check_numerics(self._call)
         total = self._configs.size or self._configs.reach(self._search.max_trials or MOST_CONFIGS)
         with self._shown_progress(total) as progress, contextlib.ExitStack() as stack:
             shown = Listener(
@@ -419,6 +425,8 @@ class TuningJob:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
         usable = [trial for trial in self._ledger.trials.values() if trial.is_usable]
+        if not usable and self._options.numerics == BITWISE and swept.untuned is not None and swept.untuned.is_usable:
+            usable = [swept.untuned]  # no config has the defaults' bits
         if not usable:
             progress.end(f"all {len(self._ledger.trials):,} configs failed")
             raise self._error(swept)
@@ -427,6 +435,11 @@ class TuningJob:
             known[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
         judges = self._options.judges_outputs  # without a judge, the defaults may compute something else
         settled, (winner, *level) = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
+        own = swept.untuned if default is None else settled.get(default)
+        settled = {
+            index: with_bits(trial, "" if own is None or own.recalled_from else own.digest)
+            for index, trial in settled.items()
+        }
         self._ledger.keep({index: trial for index, trial in settled.items() if index != UNTUNED})
         trials = self._all_trials()
         best, tie = settled[winner], tuple(settled[index].config for index in level)
@@ -443,9 +456,9 @@ class TuningJob:
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
-        self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)})
+        exact = self._exact(settled.values(), best, defaults, program)
+        self._save(self._entry(best.config, findings, program) | {"samples": len(best.samples_ms)} | exact)
         told = findings.text()
-        own = swept.untuned if default is None else settled.get(default)
         if own is not None and own.outcome.is_failure:
             told += f", and the defaults ended as {own.outcome}"
         progress.conclude(best.config, told, saved=self._records.saved)
@@ -484,6 +497,18 @@ class TuningJob:
             processes=final.counts,
             typical=[theirs / ours for ours, theirs in pairs],
         )
+
+    def _exact(self, trials: Collection[Trial], best: Trial, defaults: Trial | None, program: JsonObject) -> JsonObject:
+        """Returns what an entry holds for calls that demand the defaults' bits; empty if a sweep must find that."""
+        exact = exact_winner(trials, best) if self._options.numerics == ROUNDING else None
+        if exact is None:
+            return {}
+        if exact is not best:
+            program = saved_program.measured_program(
+                self._keyed, exact, defaults, is_here=place_of(self._now.settings).is_here
+            )
+        found = {"config": as_json(exact.config), "time_ms": exact.time_ms, "bits": SAME, "program": program}
+        return {"exact": found}
 
     def _error(self, swept: Swept) -> Exception:
         """Returns the error if every config failed. Waiting jobs also get it; later jobs tune again."""
@@ -579,6 +604,22 @@ def callers_error(
         return None
     only_there.add_note(str(DifferentProgramError(call.name, f"only workers raise {message} while they trace it")))
     return only_there
+
+
+def check_numerics(call: BoundCall) -> None:
+    """Raises if a call cannot be tuned under its numerics.
+
+    Raises:
+        ValueError: it has no defaults whose bits to keep, or its arguments have no batch.
+    """
+    options = call.function.options
+    if options.numerics == BITWISE and call.untuned is None:
+        raise ValueError(
+            f"{call.name}: numerics='bitwise' keeps the bits of the function's own defaults, and it cannot run with "
+            f"them: give every tunable a default that prune_fn keeps, or leave numerics (or QUARANTUNE_NUMERICS) out"
+        )
+    if options.check_batch is not None:
+        batch.bound_batch(call.function.fn, call.args, call.kwargs, options.check_batch)
 
 
 def check_outside(call: BoundCall) -> None:

@@ -132,6 +132,7 @@ def entry_for(
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
         **({} if ranked_by(findings) == TIME else {name: found[name] for name in SCORES}),
+        **({"bits": findings.bits} if findings.bits else {}),
         "trials": found["trials"],
         "search": search | found["search"],
         **({"program": program} if program else {}),

@@ -25,6 +25,7 @@ from quarantune.values.blocks import settings
 from quarantune.values.codec import JsonObject, decode_json
 from quarantune.values.configs import Config
 from quarantune.values.forgetting import forget_choices
+from quarantune.values.options import BITWISE, ROUNDING
 from quarantune.values.texts import call_text, first_line
 from quarantune.values.trial import TIME, Findings, Outcome, SandboxError, Trial, TuningFailedError, ranked_by
 
@@ -128,7 +129,9 @@ def verify(
         max_loss_percent: a winner is stale if its time has grown by more than this; None for no bound.
         retune: whether to measure all configs again if a winner is stale or was only estimated.
     """
-    given, found = list(functions), []
+    # A demand of the operator for other numerics gives an entry of its own.
+    found = []
+    given = dict.fromkeys(each.under(numerics) for each in functions for numerics in (None, ROUNDING, BITWISE))
     for record in records:
         named = [function for function in given if safe_name(function.name) == record.key.kernel_type]
         # Several functions may share a name: prefer those with the entry's code. These may still differ in configs.
@@ -155,7 +158,8 @@ def _verify(
     try:
         given = None if arguments is None else arguments(record.key)
         args, kwargs = rebuilt(record.key.problem_size, function) if given is None else given
-        call = saved_program.as_spelt(record.entry, BoundCall(function, tuple(args), kwargs))
+        with settings(numerics=function.options.numerics):
+            call = saved_program.as_spelt(record.entry, BoundCall(function, tuple(args), kwargs))
         now = keyed(call)
     except CannotRebuildError as error:
         return _verified(record, Verdict.UNKNOWN, f"{error}: give its arguments, as in verify(..., arguments=...)")
@@ -233,9 +237,8 @@ def _swept(call: BoundCall, configs: list[Config], tune: Tune) -> TuningResult:
     function = call.function
     limits: JsonObject = {"search": "exhaustive", "max_trials": None, "time_budget": None}
     options = dataclasses.replace(function.options, patience=None, prune_fn=None, **limits)
-    alone = BoundCall(function.with_options(options, configs), call.args, call.kwargs)
-    with settings(disable_cache=True, agree="0", progress=False, **limits):
-        return tune(alone)
+    with settings(disable_cache=True, agree="0", progress=False, numerics=options.numerics, **limits):
+        return tune(BoundCall(function.with_options(options, configs), call.args, call.kwargs))
 
 
 def _code_of(key: CacheKey) -> Any:

@@ -29,6 +29,9 @@ from quarantune.worker.arguments import BenchOptions, CallArguments, Program
 from quarantune.worker.failures import NeedsDeviceError, check_is_done
 from quarantune.worker.judging import Judge, StaleMemory
 
+_ENOUGH_DIGESTS = 2
+_SMALL_BYTES = 256 << 10
+"""Size of an output up to which hashing it between samples leaves the caches of a core nearly as they were."""
 _FLUSH_BYTES = 256 << 20
 """Bytes that a flush writes: several times the L2 cache of any GPU, and as many as Triton's `do_bench` writes."""
 
@@ -65,6 +68,7 @@ class Bench:
         self._flush: device_clock.Flush | None = None
         self._attaching: threading.Thread | None = None
         self._last_run: tuple[weakref.ref[Program], RunTime] | None = None
+        self._latest: Any = None  # the output of the latest run, until its bits are noted
         if options.platform == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker does not use
         if call.context_mesh is not None:
@@ -204,12 +208,14 @@ class Bench:
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on unmodified arguments, and returns its output."""
         self._await_clock()
+        self._latest = None
         args, kwargs = self.arguments.dynamic(self.arguments.for_run())
         with Watch(spins=self.is_plain) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
         if self.is_plain:
             check_is_done(output)
         self._last_run = weakref.ref(program), taken.scaled(1e3)
+        self._latest = output
         return output[0] if self.options.time_grad else output
 
     def check(
@@ -227,7 +233,7 @@ class Bench:
             output = self.run(program)
         self._stale.note(output)
         last = self._last_run_of(program)
-        return self.judge.check(
+        judgement = self.judge.check(
             program,
             output,
             taken_s=0.0 if last is None else last.whole / 1e3,
@@ -235,6 +241,18 @@ class Bench:
             standard=standard,
             output_fd=output_fd,
         )
+        if self.options.time_grad:  # the run has returned more than the output that was judged
+            self._note_bits(program)
+        else:
+            program.digests.add(judgement.digest.partition(".")[0])
+        return judgement
+
+    def _note_bits(self, program: Program) -> None:
+        """Notes the bits of the latest run, with its gradient if that is timed."""
+        latest, self._latest = self._latest, None
+        if latest is not None and len(program.digests) < _ENOUGH_DIGESTS:
+            with contextlib.suppress(Exception):  # too little memory
+                program.digests.add(self.judge.digest_of(latest))
 
     def _last_run_of(self, program: Program) -> RunTime | None:
         """Returns the time of the last run in milliseconds; None if another program has run since."""
@@ -253,7 +271,9 @@ class Bench:
 
             def run_fresh() -> object:
                 args, kwargs = fresh[0]
-                return jax.block_until_ready(call(*args, **kwargs))
+                self._latest = None
+                self._latest = output = jax.block_until_ready(call(*args, **kwargs))
+                return output
 
             def refill() -> None:
                 fresh.clear()  # here, because freeing the last run's arguments takes time
@@ -265,20 +285,23 @@ class Bench:
         args, kwargs = self.arguments.dynamic(self.arguments.shared())
 
         def dispatch() -> object:
-            return call(*args, **kwargs)
+            self._latest = None  # its memory is free before the next run
+            self._latest = output = call(*args, **kwargs)
+            return output
 
         if self._has_own_clock():
             with contextlib.suppress(device_clock.NoDeviceClockError):
                 return device_clock.device_clock(dispatch, self._flusher() if is_flushed else None)
         if self.options.platform in ("cuda", "rocm", "tpu"):
             return clocks.queued_clock(dispatch)
-        return clocks.wall_clock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
+        return clocks.wall_clock(lambda: jax.block_until_ready(dispatch()), None)
 
     def rank(self, program: Program) -> Measurement:
         """Times a program that need not have run, with few samples, and looks at no output."""
         self._await_clock()
         clock = self.clock(program)
-        return _measurement(sampling.glance(clock.take), clock)
+        measured, self._latest = _measurement(sampling.glance(clock.take), clock), None
+        return measured
 
     def measure(
         self, program: Program, *, best_median_ms: float | None, disturbance: sampling.Disturbance | None = None
@@ -300,8 +323,16 @@ class Bench:
             self.run(program)
             is_warm = True
         clock, last = self.clock(program), self._last_run_of(program)
+
+        def take(count: int) -> Sequence[RunTime]:
+            samples = clock.take(count)
+            size = sum(getattr(leaf, "nbytes", 0) for leaf in jax.tree.leaves(self._latest))
+            if size <= _SMALL_BYTES or self.options.on_gpu:
+                self._note_bits(program)
+            return samples
+
         samples = sampling.measure(
-            clock.take,
+            take,
             rep=self.options.rep,
             best_median_ms=best_median_ms,
             margin=model.MARGINS[clock.name],
@@ -310,8 +341,10 @@ class Bench:
             is_exact=clock.is_exact,
             disturbance=disturbance,
         )
-        measured = _measurement(samples, clock)
-        return dataclasses.replace(measured, observed=self._observed(program, measured.ranking_ms))
+        self._note_bits(program)
+        measured, is_unstable = _measurement(samples, clock), len(program.digests) > 1
+        observed = self._observed(program, measured.ranking_ms)
+        return dataclasses.replace(measured, observed=observed, is_unstable=is_unstable)
 
     def _observed(self, program: Program, time_ms: float) -> dict[str, float]:
         """Returns the figures of all observers for one run of about `time_ms`.
@@ -370,6 +403,7 @@ class Bench:
             warm = finals.take_turns(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, warm, strict=True):
                 warm_ms[position] = samples_ms
+        self._latest = None
         return rounds_ms, warm_ms, [statistics.median(whole_ms[1:] or whole_ms) for whole_ms in heard]
 
     def observe(self, programs: Sequence[Program], times_ms: Sequence[float]) -> list[list[dict[str, float]]]:

@@ -128,7 +128,7 @@ class TaskRunner:
             for reply in self.do(task, fds):
                 self.send(reply)
                 if isinstance(reply, messages.Failed):
-                    return False
+                    return reply.goes_on
         except BaseException as raised:  # a config may raise anything, SystemExit and KeyboardInterrupt too
             error = readable(raised)
             goes_on = isinstance(error, Exception) and not task.last and self._may_go_on_after(task)
@@ -257,8 +257,9 @@ class TaskRunner:
             judgement = self._check(bench, program, task, fds)
             if judgement.wrong is not None:
                 text = shortened(without_frames(judgement.wrong))
-                judgement = dataclasses.replace(judgement, wrong=None)
-                yield messages.Failed(**self._heading(), outcome="wrong", text=text, error="", judgement=judgement)
+                judgement, goes_on = dataclasses.replace(judgement, wrong=None), judgement.is_harmless and not task.last
+                about: Any = {"outcome": "wrong", "text": text, "error": "", "goes_on": goes_on}
+                yield messages.Failed(**self._heading(), **about, judgement=judgement)
                 return
             if task.saves and not task.load and not bench.is_plain:
                 self.save_finalist(bench, program, fds[0])

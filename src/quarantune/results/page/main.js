@@ -12,6 +12,7 @@ function drawCharts() {
   drawProgress();
   drawMap();
   drawEffects();
+  drawBits();
   drawParallel();
 }
 
@@ -36,6 +37,7 @@ function show(i) {
     drawProgress();
     setUpMap();
     drawEffects();
+    drawBits();
     setUpParallel();
     drawRows();
   }
