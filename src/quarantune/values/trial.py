@@ -251,8 +251,9 @@ class Trial(Record):
         config: the config tried.
         outcome: how it ended.
         phase: the phase it ended in; None if it never started.
-        time_ms: median time of one call in milliseconds.
-        samples_ms: the samples behind the median, in milliseconds.
+        time_ms: median time of one call in milliseconds; for a finalist, the median of the final. For a `slow` config it
+            is a bound: no sample that counts was shorter.
+        samples_ms: the samples behind the time, in milliseconds.
         own_ms: the time in milliseconds that ranks finalists: the fastest sample without its waits for a CPU, or the
             median of a device's own clock.
         compile_s: seconds spent tracing, lowering and compiling.
@@ -298,6 +299,12 @@ class Trial(Record):
     cheap_ms: Milliseconds | None = None
     recalled_from: _Seconds | None = dataclasses.field(default=None, compare=False)
 
+    def __post_init__(self) -> None:
+        # Here, so that the journals of earlier versions, which hold a median, give the bound too.
+        if self.is_bound:
+            known = (self.time_ms, self.own_ms, *self.samples_ms)
+            object.__setattr__(self, "time_ms", min(each for each in known if each is not None))
+
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
         data = super().to_json() | {"config": as_json(self.config), "observed": self.observed or None}
@@ -329,6 +336,11 @@ class Trial(Record):
     def is_usable(self) -> bool:
         """Whether its config worked and has a time, so that it may win."""
         return self.outcome is Outcome.OK and self.time_ms is not None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether its time is a bound: it was stopped early, and takes at least that long."""
+        return self.outcome is Outcome.SLOW and self.time_ms is not None
 
     @property
     def is_ruled_out(self) -> bool:
