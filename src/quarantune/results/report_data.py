@@ -46,7 +46,11 @@ class CallShare(Record):
     best_ms: Milliseconds
 
     def __str__(self) -> str:
-        times = f"{self.time_ms:.4g} ms, {ratio_text(self.time_ms / self.best_ms)} of its own best"
+        return self.text("ms", 1.0)
+
+    def text(self, unit: str, factor: float) -> str:
+        """Returns the call in words, its time in a unit of which a millisecond has `factor`."""
+        times = f"{self.time_ms * factor:.4g} {unit}, {ratio_text(self.time_ms / self.best_ms)} of its own best"
         return f"{printable(self.call)}: {times}, weight {self.weight:g}"
 
 

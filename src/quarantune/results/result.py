@@ -276,7 +276,7 @@ class TuningResult(PlainResult):
             "default": "The call was never tuned: the function's own defaults stand in.",
             False: "",
         }[self.from_cache]
-        return ResultData(self._shown, _key_values(self.key), "; ".join(filter(None, (note, *map(str, self.calls)))))
+        return ResultData(self._shown, _key_values(self.key), note)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.

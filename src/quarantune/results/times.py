@@ -57,8 +57,8 @@ class Range(NamedTuple):
         """Returns the range in words, such as `1.80x`, `at least 1.80x` or `at least 1.80x, at most 23.1x`."""
         if self.is_known:
             return form(self.least)
-        most = "" if self.most == math.inf else f", at most {form(rounded(self.most, up=True))}"
-        return f"at least {form(rounded(self.least, up=False))}{most}"
+        most = "" if self.most == math.inf else f", at most {form(rounded(self.most, 3, up=True))}"
+        return f"at least {form(rounded(self.least, 3, up=False))}{most}"
 
 
 def range_of(trial: Trial) -> Range | None:
@@ -171,7 +171,12 @@ class Effect(NamedTuple):
     @property
     def text(self) -> str:
         """The factor in words."""
-        return "hardly matters" if self.factor.most < _SLIGHT else f"{self.factor.text(ratio_text)} as long"
+        if self.factor.most < _SLIGHT:
+            return "hardly matters"
+        if not self.is_notable:
+            most = self.factor.most
+            return "not known" if most == math.inf else f"at most {ratio_text(rounded(most, 3, up=True))} as long"
+        return f"{self.factor.text(ratio_text)} as long"
 
     @property
     def is_notable(self) -> bool:

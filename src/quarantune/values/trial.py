@@ -506,12 +506,15 @@ class Findings(Record):
             return "estimated, never measured" if self.is_estimate else "time not known"
         best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
         if self.score is not None:
-            form = "{:.4g} mJ" if ranked_by(self) == ENERGY else "objective {:.4g}"
-            best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
+            best, against, more = *map(self.amount, (self.score, self.default_score or 0.0)), f"; {best}"
         # The defaults win a tie with a config.
         if (self.time_ms, self.score) == (self.default_time_ms, self.default_score):
             return f"the defaults are best ({best}{more})"
         return f"{self.compared} ({best} against {against}{more})" if self.compared else f"{best}{more}"
+
+    def amount(self, score: float) -> str:
+        """Returns a value of the objective as text, such as `3.2 mJ`."""
+        return f"{score:.4g} mJ" if ranked_by(self) == ENERGY else f"objective {score:.4g}"
 
     @property
     def compared(self) -> str:

@@ -2,10 +2,11 @@
 function drawFinals() {
   const p = problem, host = clear($("finals-chart"));
   let rows = p.finals;
-  if (!rows.length && p.best && p.best.samples.length) rows = [{ name: configText(p, p.best), samples: p.best.samples, won: true, trial: p.best }];
+  if (!rows.length && p.best && p.best.samples.length) rows = [{ name: shortText(p, p.best), samples: p.best.samples, won: true, trial: p.best }];
   $("finals").hidden = !rows.length;
   if (!rows.length) return;
-  const mid = new Map(rows.map((row) => [row, median(row.samples)]));
+  // One time per config: the page has that of a finalist as its trial's.
+  const mid = new Map(rows.map((row) => [row, row.trial?.ms ?? median(row.samples)]));
   rows = [...rows].sort((a, b) => Boolean(b.won) - Boolean(a.won) || mid.get(a) - mid.get(b));
   const tied = rows.filter((row) => row.won || row.tied);
   const rest = p.tie.length, unseen = p.tie.filter((trial) => !rows.some((row) => row.trial === trial));
@@ -46,7 +47,7 @@ high = Math.max(tops, ...rows.map((trial) => Math.min(Math.max(...trial.samples)
       draw("text", { x: right + 8, y: y + 4, class: won ? "strong" : "label", text: p.ms(centre) }));
     if (above) svg.append(draw("text", { x: right - 2, y: y - 10, "text-anchor": "end", class: "tick", text: `${above} above →` }));
   });
-  host.append(svg, el("figcaption", { class: "muted", text: `Each dot is a sample, each bar a median.${unseen.length ? ` Also tied, often because they are the same program: ${unseen.slice(0, 4).map((trial) => configText(p, trial)).join("; ")}${unseen.length > 4 ? ` and ${unseen.length - 4} more` : ""}.` : ""}` }),
+  host.append(svg, el("figcaption", { class: "muted", text: `Each dot is a sample, each bar a median.${unseen.length ? ` Also tied, often because they are the same program: ${unseen.slice(0, 4).map((trial) => shortText(p, trial)).join("; ")}${unseen.length > 4 ? ` and ${unseen.length - 4} more` : ""}.` : ""}` }),
     asTable(["config", "median", "samples", "least", "most", ""], rows.map((trial) => [trial.name, p.ms(mid.get(trial)), trial.samples.length, p.ms(Math.min(...trial.samples)), p.ms(Math.max(...trial.samples)), trial.won ? "winner" : tied.includes(trial) ? "tied" : ""])));
 }
 

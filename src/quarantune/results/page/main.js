@@ -8,7 +8,7 @@ function drawCharts() {
   drawWinner();
   if (!problem.trials.length) return;
   drawFinals();
-  drawPareto();
+  drawScatter();
   drawProgress();
   drawMap();
   drawEffects();
@@ -32,7 +32,7 @@ function show(i) {
   drawWinner();
   if (problem.trials.length) {
     drawFinals();
-    drawPareto();
+    setUpScatter();
     drawProgress();
     setUpMap();
     drawEffects();
