@@ -161,7 +161,7 @@ def _problem(data: ResultData, texts: _Texts, trials_left: int, samples_left: in
     label = call_text(data.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     tunables, columns = _columns(trials)
-    labels = _labels([trial.config for trial in final.values()])
+    labels = _labels([trial.config for trial in final.values()], result.best_config)
     return {
         "label": _label(", ".join(filter(None, (f"{label} on {result.device}" if names_device else label, data.when)))),
         "when": data.when,
@@ -217,13 +217,21 @@ def _ends(known: times.Range) -> list[float | None]:
     ]
 
 
-def _labels(configs: Sequence[Config]) -> list[str]:
-    """Returns a label for each of some configs that shows only the tunables in which they differ."""
-    flat = [_flat(config) for config in configs]
-    names = dict.fromkeys(name for values in flat for name in values)
-    told = [name for name in names if len({text_of(values.get(name, report.UNSET)) for values in flat}) > 1]
-    short = [{name: values[name] for name in told or names if name in values} for values in flat]
-    return [_label(format_config(config)) for config in short]
+def _labels(configs: Sequence[Config], best: Config) -> list[str]:
+    """Returns a label for each finalist: the tunables in which they differ, of others than the winner from the winner."""
+    flat, won = list(map(_flat, configs)), _flat(best)
+    alike = {text_of(values) for values in flat} == {text_of(won)}
+
+    def told(values: JsonObject) -> JsonObject:
+        others = flat if text_of(values) == text_of(won) else [won]
+        names = dict.fromkeys(name for each in (values, *others) for name in each)
+        return {
+            name: values.get(name, "unset")
+            for name in names
+            if any(text_of(values.get(name, report.UNSET)) != text_of(it.get(name, report.UNSET)) for it in others)
+        }
+
+    return [_label(format_config(values if alike else told(values))) for values in flat]
 
 
 def _scores(found: Findings) -> str:

@@ -67,7 +67,7 @@ $("about").textContent = `${plural(data.problems.reduce((sum, p) => sum + p.tria
 $("problem-label").hidden = !several;
 $("problem").append(...data.problems.map((p, i) => el("option", { value: i, text: p.label })));
 $("problem").addEventListener("change", (event) => show(Number(event.target.value)));
-show(0);
+show(Math.max(0, data.problems.findIndex(({ when }) => when === "after")));
 let width = document.body.clientWidth, waiting = 0;
 new ResizeObserver(() => {
   if (document.body.clientWidth === width) return;

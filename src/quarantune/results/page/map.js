@@ -74,7 +74,7 @@ function drawMap() {
   const table = el("table", { class: "map" },
     el("caption", {}, el("span", { text: `${nameX} across${nameY ? `, ${nameY} down` : ""}: the best time in each cell (${p.unit[1]}); choose a cell to see its configs` })),
     el("thead", {}, el("tr", {}, el("td", { class: "corner", text: nameY ? `${nameY} ↓  ${nameX} →` : `${nameX} →` }), xs.map((g) => el("th", { scope: "col", text: g.label })))),
-    el("tbody", {}, ys.map((gy, y) => el("tr", {}, el("th", { scope: "row", text: gy.label }),
+    el("tbody", {}, ys.map((gy, y) => el("tr", {}, gy.label ? el("th", { scope: "row", text: gy.label }) : el("td", { class: "corner" }),
       xs.map((gx, x) => mapCell(p, cells[y][x], `${nameX}=${gx.label}${nameY ? ` ${nameY}=${gy.label}` : ""}`, go(gx, gy)))))));
   if (xs.length > 16) table.classList.add("dense");
   else table.style.setProperty("--cell", `${Math.max(46, Math.min(132, ($("map-chart").clientWidth - 150) / xs.length - 3))}px`);

@@ -50,7 +50,8 @@ function columnsOf(p) {
     numbers("compile", "compile s", (t) => t.compile, digits),
     numbers("memory", "memory", (t) => t.memory, bytes, "most host memory that the worker held"),
     numbers("device", "on device", (t) => t.deviceMemory, bytes, "device memory of its program: arguments, output and intermediate arrays"),
-    { key: "message", name: "message", get: (t) => short(t.message.replace(/\s+/g, " "), 240), by: (t) => t.message },
+    // That of a config that was stopped early says no more than its bound.
+    { key: "message", name: "message", get: (t) => t.kind === "at least" ? "" : short(t.message.replace(/\s+/g, " "), 240), by: (t) => t.message },
   ];
 }
 // A column with one text in all rows is told once, above the table; one without any is left out.
@@ -72,6 +73,7 @@ function setUpTable() {
   }
   const [columns, same] = told(columnsOf(p), p);
   Object.assign(view, { key: columns.some(({ key }) => key === "ms") ? "ms" : "outcome", descending: false, page: 0, open: new Set(), columns });
+  $("trials").classList.toggle("wide", columns.length > 10);
   $("same").textContent = same.length ? `All: ${same.join(", ")}` : "";
   clear($("outcomes")).append(...endsOf(p.trials).map(([outcome, n]) => el("button", { type: "button", class: "chip", "aria-pressed": "true", "data-outcome": outcome.name, onclick: () => {
     if (!selection.hidden.delete(outcome.name)) selection.hidden.add(outcome.name);
