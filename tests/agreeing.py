@@ -7,13 +7,13 @@ that no check knows fails: whoever adds one adds its check.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
 import random
 import re
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,17 +26,31 @@ from quarantune.values.codec import canonical_json, equal, text_of
 from quarantune.values.configs import Config, format_config, format_value
 from quarantune.values.trial import Outcome, Trial
 
+MOST_RESULTS, MOST_TRIALS = 50, 1000
+"""The most results of one test that are checked, and the most trials of each."""
 _COMPLETIONS = 8
 _MORE = (1.0, 1.01, 1.5, 40.0)
 """How many times longer than its bound a config that was stopped early might have taken."""
 
 
-def check(result: TuningResult) -> None:
-    """Asserts that all that a result tells agrees with its trials."""
+def without_objects(result: PlainResult) -> PlainResult:
+    """Returns a result without the function and the call, which a test may expect to be freed."""
+    if not isinstance(result, TuningResult):
+        return result
+    return dataclasses.replace(result, fn=print, call=((), {}), structs=None, executable=None)
+
+
+def check(result: TuningResult, folder: Path) -> None:
+    """Asserts that all that a result tells agrees with its trials.
+
+    Args:
+        result: the result.
+        folder: a directory for a file.
+    """
     shown = result._shown
     for trial in shown.trials:
         _check_time(trial)
-    _check_rows(result, shown)
+    _check_rows(result, shown, folder)
     check_data(result._report_data())
     if isinstance(result, ContextualResult):
         assert f"the whole function: {result.time_ms:.4g} ms" in result.table()
@@ -44,6 +58,29 @@ def check(result: TuningResult) -> None:
         _check_table(result)
     else:
         assert f"* {format_config(result.best_config)}, " in result.table(width=10**6)
+
+
+def has_one_trial_per_config(result: PlainResult) -> bool:
+    """Returns whether no config has two trials, as a kernel's config has that is timed again in its context."""
+    return len({text_of(trial.config) for trial in result.trials}) == len(result.trials)
+
+
+def check_any(result: PlainResult, folder: Path, *, is_real: bool) -> None:
+    """Asserts the same of a result of any class.
+
+    Args:
+        result: the result.
+        folder: a directory for a file.
+        is_real: whether a sweep or the cache gave it. Then the winner's time is that of its trial.
+    """
+    shown = result._shown if isinstance(result, TuningResult) else result
+    best = _best(shown)
+    if is_real and best is not None and not math.isnan(shown.time_ms):
+        assert best.time_ms == shown.time_ms, f"two times for the winner: {best.time_ms} and {shown.time_ms}"
+    if isinstance(result, TuningResult):
+        check(result, folder)
+    else:
+        check_data(ResultData(result, {}))
 
 
 def check_data(data: ResultData) -> None:
@@ -402,7 +439,7 @@ _SENTENCES: dict[str, Callable[..., None]] = {
 # --- JSON and CSV ---
 
 
-def _check_rows(result: TuningResult, shown: PlainResult) -> None:
+def _check_rows(result: TuningResult, shown: PlainResult, folder: Path) -> None:
     rows = result.to_dicts()
     trials = shown.trials or (None,)
     assert len(rows) == len(trials)
@@ -420,9 +457,9 @@ def _check_rows(result: TuningResult, shown: PlainResult) -> None:
         assert row["is_tie"] is any(equal(trial.config, config) for config in shown.tie)
         assert row["samples_ms"] == list(trial.samples_ms)
     if rows:
-        with tempfile.TemporaryDirectory() as folder:
-            result.to_csv(Path(folder) / "trials.csv")
-            text = (Path(folder) / "trials.csv").read_bytes().decode()
+        path = folder / "all-told.csv"
+        result.to_csv(path)
+        text = path.read_bytes().decode()
         for row, cells in zip(rows, csv.DictReader(io.StringIO(text, newline="")), strict=True):
             assert cells["time_ms"] == ("" if row["time_ms"] is None else str(row["time_ms"]))
             assert (cells["time_kind"], cells["outcome"]) == (row["time_kind"], row["outcome"])

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,24 +90,24 @@ def concluded(trials: list[Trial], rng: random.Random) -> TuningResult:
 
 
 @pytest.mark.parametrize("first", [0, 50, *(pytest.param(first, marks=pytest.mark.slow) for first in range(100, 300, 50))])
-def test_all_that_is_told_of_a_result_agrees_with_its_trials(first: int) -> None:
+def test_all_that_is_told_of_a_result_agrees_with_its_trials(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 50):
         result = made_up(seed)
         try:
-            check(result)
+            check(result, tmp_path)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}\n{result.table(width=160, rows=99)}") from error
 
 
-def found_out(monkeypatch: pytest.MonkeyPatch, where: object, name: str, lie: Any) -> bool:
+def found_out(monkeypatch: pytest.MonkeyPatch, folder: Path, where: object, name: str, lie: Any) -> bool:
     """Returns whether the checks notice a wrong function in some of the results."""
-    monkeypatch.setattr(where, name, lie)
-    for seed in range(40):
-        result = made_up(seed)
-        try:
-            check(result)
-        except AssertionError:
-            return True
+    with monkeypatch.context() as lying:
+        lying.setattr(where, name, lie)
+        for seed in range(40):
+            try:
+                check(made_up(seed), folder)
+            except AssertionError:
+                return True
     return False
 
 
@@ -134,8 +135,8 @@ LIES: dict[str, tuple[object, str, Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_the_checks_find_a_lie(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found_out(monkeypatch, *LIES[lie])
+def test_the_checks_find_a_lie(lie: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_out(monkeypatch, tmp_path, *LIES[lie])
 
 
 # --- figures one by one ---

@@ -29,7 +29,7 @@ from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultEr
 from quarantune.transport import pickling
 from quarantune.transport.executable import from_pickle
 from quarantune.values import blocks
-from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, as_json, decode_json, originals, restore
+from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, as_json, decode_json, originals, restore, text_of
 from quarantune.values.configs import Config, format_config
 from quarantune.values.texts import printable
 from quarantune.values.trial import SCORES, Outcome, Trial, count_outcomes
@@ -489,9 +489,14 @@ class ContextualResult(TuningResult):
         return {name: format_config(it.config) for name, it in zip(self.labels, self.kernels, strict=True)}
 
     def _as_shown(self, result: PlainResult) -> PlainResult:
-        """Returns the result of the whole function: kernels are its tunables, their first configs the defaults."""
+        """Returns the result of the whole function: kernels are its tunables, their first configs the defaults.
+
+        A config that was timed again, in the choice for another kernel, has the later time.
+        """
+        last = {text_of(trial.config): trial for trial in result.trials}
         return dataclasses.replace(
             result,
+            trials=tuple(last.values()),
             best_config=self._together,
             default_config=None,
             default_time_ms=self.baseline_ms,
