@@ -431,7 +431,7 @@ _SENTENCES: dict[str, Callable[..., None]] = {
     r"(.*?) \((.*)\) beat every config: calls run with them": _defaults_beat_all,
     r"speed-up: against (.*): (\S+) ms": _against,
     r"(.*) are far behind, so they took part in (\d+) of the (\d+) rounds of the final": _far_behind,
-    r"speed-up of \*: ([\d.e+-]+)x to ([\d.e+-]+)x, within the noise of the final": _interval,
+    r"speed-up of \*: ([\d.e+-]+)x to ([\d.e+-]+)x,? .*": _interval,
     r"\* (.*?) ((?:is|has|won|had|ties) .*)": _check_why,
 }
 

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -50,11 +49,14 @@ from quarantune.values.trial import (
     Trial,
     TuningFailedError,
     count_outcomes,
+    interval_text,
     pruned_trial,
 )
 
 _logger = logging.getLogger("quarantune")
 
+_WIDE = 1.2
+"""Ratio of the ends of an interval of speed-ups from which a warning tells that the samples scattered."""
 _FIRST = 16
 """How many configs with the best estimates of a compile check run first, whatever their estimates."""
 _FAR = 4.0
@@ -414,7 +416,7 @@ class TuningJob:
         self._ledger.keep({index: trial for index, trial in settled.items() if index != UNTUNED})
         trials = self._all_trials()
         best, tie = settled[winner], tuple(settled[index].config for index in level)
-        self._log_winner(best, tie, usable, tried=len(trials), is_untuned=winner == UNTUNED)
+        self._log_winner(best, tie, tried=len(trials), is_untuned=winner == UNTUNED)
         finalists = tuple(settled[index] for index in swept.final.rounds_ms)
         defaults = settled.get(finals.default_among(settled, default))
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
@@ -423,6 +425,7 @@ class TuningJob:
         if defaults is not None and defaults.outcome is Outcome.OK:  # not ruled out after a sample or two
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
             findings = dataclasses.replace(findings, speedup_interval=interval)
+        self._warn_of_scatter(best, [settled[index] for index in level], findings.speedup_interval)
         is_here = place_of(self._now.settings).is_here
         is_disputed = self._key in self._tuning.layers.differences
         program = saved_program.measured_program(self._keyed, best, defaults, is_here=is_here, is_disputed=is_disputed)
@@ -457,10 +460,31 @@ class TuningJob:
         self._records.leave_failure(self._terms(), failure.trials)
         return failure
 
-    def _log_winner(
-        self, best: Trial, tie: Sequence[Config], usable: Sequence[Trial], *, tried: int, is_untuned: bool
-    ) -> None:
-        """Logs the winner of a sweep, and warns if no config won or the times scattered far more than usual."""
+    def _warn_of_scatter(self, best: Trial, equals: Sequence[Trial], interval: tuple[float, float] | None) -> None:
+        """Warns if samples scattered so far that the choice, or the speed-up, is less certain than on a quiet machine.
+
+        Args:
+            best: the winner.
+            equals: the configs that tie with it.
+            interval: the speed-ups that the noise allows; None if unknown.
+        """
+        scatter = model.spread(best.samples_ms)
+        others = sum(not trial.program or trial.program != best.program for trial in equals)
+        affected = [f"{others} other config{'s' * (others > 1)} may be as fast as the winner"] if others else []
+        if interval is not None and interval[1] > _WIDE * interval[0]:
+            affected.append(f"the speed-up may be anything from {interval_text(interval)}")
+        if affected and scatter > model.BUSY[best.clock or "wall"]:
+            _logger.warning(
+                "%s: the winner's samples scatter by %.0f%%, so %s; for a surer choice, stop what else runs on %s, and "
+                "tune again with QUARANTUNE_ALWAYS_TUNE=1",
+                self._name,
+                100 * scatter,
+                " and ".join(affected),
+                self._key.device,
+            )
+
+    def _log_winner(self, best: Trial, tie: Sequence[Config], *, tried: int, is_untuned: bool) -> None:
+        """Logs the winner of a sweep, and warns if no config won."""
         if is_untuned:
             shown_best = format_config(best.config)
             _logger.warning(
@@ -474,14 +498,6 @@ class TuningJob:
             best.time_ms,
             f", level with {' and '.join(map(format_config, tie))}" if tie else "",
         )
-        scatter = statistics.median(model.spread(trial.samples_ms) for trial in usable)
-        if scatter > model.BUSY[best.clock or "wall"]:
-            _logger.warning(
-                "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
-                self._name,
-                100 * scatter,
-                self._key.device,
-            )
 
     def _keep_best(self, kind: type[BaseException] | None, *_: object) -> None:
         """Makes this process's calls use the best config so far, if its user interrupted the sweep."""

@@ -23,7 +23,7 @@ function decode(raw) {
   problem.tie = raw.tie.map((i) => trials[i]);
   // The function's own defaults are a finalist without a trial where they are none of the configs.
   problem.finals = raw.finalists.map(([i, text, isDefault, samples]) => ({
-    name: (text || "the function's own values") + (isDefault ? " (the defaults)" : ""), samples,
+    name: isDefault ? `defaults${text ? `: ${text}` : ""}` : text, samples,
     won: i === null ? isDefault && raw.defaultsWin : i === raw.best, tied: i !== null && raw.tie.includes(i), trial: i === null ? null : trials[i] }));
   problem.unit = data.unit;
   problem.ms = (ms) => `${digits(ms * problem.unit[0])} ${problem.unit[1]}`;
