@@ -33,7 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Has processes that test all files begin with different ones: one finds compiled what another has compiled."""
     if not hasattr(config, "workerinput") or config.args != config.getini("testpaths"):
         return
-    names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    sys.path[:0] = sorted({str(file.parent) for file in files})
+    names = [file.stem for file in files]
     first = len(names) * int(config.workerinput["workerid"].removeprefix("gw")) // config.workerinput["workercount"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -198,7 +200,7 @@ def cpu_only() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def run_on_devices() -> Iterator[Callable[[Path, str, int], None]]:
     """Runs programs, which may be indented, with warnings as errors; those with as many CPU devices share a process."""
-    from helpers import TESTS, child_environ
+    from helpers import SUPPORT, child_environ
     from shared_python import SharedPython
 
     processes: dict[int, SharedPython] = {}
@@ -208,7 +210,7 @@ def run_on_devices() -> Iterator[Callable[[Path, str, int], None]]:
         script.write_text(textwrap.dedent(program))
         environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
         if devices not in processes:
-            processes[devices] = SharedPython("-W", "error", environ=child_environ(TESTS, **environ))
+            processes[devices] = SharedPython("-W", "error", environ=child_environ(SUPPORT, **environ))
         done = processes[devices].run(script, **environ)
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from quarantune.spaces import generate_configs as generate_configs
     from quarantune.spaces import get_default_config as get_default_config
     from quarantune.values.blocks import settings as settings
+    from quarantune.values.options import Options as Options
     from quarantune.values.options import Search as Search
     from quarantune.values.space import grid as grid
     from quarantune.values.trial import CacheMissError as CacheMissError
@@ -67,7 +68,7 @@ _NAMES = {
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
     "calls.given_inputs": ("set_autotune_inputs",),
     "values.blocks": ("settings",),
-    "values.options": ("Search",),
+    "values.options": ("Options", "Search"),
     "values.space": ("grid",),
     "values.trial": (
         "CacheMissError",
@@ -82,8 +83,8 @@ _NAMES = {
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
-"""The modules of all names. Each is imported with the first use of a name in it, so that a command that needs no JAX
-does not wait for it."""
+"""The module of each name. The first use of a name imports its module, so a command without JAX does not wait for
+JAX."""
 _PUBLIC_MODULES = ("cache", "doctor", "metrics", "ray", "spaces")
 
 __all__ = [*_MODULES, "__version__"]

@@ -1,4 +1,4 @@
-"""Limits and peaks of devices, by the kind that JAX reports: one table for `spaces` and `metrics`."""
+"""Limits and peaks of devices, by JAX's `device_kind`: one table for `spaces` and `metrics`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
-    """The most that one block (a workgroup, a program instance) may use; None where no limit is known.
+    """The most that one block (a workgroup, a program instance) may use; None means unknown.
 
     Attributes:
         shared_memory_per_block_bytes: on-chip memory that the kernel manages: shared memory, LDS, or a TPU core's VMEM.
@@ -30,13 +30,13 @@ class DeviceLimits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DevicePeaks:
-    """The most that a device can do, by its vendor's data sheet.
+    """The peaks of a device, from its vendor's data sheet.
 
     Attributes:
         gbps: memory bandwidth in 10^9 bytes per second.
         tflops: matrix arithmetic in 10^12 operations per second, without sparsity, by dtype; `float8` for every 8-bit
             float, and for `float32` on NVIDIA the TF32 rate, as JAX's default precision multiplies with it.
-        ghz: the clock of a TPU in 10^9 cycles per second; None where it is not known.
+        ghz: the clock of a TPU in 10^9 cycles per second; None if unknown.
     """
 
     gbps: float
@@ -45,18 +45,18 @@ class DevicePeaks:
 
 
 def limits_of(kind: str) -> DeviceLimits:
-    """Returns the limits of a kind of device; all None for one that is not in the table.
+    """Returns the limits of a kind of device; all None for a kind that the table lacks.
 
     Args:
-        kind: JAX's `device_kind`. A slice of a GPU (`... MIG 1g.10gb`) has the limits of the whole: it
-            has fewer multiprocessors, each as big as ever.
+        kind: JAX's `device_kind`. A slice of a GPU (`... MIG 1g.10gb`) has the limits of the whole GPU: its
+            multiprocessors are fewer, but not smaller.
     """
     limits, _ = _TABLE.get(kind.partition(" MIG ")[0], _UNKNOWN)
     return limits
 
 
 def peaks_of(kind: str) -> DevicePeaks | None:
-    """Returns the peaks of a kind of device, None for one not in the table.
+    """Returns the peaks of a kind of device; None for a kind that the table lacks.
 
     Args:
         kind: JAX's exact `device_kind`, so that neither a slice of a device nor a similar device gets its peaks.
@@ -66,10 +66,10 @@ def peaks_of(kind: str) -> DevicePeaks | None:
 
 
 def estimated_ms(figures: CompilerFigures | None, kind: str) -> float | None:
-    """Returns the time that a compiler estimates for a program on a kind of device; None where that is not known.
+    """Returns the time that a compiler estimates for a program on a kind of device; None if unknown.
 
-    It is the larger one of two: that of the cycles at the device's clock, as if all operations ran one after another,
-    and the time that its main memory takes to move what the program reads and writes.
+    It is the larger of two times. One is the cycles at the device's clock, as if all operations ran one after another.
+    The other is the time in which its main memory moves the program's reads and writes.
     """
     peaks = peaks_of(kind)
     if figures is None or figures.estimate is None or peaks is None or peaks.ghz is None:
@@ -79,7 +79,7 @@ def estimated_ms(figures: CompilerFigures | None, kind: str) -> float | None:
 
 
 def estimated_order(figures: CompilerFigures | None, kind: str) -> tuple[float, float]:
-    """Returns the time and the cycles by which programs for a kind of device are ranked; infinite where not known."""
+    """Returns the sort key of programs for a kind of device: time and cycles, infinite if unknown."""
     estimate = None if figures is None else figures.estimate
     return estimated_ms(figures, kind) or math.inf, math.inf if estimate is None else estimate.cycles
 
@@ -98,12 +98,12 @@ def _tpu(vmem_mib: int) -> DeviceLimits:
 
 
 def _tflops(of_16_bits: float, **others: float) -> Mapping[str, float]:
-    """Returns peaks by dtype; the two floats of 16 bits have the same."""
+    """Returns peaks by dtype; the two 16-bit floats share a peak."""
     return {"bfloat16": of_16_bits, "float16": of_16_bits, **others}
 
 
 # NVIDIA's "CUDA C++ Programming Guide", technical specifications per compute capability. A block gets 48 KiB of shared
-# memory by default; these are the limits on request, which compilers make.
+# memory by default; these are the limits on request, and compilers do request them.
 _TURING = _gpu(64)
 _AMPERE_DATA_CENTRE = _gpu(163)
 _AMPERE_AND_ADA = _BLACKWELL_GEFORCE = _gpu(99)
@@ -111,10 +111,10 @@ _HOPPER = _BLACKWELL_DATA_CENTRE = _gpu(227)
 # AMD's "GPU specifications" for ROCm (64 KiB of LDS and 512 KiB of vector registers in a compute unit) and the CDNA3
 # instruction set (512 vector registers a lane).
 _CDNA3_LIMITS = _gpu(64, registers_per_block=512 * 1024 // 4, registers_per_thread=512)
-# JAX's "TPU Hardware Reference". The compiler lets a kernel have less of it unless it is given another limit.
+# JAX's "TPU Hardware Reference". The compiler's default limit for a kernel is lower.
 _TPU_V4_LIMITS, _TPU_V5E_LIMITS, _TPU_V5P_LIMITS, _TPU_V6E_LIMITS = _tpu(16), _tpu(128), _tpu(64), _tpu(128)
 
-# Dense rates: where a datasheet gives only those "with sparsity", half of them.
+# Dense rates: half of the rate "with sparsity" if a datasheet has no other.
 # NVIDIA's H100, H200, A100, L4 and L40S datasheets; for GeForce its "Ada GPU Architecture" whitepaper, at FP32
 # accumulation.
 _HOPPER_SXM = _tflops(989.4, float64=67.0, float32=494.7, float8=1978.9, int8=1978.9)

@@ -1,4 +1,4 @@
-"""Looks at this machine for tuning: what it gives, and what is in the way, each finding with its remedy."""
+"""Checks this machine for tuning. Each finding about an obstacle has a remedy."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ __all__ = ["Check", "Status", "failed", "run"]
 _GIB = 1 << 30
 _MIB = 1 << 20
 _PATIENCE_S = 60.0
-"""The longest wait for a config of a trial."""
+"""Longest wait in seconds for a config of a trial."""
 
 
 class Status(enum.StrEnum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     OK = "ok"
     WARN = "warn"
@@ -63,10 +63,10 @@ class Check:
     """One finding.
 
     Attributes:
-        name: the thing that was looked at.
-        status: how the check ended.
+        name: the subject of the check.
+        status: the outcome.
         found: the finding, in a sentence without a full stop.
-        remedy: the way to put it right; empty where there is nothing to do.
+        remedy: the way to put it right; empty for `ok`.
     """
 
     name: str
@@ -75,22 +75,22 @@ class Check:
     remedy: str = ""
 
     def to_dict(self) -> dict[str, str]:
-        """Returns the finding as JSON holds it."""
+        """Returns the finding as a JSON object."""
         return dataclasses.asdict(self) | {"status": self.status.value}
 
 
 def failed(checks: Iterable[Check]) -> bool:
-    """Returns whether something essential failed."""
+    """Returns whether an essential check failed."""
     return any(check.status is Status.FAIL for check in checks)
 
 
 def run(*, on_check: Callable[[Check], None] | None = None) -> list[Check]:
-    """Returns the findings about this machine: some 10 s of work, most of it real sweeps in the sandbox.
+    """Returns the findings about this machine. It takes some 10 s, mostly for real sweeps in the sandbox.
 
     It saves nothing. At its end this process has initialised JAX's backend.
 
     Args:
-        on_check: called with each finding as soon as it is known.
+        on_check: called at once with each finding.
     """
     checks = []
     for check in _all():
@@ -130,27 +130,27 @@ def _all() -> Iterator[Check]:
         try:
             found = step()
             yield from [found] if isinstance(found, Check) else found
-        except Exception as error:  # one check that cannot be made says nothing about the others
-            yield warn(name, f"could not be looked at: {first_line(error)}", "report this as an error of quarantune")
+        except Exception as error:  # the other checks may still work
+            yield warn(name, f"the check itself failed: {first_line(error)}", "report this as an error of quarantune")
 
 
 def ok(name: str, found: str) -> Check:
-    """Returns a finding that needs nothing."""
+    """Returns a finding without a remedy."""
     return Check(name=name, status=Status.OK, found=found)
 
 
 def warn(name: str, found: str, remedy: str) -> Check:
-    """Returns a finding with which tuning works, but could work better."""
+    """Returns a finding that makes tuning worse, but not impossible."""
     return Check(name=name, status=Status.WARN, found=found, remedy=remedy)
 
 
 def fail(name: str, found: str, remedy: str) -> Check:
-    """Returns a finding with which tuning does not work."""
+    """Returns a finding that prevents tuning."""
     return Check(name=name, status=Status.FAIL, found=found, remedy=remedy)
 
 
 def _judged(name: str, found: str, remedy: str, *, is_good: bool, is_needed: bool = False) -> Check:
-    """Returns a finding that needs nothing where it is good; else one with which tuning works, unless it is needed."""
+    """Returns `ok` for a good finding. For a bad one returns `fail` if tuning needs it, and `warn` otherwise."""
     return ok(name, found) if is_good else (fail if is_needed else warn)(name, found, remedy)
 
 
@@ -161,7 +161,7 @@ _HARDWARE: dict[str, tuple[Callable[[], bool], str, str]] = {
     "NVIDIA GPU": (lambda: any(map(os.path.exists, _NVIDIA_DRIVER)), "cuda", "jax[cuda13]"),
     "TPU": (jax_backends.has_tpu, "tpu", "jax[tpu]"),
 }
-"""For each kind of device: whether it is here, the name of JAX's plugin, and how to install it."""
+"""For each kind of device: a test of its presence, the name of JAX's plugin, and the package to install."""
 
 
 def jax_versions() -> Check:
@@ -191,12 +191,12 @@ def plugins() -> Iterator[Check]:
 
 
 def _hardware() -> list[tuple[str, str, str]]:
-    """Returns each kind of device whose driver is here, with JAX's plugin for it and how to install that."""
+    """Returns each kind of device whose driver is here, with the name and the package of JAX's plugin."""
     return [(kind, plugin, package) for kind, (is_here, plugin, package) in _HARDWARE.items() if is_here()]
 
 
 def _is_chosen(plugin: str) -> bool:
-    """Returns whether JAX may use the devices of a plugin; `gpu` is its name for CUDA and its like."""
+    """Returns whether JAX may use the devices of a plugin; `gpu` is its name for CUDA and ROCm."""
     chosen = jax.config.values["jax_platforms"]
     return not chosen or bool({plugin, "gpu" if plugin == "cuda" else plugin} & set(chosen.split(",")))
 
@@ -204,27 +204,27 @@ def _is_chosen(plugin: str) -> bool:
 # --- the machine: cores, memory, limits and variables ---
 
 _WAITING_CONFIGS = 16
-"""About so many compiled configs wait for a CPU device at a time."""
+"""Approximate number of compiled configs that wait for a CPU device at a time."""
 _DESCRIPTORS_PER_CONFIG = 4
-"""Descriptors that a config which compiles or waits takes in this process."""
+"""Descriptors in this process for each compiling or waiting config."""
 _LEAST_DESCRIPTORS = 48
-"""With less, not even a small sweep ends; measured with twelve configs on two cores."""
+"""Least number of descriptors for a small sweep; measured with twelve configs on two cores."""
 _LEAST_SHARED_BYTES = 64 * _MIB
-"""The size of /dev/shm in a container that was given none."""
+"""Default size of /dev/shm in a container."""
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 
 
 def cores(settings: Settings) -> Check:
-    """Returns how many cores may be used, and how many configs compile at a time."""
+    """Returns the number of usable cores, and of configs that compile at a time."""
     usable, slots = machine.available_cpus(), _compile_slots(settings)
-    found = f"{usable} of {os.cpu_count() or 1} may be used (affinity and cgroup quota); {slots} compile at a time"
+    found = f"{usable} of {os.cpu_count() or 1} are usable (affinity and cgroup quota); {slots} compile at a time"
     remedy = "give the job or the container more cores: configs compile one after another"
     return _judged("cores", found, remedy, is_good=usable > 1)
 
 
 def memory(settings: Settings) -> Check:
-    """Returns how much memory is free, in total and for each worker."""
+    """Returns the free memory, and whether it suffices for all workers."""
     free, slots = machine.available_memory_bytes(), _compile_slots(settings)
     is_good = free >= _GIB * slots
     few = "" if is_good else f", less than 1 GiB for each of {slots} compile workers"
@@ -234,7 +234,7 @@ def memory(settings: Settings) -> Check:
 
 
 def shared_memory() -> Check:
-    """Returns how much room there is in /dev/shm."""
+    """Returns the free space in /dev/shm."""
     name = "/dev/shm"
     remedy = (
         "start the container with --shm-size=1g, or run `mount -o remount,size=1g /dev/shm`: quarantune itself does "
@@ -249,20 +249,20 @@ def shared_memory() -> Check:
 
 
 def temporary_files() -> Check:
-    """Returns whether large arguments can be written to a temporary file."""
+    """Returns whether this process can write large arguments to a temporary file."""
     name = "temporary files"
-    remedy = "make room, or set TMPDIR to a directory that is writable: arguments that do not fit memory are put there"
+    remedy = "make room, or set TMPDIR to a writable directory: arguments that do not fit memory go there"
     try:
         with tempfile.TemporaryFile(prefix="quarantune-"):
             free = shutil.disk_usage(tempfile.gettempdir()).free
     except OSError as error:
-        return warn(name, f"none can be written ({error.strerror})", remedy)
+        return warn(name, f"writing failed ({error.strerror})", remedy)
     found = f"{_amount(free)} are free in {tempfile.gettempdir()!r}"
     return _judged(name, found, remedy, is_good=free >= _GIB)
 
 
 def descriptors(settings: Settings) -> Check:
-    """Returns how many descriptors this process may have open."""
+    """Returns the limit of open descriptors in this process."""
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return ok("descriptors", "this process may have any number open")
@@ -270,20 +270,20 @@ def descriptors(settings: Settings) -> Check:
     needed = in_use + _DESCRIPTORS_PER_CONFIG * (_compile_slots(settings) + _WAITING_CONFIGS) + 16
     found, is_good = f"this process may have {limit} open, and has {in_use}", limit >= needed
     found += "" if is_good else f"; a sweep here may need {needed}"
-    higher = "" if hard == resource.RLIM_INFINITY or hard >= needed else f" (the hard limit of {hard} has to rise too)"
+    higher = "" if hard == resource.RLIM_INFINITY or hard >= needed else f" (also raise the hard limit of {hard})"
     remedy = f"run `ulimit -n {max(1024, needed)}` first{higher}"
     return _judged("descriptors", found, remedy, is_good=is_good, is_needed=limit < _LEAST_DESCRIPTORS)
 
 
 def processes(settings: Settings) -> Check:
-    """Returns how many more processes this user may start."""
+    """Returns the number of processes that this user may still start."""
     left = machine.processes_left()
     if left is None:
         return ok("processes", "no limit holds for this user or in this cgroup")
     slots = _compile_slots(settings)
-    needed = 3 * slots + 16  # a worker has threads, and compilers start some more
+    needed = 3 * slots + 16  # a worker has threads, and its compiler starts more
     number, limit = left
-    found, is_good = f"{number} more processes and threads may be started, because {limit}", number >= 16 * needed
+    found, is_good = f"{number} more processes and threads may start, because {limit}", number >= 16 * needed
     found += "" if is_good else f"; each of {slots} workers may need dozens"
     remedy = "raise `ulimit -u`, or pids.max of the cgroup (for a container: --pids-limit)"
     return _judged("processes", found, remedy, is_good=is_good, is_needed=number < needed)
@@ -303,14 +303,14 @@ def thread_variables() -> Check:
         return ok("thread variables", f"none limits the {usable} cores" + (f"; XLA_FLAGS={flags}" if flags else ""))
     return warn(
         "thread variables",
-        f"{', '.join(low)} while {usable} cores may be used: workers take the variables over, so NumPy and C "
-        "functions are measured with that many threads",
-        "unset them, unless the program will run with them too (Dask's and Ray's workers set OMP_NUM_THREADS=1)",
+        f"{', '.join(low)} while {usable} cores are usable: workers inherit the variables, so NumPy and C "
+        "functions run with that many threads during tuning",
+        "unset them, unless the program will also run with them (Dask's and Ray's workers set OMP_NUM_THREADS=1)",
     )
 
 
 def _compile_slots(settings: Settings) -> int:
-    """Returns how many configs compile at a time under these settings."""
+    """Returns the number of configs that compile at a time under these settings."""
     return machine.compile_slots(
         utilization=settings.cpu_utilization, count=settings.cpu_count, max_count=settings.max_cpu_count
     )
@@ -326,14 +326,14 @@ _LOCKS = "cache locks"
 _MOST_SHOWN = 3
 _LEAST_FREE_BYTES = 16 * _MIB
 _APART = {"9p", "bindfs", "blobfuse2", "fuse", "gcsfuse", "goofys", "rclone", "s3fs", "sshfs"}
-"""Filesystems whose locks other hosts do not see, and which keep sizes and times of files for seconds."""
+"""Filesystems whose locks other hosts do not see. They may also cache sizes and times of files for seconds."""
 
 
 def cache_directory(settings: Settings) -> list[Check]:
-    """Returns whether results can be saved, whether locks work, and whether the saved results can be read."""
+    """Returns whether saving, locks and reading work in the cache directory."""
     if settings.disable_cache:
         found = "QUARANTUNE_DISABLE_CACHE is set: nothing is read or saved, and every process tunes"
-        return [warn("cache directory", found, "unset it, unless that is wanted")]
+        return [warn("cache directory", found, "unset it, unless you want that")]
     try:
         with _probe_directory(settings.cache_dir) as probe:
             checks = [_room(settings.cache_dir), _locks(probe)]
@@ -352,37 +352,37 @@ def _room(path: Path) -> Check:
 
 
 def _locks(probe: Path) -> Check:
-    """Returns whether a lock keeps others of this machine out, and what is known of its filesystem between hosts."""
+    """Returns whether a lock keeps other processes of this machine out, and whether other hosts see it."""
     kind = filesystem(probe)
     place = f" ({kind})" if kind else ""
     with Directory(probe) as opened, side_lock(opened, "lock") as is_good:
         pass
     if is_good and kind.removeprefix("fuse.") not in _APART:
         return ok(_LOCKS, f"a lock keeps another process of this machine out{place}")
-    lacks = "a lock binds this machine only" if is_good else "there are no locks, or a lock has no effect"
+    lacks = "a lock binds this machine only" if is_good else "locks are missing, or a lock has no effect"
     return warn(
         _LOCKS,
-        f"{lacks}{place}. Writers announce themselves by files instead, which keeps results where a file that one "
-        "host makes is seen by all at once (not on object stores); a job that died keeps others waiting for longer",
+        f"{lacks}{place}. Writers announce themselves by files instead. This keeps results safe if all hosts see a "
+        "new file at once (object stores do not); a dead job keeps others waiting for longer",
         "mount it with locks (Lustre: -o flock, not -o localflock; NFS: with lockd, without nolock), or set "
         "QUARANTUNE_CACHE_DIR to another disk, unless one host alone uses this one",
     )
 
 
 def _content(path: Path) -> Check:
-    """Returns whether the entries can be read."""
+    """Returns whether all entries are readable."""
     cache = TuningCache(path)
     problems = cache.problems()
     if not problems:
         return ok("cached results", f"{len(cache)} results, all readable")
     more = f"; and {len(problems) - _MOST_SHOWN} more" if len(problems) > _MOST_SHOWN else ""
     found = "; ".join(problems[:_MOST_SHOWN]) + more
-    return warn("cached results", found, "nothing damaged is used; look at the files, or delete them")
+    return warn("cached results", found, "quarantune ignores damaged parts; look at the files, or delete them")
 
 
 @contextlib.contextmanager
 def _probe_directory(path: Path) -> Iterator[Path]:
-    """Makes a directory inside the cache directory, which is itself made if necessary; removes what it made."""
+    """Makes a directory inside the cache directory, which it makes if necessary; removes both at the end."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     Directory(path, make=True).close()
     try:
@@ -395,7 +395,7 @@ def _probe_directory(path: Path) -> Iterator[Path]:
 
 
 def filesystem(path: Path) -> str:
-    """Returns the type of the filesystem that holds a path, such as `nfs4`; empty where it is not known."""
+    """Returns the type of a path's filesystem, such as `nfs4`; empty if unknown."""
     resolved = path.resolve()
     holding = [mount for mount in psutil.disk_partitions(all=True) if resolved.is_relative_to(mount.mountpoint)]
     # A later mount covers an earlier one at the same point.
@@ -412,15 +412,15 @@ _HINDERED = {
     0x40: "heat (hardware)",
     0x80: "the power brake",
 }
-"""NVML's reasons for a lower clock that other load or the machine's cooling causes."""
+"""NVML's reasons for a lower clock, caused by other load or by cooling."""
 _TENANT_MIB = 1024
-"""Memory in use on a device, in MiB, from which on another program is taken to run there."""
+"""Memory in use on a device, in MiB, above which another program probably runs there."""
 _QUERY = "index,name,driver_version,clocks.sm,clocks.max.sm,clocks_throttle_reasons.active,memory.used,utilization.gpu"
 _SMI_S = 30.0
 
 
 def devices() -> Iterator[Check]:
-    """Yields the devices that JAX finds, asked of a worker; no backend is initialised here."""
+    """Yields the devices that JAX finds. A worker looks for them, so this process initialises no backend."""
     command = "run `python -c 'import jax; jax.devices()'`, which shows"
     try:
         there = discovery.accelerators()
@@ -450,7 +450,7 @@ def nvidia() -> list[Check]:
     name = "clocks and tenants"
     rows = _smi(f"--query-gpu={_QUERY}") or _smi(f"--query-gpu={_QUERY.replace('throttle', 'event')}")
     if not rows:
-        return [warn(name, "nvidia-smi does not answer, so neither is known", "put nvidia-smi on PATH and run again")]
+        return [warn(name, "nvidia-smi does not answer, so both are unknown", "put nvidia-smi on PATH and run again")]
     return [_nvidia(row) for row in rows if len(row) == len(_QUERY.split(","))]
 
 
@@ -471,7 +471,7 @@ def _nvidia(row: list[str]) -> Check:
 
 
 def _smi(*query: str) -> list[list[str]]:
-    """Returns the rows that nvidia-smi prints; none where it is missing or refuses the query."""
+    """Returns the rows that nvidia-smi prints; empty if it is missing or refuses the query."""
     command = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
@@ -496,7 +496,7 @@ def _jitted(x: jax.Array, scale: int = 2) -> jax.Array:
 
 
 def tpu_compiler() -> Iterator[Check]:
-    """Yields what the compiler for TPUs gives without a TPU, where it is installed."""
+    """Yields whether the compiler for TPUs works without a TPU, if this Python has it."""
     if targets.has_plugin("tpu"):
         x = jax.ShapeDtypeStruct(_SHAPE, np.float32)
         with blocks.settings(disable_cache=True):
@@ -530,20 +530,20 @@ _TRIALS: tuple[tuple[str, Callable[..., Any], SettingKeywords, bool, str], ...] 
         "QUARANTUNE_ISOLATION=compile, which a TPU needs, does not work here; on other devices leave it at auto",
     ),
 )
-"""The name of each trial, its function and settings, whether ordinary tuning needs it, and the remedy if it fails."""
+"""For each trial: name, function, settings, whether ordinary tuning needs it, and the remedy if it fails."""
 
 
 def trials() -> Iterator[Check]:
     """Runs one sweep of each kind, and yields its finding.
 
-    The last one initialises JAX's backend in this process.
+    The last sweep initialises JAX's backend in this process.
     """
     for number, (name, fn, own_settings, is_needed, remedy) in enumerate(_TRIALS):
         began, ended = time.monotonic(), None
         try:
             swept = _swept(name, fn, own_settings)
             ended = next((trial for trial in swept if trial.outcome in (Outcome.OK, Outcome.SLOW)), None)
-            found = "no config was measured"
+            found = "it measured no config"
         except TuningFailedError as error:
             messages = {f"{it.outcome.value}: {it.message.strip()}".splitlines()[0] for it in error.trials}
             found = "; ".join(sorted(messages)) or first_line(error)
@@ -567,7 +567,7 @@ def _swept(name: str, fn: Callable[..., Any], own_settings: SettingKeywords) -> 
         timeout=_PATIENCE_S,
         progress=False,
     )
-    # Keeps JAX from taking most of the device's memory, where this process initialises it.
+    # Keeps JAX from taking most of the device's memory if this process initialises the backend.
     memory = environment_variables({_PREALLOCATE: os.environ.get(_PREALLOCATE, "false")})
     with blocks.settings(**own_settings), limits, memory, _quiet():
         tuner = AutoTuner(fn, {"scale": [2, 3]}, ref_fn=None, rep=3, name=f"doctor.{name}")
@@ -575,24 +575,24 @@ def _swept(name: str, fn: Callable[..., Any], own_settings: SettingKeywords) -> 
 
 
 def _clock(trial: Trial) -> list[Check]:
-    """Returns whether the device's own clock could be read; nothing on a CPU, whose clock is the wall's."""
+    """Returns whether the trial used the device's own clock; empty on a CPU, which has only the wall clock."""
     there = None if trial.clock == "wall" else discovery.accelerators()
     if there is None or there[0].platform != "cuda":
         return []
     if trial.clock == "device":
         return [ok("device clock", "CUPTI gives the device's own times")]
-    by_wall = "short kernels are timed by the wall clock"
+    by_wall = "the wall clock times short kernels"
     if importlib.util.find_spec("absl") is None:
-        found = f"absl-py is not installed, so CUPTI is not used, and {by_wall}"
-        return [warn("device clock", found, "run `pip install 'quarantune[cuda]'`")]
-    found = f"CUPTI cannot be used, so {by_wall}: another profiler has it, or the driver lets only root profile"
+        found = f"absl-py is missing, so CUPTI does not work, and {by_wall}"
+        return [warn("device clock", found, "run `pip install 'quarantune[device-clock]'`")]
+    found = f"CUPTI does not work, so {by_wall}: another profiler has it, or the driver lets only root profile"
     remedy = "end nsys, ncu or JAX's profiler, or load the driver with NVreg_RestrictProfilingToAdminUsers=0"
     return [warn("device clock", found, remedy)]
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops the warnings of a sweep, which are no findings of their own."""
+    """Drops the warnings of a sweep: they are not findings."""
     logger = logging.getLogger("quarantune")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -606,7 +606,7 @@ def _quiet() -> Iterator[None]:
 # --- the ranks of this program ---
 
 _LAUNCHERS = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""Variables in which launchers say how many processes a program has."""
+"""Variables with the number of a program's processes, set by launchers."""
 
 
 def ranks(settings: Settings) -> Check:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-import ml_dtypes as ml_dtypes  # whose dtypes NumPy then knows by their names
+import ml_dtypes as ml_dtypes  # registers its dtypes with NumPy by name
 import numpy as np
 
 from quarantune.device_table import DevicePeaks as DevicePeaks
@@ -15,7 +15,7 @@ from quarantune.device_table import peaks_of as device_peaks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelMetrics:
-    """The figures of one kernel; None for each that is not known.
+    """The figures of one kernel; None means unknown.
 
     Attributes:
         latency_ms: the time of one run, in milliseconds.
@@ -61,16 +61,16 @@ def from_counts(
 
     Args:
         latency_ms: the time of one run, in milliseconds.
-        flops: arithmetic operations in one run; None if not known.
-        bytes: bytes that one run must read and write; None if not known.
+        flops: arithmetic operations in one run; None if unknown.
+        bytes: bytes that one run must read and write; None if unknown.
         dtype: the dtype that the matrix units multiply, which decides the peak in the table; None gives no
             `flops_utilization` from the table.
-        device: the kind of device whose peaks are looked up; None or an unknown kind gives no utilization.
+        device: the kind of device, for its peaks in the table; None or an unknown kind gives no utilization.
         peak_tflops: the device's peak in 10^12 operations per second; beats the table.
         peak_bandwidth_gbps: its peak in 10^9 bytes per second; beats the table.
 
     Raises:
-        ValueError: a time or a peak is not positive, or a count is negative.
+        ValueError: A time or a peak is not positive, or a count is negative.
 
     Example:
         >>> print(from_counts(2.0, flops=1e12, bytes=4e9, peak_tflops=1000, peak_bandwidth_gbps=4000))
@@ -109,8 +109,8 @@ def compute_gemm_metrics(
     """Returns the metrics of a matrix product `[M, K] @ [K, N] -> [M, N]`.
 
     Operations: `2 * M * N * K`, a multiplication and an addition for each term. Bytes: `(M * K + K * N) * size +
-    M * N * out_size`, each matrix moved once, which is the least possible. Both as NVIDIA's "Matrix Multiplication
-    Background User's Guide" counts them.
+    M * N * out_size`: each matrix moves once, the least possible. Both counts follow NVIDIA's "Matrix Multiplication
+    Background User's Guide".
 
     Args:
         M: rows of the left matrix and of the result.
@@ -119,13 +119,13 @@ def compute_gemm_metrics(
         latency_ms: the time of one product, in milliseconds.
         peak_tflops: the device's peak in 10^12 operations per second; beats the table.
         peak_bandwidth_gbps: its peak in 10^9 bytes per second; beats the table.
-        dtype: of the matrices multiplied.
-        out_dtype: of the result; None for that of the matrices.
-        device: the kind of device whose peaks are looked up; None or an unknown kind gives no utilization.
+        dtype: dtype of the two matrices.
+        out_dtype: dtype of the result; None for `dtype`.
+        device: the kind of device, for its peaks in the table; None or an unknown kind gives no utilization.
 
     Raises:
-        TypeError: an argument is not a dtype.
-        ValueError: a time or a peak is not positive, or a size is negative.
+        TypeError: An argument is not a dtype.
+        ValueError: A time or a peak is not positive, or a size is negative.
 
     Example:
         >>> compute_gemm_metrics(4096, 4096, 4096, 0.1718, device="NVIDIA H200").tflops  # doctest: +ELLIPSIS
@@ -162,22 +162,22 @@ def compute_elementwise_metrics(
 
     Bytes: `numel * (reads + writes) * bytes_per_element`, the effective bandwidth of NVIDIA's "CUDA C++ Best Practices
     Guide".
-    There is no `flops_utilization`: the peaks in the table are those of matrix units, which such a kernel does not use.
+    The result has no `flops_utilization`: the table has the peaks of matrix units, which this kernel does not use.
 
     Args:
         numel: elements in each array.
         latency_ms: the time of one run, in milliseconds.
-        bytes_per_element: the size of an element; None for that of `dtype`.
+        bytes_per_element: the size of an element; None for the size of `dtype`.
         peak_bandwidth_gbps: the device's peak in 10^9 bytes per second; beats the table.
-        dtype: of the arrays.
-        reads: arrays read.
-        writes: arrays written.
+        dtype: dtype of the arrays.
+        reads: number of arrays that the kernel reads.
+        writes: number of arrays that it writes.
         flops_per_element: arithmetic operations for each element; None gives no throughput.
-        device: the kind of device whose peak is looked up; None or an unknown kind gives no utilization.
+        device: the kind of device, for its peak in the table; None or an unknown kind gives no utilization.
 
     Raises:
-        TypeError: an argument is not a dtype.
-        ValueError: a time or a peak is not positive, or a count is negative.
+        TypeError: An argument is not a dtype.
+        ValueError: A time or a peak is not positive, or a count is negative.
     """
     size = np.dtype(dtype).itemsize if bytes_per_element is None else bytes_per_element
     for name, count in (("numel", numel), ("reads", reads), ("writes", writes), ("bytes_per_element", size)):

@@ -10,15 +10,15 @@ from typing import Any
 
 
 def executor(**options: Any) -> Executor:
-    """Returns an executor for sweeps on the Ray cluster that this process is connected to; connects it if need be.
+    """Returns an executor for sweeps on this process's Ray cluster; connects to the cluster if necessary.
 
     Args:
-        **options: the options of the tasks, as `ray.remote` takes them: `num_cpus=4`, `num_gpus=1`,
-            `resources={"a100": 1}`. One shard of a sweep uses several cores for compiling, and one device: give what a
-            machine has, so that two shards do not share a device.
+        **options: the options of the tasks for `ray.remote`: `num_cpus=4`, `num_gpus=1`, `resources={"a100": 1}`.
+            A shard of a sweep uses one device, and several cores for compiling. Give all cores and devices of a
+            machine, so that two shards do not share a device.
 
     Raises:
-        ImportError: Ray is not installed.
+        ImportError: This Python lacks Ray.
 
     Example:
         >>> with quarantune.settings(executor=quarantune.ray.executor(num_gpus=1)):  # doctest: +SKIP
@@ -34,7 +34,7 @@ def executor(**options: Any) -> Executor:
 
 
 class _RayExecutor(Executor):
-    """Submits functions as Ray tasks, which Ray itself does not repeat: a sweep repeats what died."""
+    """Submits functions as Ray tasks. Ray does not repeat dead tasks, because sweeps repeat them."""
 
     def __init__(self, ray: Any, options: dict[str, Any]) -> None:
         self._ray = ray
@@ -44,7 +44,7 @@ class _RayExecutor(Executor):
         self._is_shut = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Submits a task, and returns a future whose `cancel` also ends a task that runs."""
+        """Submits a task, and returns a future whose `cancel` also ends a running task."""
         if self._is_shut:
             raise RuntimeError("this executor was shut down: make another one")
         if fn not in self._functions:
@@ -76,7 +76,7 @@ class _RayFuture(Future[Any]):
         reference.future().add_done_callback(self._take)
 
     def cancel(self) -> bool:
-        """Has Ray end the task, also while it runs."""
+        """Makes Ray end the task, even a running one."""
         reference = self._reference
         is_cancelled = super().cancel()
         if reference is not None:
@@ -85,7 +85,7 @@ class _RayFuture(Future[Any]):
         return is_cancelled
 
     def _take(self, done: Future[Any]) -> None:
-        """Takes the result over, in a thread of Ray's."""
+        """Stores the result in this future, in a thread of Ray."""
         self._reference = None  # Ray keeps the result while there is a reference
         if not self.set_running_or_notify_cancel():
             return

@@ -1,4 +1,4 @@
-"""Ready-made config spaces, rules that drop configs from them, and the device limits used by those rules."""
+"""Ready-made config spaces, rules that drop configs from them, and the device limits behind the rules."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MATMUL_CONFIGS: dict[str, list[int]] = {
     "num_warps": [4, 8],
     "num_stages": [2, 3],
 }
-"""For a 16-bit matrix product on a GPU: ours, the 48 configs that this project's own measurements use."""
+"""For a 16-bit matrix product on a GPU: the 48 configs of this project's measurements."""
 
 RMSNORM_ROPE_CONFIGS: dict[str, list[int]] = {
     "BLOCK_SIZE": [64, 128, 256, 512, 1024],
     "num_warps": [2, 4, 8],
     "num_stages": [1, 2, 3],
 }
-"""For RMSNorm fused with rotary embedding: the values that triton_ops documents."""
+"""For RMSNorm fused with rotary embedding: the values in the documentation of triton_ops."""
 
 GATED_MLP_CONFIGS: dict[str, list[int]] = {
     "BLOCK_M": [32, 64, 128],
@@ -33,7 +33,7 @@ GATED_MLP_CONFIGS: dict[str, list[int]] = {
     "num_warps": [4, 8],
     "num_stages": [2, 3, 4],
 }
-"""For a gated MLP: the values that triton_ops documents."""
+"""For a gated MLP: the values in the documentation of triton_ops."""
 
 FP8_GEMM_CONFIGS: dict[str, list[int]] = {
     "BLOCK_M": [64, 128, 256],
@@ -43,7 +43,7 @@ FP8_GEMM_CONFIGS: dict[str, list[int]] = {
     "num_warps": [4, 8],
     "num_stages": [3, 4, 5],
 }
-"""For an 8-bit float matrix product: the values that triton_ops documents."""
+"""For an 8-bit float matrix product: the values in the documentation of triton_ops."""
 
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "matmul": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
@@ -54,7 +54,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
 
 
 def get_default_config(kernel_type: str) -> Config:
-    """Returns a config to start with, one of the named space of that kernel.
+    """Returns a config to start with, from the named space of a kernel.
 
     Args:
         kernel_type: `matmul`, `rmsnorm_rope`, `gated_mlp` or `fp8_gemm`.
@@ -72,8 +72,8 @@ def generate_configs(config_space: Mapping[str, Any]) -> list[Config]:
         config_space: from names to lists of values.
 
     Raises:
-        TypeError: a value is not a list of config values.
-        ValueError: there is no name, or a name without values.
+        TypeError: A value is not a list of config values.
+        ValueError: The space has no names, or a name without values.
     """
     return expand(config_space, fn_name="generate_configs")
 
@@ -88,15 +88,15 @@ def filter_valid_configs(
 ) -> list[Config]:
     """Returns the configs whose blocks are not too big for the problem, in order.
 
-    A config is kept if all of these hold, each where the config has the name and the size is given:
+    Each rule holds for configs with its name, if the caller gives its size. A config must satisfy all rules:
 
     - `BLOCK_SIZE <= hidden_dim`
     - `BLOCK_M <= 2 * M` and `BLOCK_N <= 2 * N`: a masked block may reach over the edge, but not be mostly outside
     - `BLOCK_K <= K`
 
-    These are the rules of triton_ops. One is added for a gated MLP, `[M, hidden] @ [hidden, intermediate]`:
-    `intermediate_dim` is the default of `N`, and `hidden_dim` that of `K`. Blocks under other names are ignored. For
-    kernels without masks, whose blocks must divide the problem, prune with `divides`.
+    These are the rules of triton_ops, with one addition for a gated MLP, `[M, hidden] @ [hidden, intermediate]`:
+    `N` defaults to `intermediate_dim`, and `K` to `hidden_dim`. Blocks under other names do not matter. For kernels
+    without masks, whose blocks must divide the problem, prune with `divides`.
 
     Args:
         configs: dicts, or a dict of lists for its full grid.
@@ -107,7 +107,7 @@ def filter_valid_configs(
         K: the length summed over.
 
     Returns:
-        The configs that are kept; none where no config fits.
+        The configs that satisfy all rules, possibly none.
     """
     listed: Iterable[Mapping[str, Any]] = generate_configs(configs) if isinstance(configs, Mapping) else configs
     n = intermediate_dim if N is None else N
@@ -125,28 +125,28 @@ def device_limits(kind: str | None = None) -> DeviceLimits:
     """Returns the limits of a kind of device; all None for one not in the table, such as a CPU.
 
     Args:
-        kind: JAX's `device_kind`; None for that of JAX's default device, which a worker process reports, so that no
-            backend is initialised in this one.
+        kind: JAX's `device_kind`. None asks a worker process for JAX's default device, so this process initialises no
+            backend.
 
     Raises:
-        SandboxError: `kind` is None, and the default device could not be determined.
+        SandboxError: `kind` is None, and the worker could not find the default device.
     """
     if kind is None:
-        from quarantune.devices import discovery  # It imports JAX, which the rest of this module does not need.
+        from quarantune.devices import discovery  # it imports JAX, which the rest of this module does not need
 
         _, kind = discovery.platform_and_kind(None)
     return device_table.limits_of(kind)
 
 
 def fits_shared_memory(bytes_needed: int, *, device_kind: str | None = None) -> bool:
-    """Returns whether a block may have that much shared memory; True where the limit is not known.
+    """Returns whether a block may have that much shared memory; True if the limit is unknown.
 
     Args:
         bytes_needed: the shared memory of one block, all pipeline stages together.
-        device_kind: as for `device_limits`.
+        device_kind: JAX's name of the device; None for the default device, see `device_limits`.
 
     Raises:
-        SandboxError: `device_kind` is None, and the default device could not be determined.
+        SandboxError: `device_kind` is None, and the worker could not find the default device.
 
     Example:
         >>> def prune(config, a, b):  # a prune_fn
@@ -157,19 +157,19 @@ def fits_shared_memory(bytes_needed: int, *, device_kind: str | None = None) -> 
 
 
 def fits_registers(bytes_needed: int, *, threads: int, device_kind: str | None = None) -> bool:
-    """Returns whether a block can hold that much in registers; True where the limits are not known.
+    """Returns whether a block can hold that much in registers; True if the limits are unknown.
 
-    The bytes are assumed to be spread evenly over the threads. A block that needs more is slow but works, because
-    registers are spilled to memory. Count only data that must stay in registers, such as accumulators
+    This assumes the same number of bytes in each thread. A block that needs more works but is slow, because the
+    compiler spills registers to memory. Count only data that must stay in registers, such as accumulators
     (`BLOCK_M * BLOCK_N * 4` for float32).
 
     Args:
         bytes_needed: the data that one block keeps in registers.
-        threads: how many threads the block has: `num_warps` times 32, on AMD's data centre GPUs times 64.
-        device_kind: as for `device_limits`.
+        threads: the number of threads in the block: `num_warps` times 32, on AMD's data centre GPUs times 64.
+        device_kind: JAX's name of the device; None for the default device, see `device_limits`.
 
     Raises:
-        SandboxError: `device_kind` is None, and the default device could not be determined.
+        SandboxError: `device_kind` is None, and the worker could not find the default device.
         ValueError: `threads` is not positive.
     """
     if threads < 1:

@@ -1,1 +1,1 @@
-"""What is known for a call: one source of an answer a file, and the ladder that asks them in order."""
+"""Answers for a call: each source of answers is a file, and the ladder asks them in order."""

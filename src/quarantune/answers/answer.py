@@ -1,4 +1,4 @@
-"""The words of this package: an answer with its origin, the situation of a call, and the rungs of the ladder."""
+"""The types of this package: an answer with its origin, the situation of a call, and a rung of the ladder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Origin(enum.Enum):
-    """Where the config of an answer comes from."""
+    """The origin of an answer's config."""
 
     MEASURED = "measured"
     """A sweep of this process that has just ended."""
@@ -34,22 +34,23 @@ class Origin(enum.Enum):
     NEAREST = "nearest"
     """The saved result of a call with other sizes."""
     ASSIGNED = "assigned"
-    """The contextual tuning in which the call is made."""
+    """The contextual tuning around the call."""
     DEFAULTS = "defaults"
-    """Nothing is known: the function's own defaults."""
+    """No source has a config: the function's own defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What is known for a call: a config, or that the function runs with its own defaults.
+    """The answer for a call: a config, or the function's own defaults.
 
     Attributes:
-        origin: where the config comes from.
+        origin: the origin of the config.
         config: the config; None for the function's own defaults.
         record: the saved entry, or the findings of the sweep in the same form; decoded by `findings`.
-        lasts: whether all such calls of this process may use it. Another job may find a better answer for the others.
-        why: why there is no config, if that was found out.
-        result: the result of the sweep, for `MEASURED` only; an answer that is kept has none, as a result holds an
+        lasts: whether later calls of this process with this key may use it. If not, they look again, because another
+            job may find a better answer.
+        why: the reason for the defaults, if known.
+        result: the result of the sweep, for `MEASURED` only. Remembered answers drop it, because a result holds an
             executable.
     """
 
@@ -68,14 +69,15 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """What holds for one call beside its arguments; read once, when the call begins.
+    """The circumstances of one call, apart from its arguments; read once, when the call begins.
 
     Attributes:
         settings: the operator's settings.
-        is_outside: whether this process is not a worker, in which a sweep would start workers that tune.
-        may_tune: whether a sweep may run; not for symbolic shapes, which have no data.
-        ranks: the means to agree with the other ranks of this program; None if there are none, or it must not agree.
-        start_over: whether `ALWAYS_TUNE` demands a sweep whatever is known.
+        is_outside: whether this process is not a worker. In a worker, a sweep would start workers that tune.
+        may_tune: whether a sweep may run; False for symbolic shapes, which have no data.
+        ranks: the means to agree with the other ranks of this program; None without ranks, in a worker, or if `AGREE`
+            is off.
+        start_over: whether a sweep must run even if there is an answer.
     """
 
     settings: Settings

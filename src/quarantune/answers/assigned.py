@@ -18,7 +18,7 @@ def assigned(call: KeyedCall, assignment: Assignment, tune: Any) -> Answer | Non
     Args:
         call: the call.
         assignment: the assignment in force. It may only list the calls of a program, which run with their defaults.
-        tune: returns the result for a call that is listed.
+        tune: returns the result for a listed call.
     """
     if assignment.note is not None:
         assignment.note(call, tune)

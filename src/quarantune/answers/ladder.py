@@ -1,4 +1,4 @@
-"""The ladder: asks the rungs in their order, one thread for each call, and says when the defaults run."""
+"""The ladder: asks the rungs in their order, one thread for each call, and reports calls that run the defaults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ladder:
     """The rungs of one function."""
 
     def __init__(self, must_tune: Callable[[ProblemId, Situation], bool], explain: Callable[..., str]) -> None:
-        """Sets up a ladder. Each climb brings the rungs along, as a ladder that kept them would refer to itself.
+        """Sets up a ladder. Each climb takes the rungs as an argument: a ladder that kept them would refer to itself.
 
         Args:
             must_tune: returns whether `ALWAYS_TUNE` demands another sweep for a call.
@@ -34,7 +34,7 @@ class Ladder:
         self._locks: dict[tuple[int, int], threading.RLock] = {}
 
     def climb(self, call: KeyedCall, now: Situation, rungs: Sequence[Rung]) -> Answer:
-        """Returns the first answer for a call, found by tuning if need be; the defaults if no rung has one.
+        """Returns the first answer for a call, by tuning if necessary; the defaults if no rung has an answer.
 
         Args:
             call: the call.
@@ -42,8 +42,8 @@ class Ladder:
             rungs: the rungs, in their order.
 
         Raises:
-            TuningFailedError: every config failed, now or earlier in this process.
-            CacheMissError: nothing is known, and `ON_MISS` is `error`.
+            TuningFailedError: Every config failed, now or earlier in this process.
+            CacheMissError: No rung has an answer, and `ON_MISS` is `error`.
         """
         answer = self.answer_of(call, now, rungs)
         if answer.origin is Origin.DEFAULTS and now.is_outside:
@@ -51,7 +51,7 @@ class Ladder:
                 self.allow_defaults(call, now, among=("default", "nearest"))
             elif call.call.is_symbolic:
                 problems.report_once(
-                    f"{call.id.name}: running with its defaults where its shapes are symbolic and nothing is cached "
+                    f"{call.id.name}: running with its defaults, because its shapes are symbolic and nothing is cached "
                     f"for the key {canonical_json(call.values)}: tune it with concrete shapes of that key before "
                     f"jax.export"
                 )
@@ -60,7 +60,7 @@ class Ladder:
     def answer_of(self, call: KeyedCall, now: Situation, rungs: Sequence[Rung]) -> Answer:
         """Returns the first answer for a call under its lock: of the threads that miss together, one tunes."""
         with self._lock_of(call.id):
-            if now.may_tune and self._must_tune(call.id, now):  # no thread has done so meanwhile
+            if now.may_tune and self._must_tune(call.id, now):  # no other thread has tuned it
                 now = dataclasses.replace(now, start_over=True)
             answer = first(rungs, call, now) or _DEFAULTS
         if answer.origin is Origin.NEAREST and not now.keeps_nearest:
@@ -80,10 +80,10 @@ class Ladder:
         problems.report_once(f"{call.id.name}: not tuned for this call, running with its defaults ({why})")
 
     def _lock_of(self, id: ProblemId) -> threading.RLock:
-        """Returns the lock of a call; it is free in a fork of this process, which lacks the threads that hold it."""
+        """Returns the lock of a call. A fork gets new locks: it lacks the threads that could release the old ones."""
         return self._locks.setdefault((os.getpid(), hash(id) % _MOST_LOCKS), threading.RLock())
 
 
 def first(rungs: Iterable[Rung], call: KeyedCall, now: Situation) -> Answer | None:
-    """Returns the answer of the first rung that has one."""
+    """Returns the first answer of the rungs, or None."""
     return next((answer for rung in rungs if (answer := rung(call, now)) is not None), None)

@@ -1,4 +1,4 @@
-"""The saved results of one function: in the user's cache, in `CACHE_PATH`, in its table and in those of packages."""
+"""The saved results of one function: in the user's cache, `CACHE_PATH`, its table and the tables of packages."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("quarantune")
 
 GROUP = "quarantune.tables"
-"""The group of entry points with which packages name their tables."""
+"""The group of entry points that name the tables of packages."""
 
 
 class Layers:
-    """Two rungs, which look for a measured result, in memory and then in the layers, and for an estimate.
+    """Two rungs: a measured result, from memory or the layers, and an estimate.
 
     Attributes:
-        differences: by the id of a call, how its program differs from the measured one, if a result was not used.
+        differences: by the id of a call, how its program differs from the program of a result that it could not use.
     """
 
     def __init__(self, function: TunedFunction, memory: Memory) -> None:
@@ -46,47 +46,47 @@ class Layers:
 
         Args:
             function: the function.
-            memory: keeps what is found.
+            memory: keeps the answers.
         """
         self._function = function
         self._memory = memory
         self.differences: dict[ProblemId, str] = {}
 
     def measured(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the measured result if it is as thorough as the call demands; if not, its search goes on."""
+        """Returns the measured result if it is as thorough as the call demands; if not, the search continues."""
         if now.start_over or (found := self.find(call, now)) is None:
             return None
         return found if not now.tunes or self.serves(found, now) else None
 
     def estimated(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the estimate that the search for a measured result has met, unless the call will be tuned."""
+        """Returns the estimate that `measured` left in memory, unless the call will be tuned."""
         found = None if now.tunes else self._memory.answers.get(call.id)
         return found if found is not None and found.origin is Origin.ESTIMATED else None
 
     def serves(self, found: Answer, now: Situation) -> bool:
-        """Returns whether an answer is as thorough as a call demands that is tuned if it is not.
+        """Returns whether an answer is thorough enough for a call that would otherwise be tuned.
 
-        An estimate is not. Else, only a larger budget of the kind that ended the search demands more.
+        An estimate is not. A measured result is, unless the budget that ended its search is larger now.
         """
         if found.origin is Origin.ESTIMATED or now.settings.on_miss != "tune":
             return found.origin is not Origin.ESTIMATED
         if dict_or_empty(found.record.get("search")).get("budget") is None:
             return True
-        from quarantune.sweep.limits import SearchLimits  # most calls that are found do not need it
+        from quarantune.sweep.limits import SearchLimits  # most saved results do not need it
 
         searched = found.findings.search
         wanted = SearchLimits.of(self._function.options, now.settings).budget(searched.stopped)
         return wanted is None or searched.budget is None or wanted <= searched.budget
 
     def find(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the measured result that memory or a layer holds for a call, however thorough its search was."""
+        """Returns the measured result for a call from memory or a layer, even if its search was not thorough."""
         found = self._memory.answers.get(call.id)
         if found is None and (found := self._best(call, now)) is not None:
             self._memory.keep(call.id, found)
         return found if found is not None and found.origin is Origin.SAVED else None
 
     def _best(self, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the first measured result of the layers, or else their first estimate; each is read once."""
+        """Returns the first measured result of the layers, or else their first estimate; reads each layer once."""
         best = None
         for store in self.stores(now):
             found = self._usable(store.get(*call.id), call, now, is_own=not store.read_only)
@@ -100,21 +100,21 @@ class Layers:
     def saved(
         self, call: KeyedCall, now: Situation, *, other_than: Entry | None = None, afresh: bool = False
     ) -> Answer | None:
-        """Returns the result that the user's cache holds now, or None if there is none to use, or no other."""
+        """Returns the usable result in the user's cache now; None if it has none, or only `other_than`."""
         entry = open_store(now.settings).get(*call.id, afresh=afresh)
         return None if entry == other_than else self._usable(entry, call, now)
 
     def _usable(self, entry: Entry | None, call: KeyedCall, now: Situation, *, is_own: bool = True) -> Answer | None:
-        """Returns the result of an entry that the call may use, if there is one.
+        """Returns a result of an entry that the call may use, or None.
 
-        Its config is one of the call's, these versions may use it, and if they made it, the call would run the program
-        that was measured.
+        The config of the result must be one of the call's, and these versions must accept it. If the same versions
+        made it, the call must also run the measured program.
 
         Args:
-            entry: the entry, if there is one.
+            entry: the entry; None if there is no entry.
             call: the call.
             now: the situation of the call.
-            is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
+            is_own: whether the entry is in the user's cache. Then a warning explains why it cannot serve.
         """
         for each in () if entry is None else saved_program.results_in(entry):
             config = self._function.config_of(each, call.call, is_own=is_own)
@@ -134,12 +134,12 @@ class Layers:
         return None
 
     def versions_serve(self, changed: str, now: Situation, *, is_own: bool = True) -> bool:
-        """Returns whether an entry may be used although these versions have changed; warns if it is the user's own."""
+        """Returns whether an entry serves although versions changed; warns if it is in the user's cache."""
         if changed:
             if now.settings.version_check:
                 _logger.info("%s: the cached result was made under %s; tuning again", self._function.name, changed)
                 return False
-            if not is_own:  # a table that is shipped is seldom made on the user's machine
+            if not is_own:  # a shipped table seldom comes from the user's machine
                 _logger.info("%s: using a result of a read-only layer made under %s", self._function.name, changed)
                 return True
             problems.report_once(
@@ -149,7 +149,7 @@ class Layers:
         return True
 
     def stores(self, now: Situation) -> Iterator[Store]:
-        """Yields the layers in their order, each opened when it is needed.
+        """Yields the layers in their order, and opens each on demand.
 
         They are the user's cache, the directories of `CACHE_PATH`, and the tables of the function's author and of
         installed packages.
@@ -168,14 +168,14 @@ class Layers:
 
     def entries(self, now: Situation) -> Iterator[tuple[Store, CacheRecord]]:
         """Yields the entries of all layers, in their order, each with its layer."""
-        from quarantune.cache.entries import entries_of  # a call that is found does not need it
+        from quarantune.cache.entries import entries_of  # most calls do not need it
 
         for store in self.stores(now):
             for record in entries_of(self._function.name, store.read(self._function.name)):
                 yield store, record
 
     def tunables(self, call: BoundCall, now: Situation) -> frozenset[str]:
-        """Returns the names that the configs of a call set, if saved results contain them and nothing has read them."""
+        """Returns the names of tunables from saved results, for a call whose configs a callable makes; else none."""
         if not call.has_unread_configs:
             return frozenset()
         maker = call.space["made_by"]
@@ -204,11 +204,9 @@ def open_store(settings: Settings) -> Store:
 
 
 def _is_there(directory: Path, origin: str) -> bool:
-    if os.path.isdir(directory):  # unlike `Path.is_dir`, it raises nothing if the path cannot be examined
+    if os.path.isdir(directory):  # unlike `Path.is_dir`, it never raises
         return True
-    problems.report_once(
-        f"{origin}, which is no directory: no results are looked up there; make it, or correct the name"
-    )
+    problems.report_once(f"{origin}, which is not a directory: it gives no results; make it, or correct the name")
     return False
 
 

@@ -1,4 +1,4 @@
-"""What this process remembers of the calls of one function: answers, failures, and the calls that it has tuned."""
+"""This process's memory of the calls of one function: answers, failures, and tuned calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quarantune.values.forgetting import Which, on_forgetting
 from quarantune.values.trial import TuningFailedError
 
 _MOST_REMEMBERED = 4096
-"""Beyond this many calls of a function, answers that were found in files are forgotten, and found again."""
+"""Number of a function's answers at which those from files are forgotten; the files still have them."""
 
 
 class Memory:
@@ -25,7 +25,7 @@ class Memory:
         on_forgetting(self.forget)
 
     def forget(self, of: Which | None) -> None:
-        """Forgets the results and failures that are meant, because their files have changed."""
+        """Forgets the results and failures that `of` accepts, because their files have changed."""
         if of is None:
             return
         with self._lock:
@@ -34,7 +34,7 @@ class Memory:
                 self._failures.pop(id, None)
 
     def keep(self, id: ProblemId, answer: Answer) -> None:
-        """Keeps an answer that was found in a file; others of this kind are forgotten if there are too many."""
+        """Keeps an answer from a file; if there are too many answers, forgets the others from files."""
         with self._lock:
             if len(self.answers) >= _MOST_REMEMBERED:
                 for found in self.answers.keys() - self._tuned:
@@ -42,7 +42,7 @@ class Memory:
             self.answers[id] = answer
 
     def remember(self, id: ProblemId, outcome: Answer | TuningFailedError) -> None:
-        """Remembers how a sweep ended; both kinds may be in no file."""
+        """Remembers the outcome of a sweep, which no file may have."""
         with self._lock:
             self._failures.pop(id, None)
             if isinstance(outcome, Answer):
@@ -54,20 +54,20 @@ class Memory:
             block.tuned.add((self, id))
 
     def must_tune(self, id: ProblemId, now: Situation) -> bool:
-        """Returns whether `ALWAYS_TUNE` demands another sweep: once per call and process, or `settings` block."""
+        """Returns whether `ALWAYS_TUNE` demands another sweep: one per call in each process or `settings` block."""
         block = blocks.block_of("always_tune")
         is_due = id not in self._tuned if block is None else (self, id) not in block.tuned
         return now.settings.always_tune and is_due
 
     def failure(self, id: ProblemId) -> TuningFailedError | None:
-        """Returns the error with which tuning for a call ended earlier in this process, if it did."""
+        """Returns the error of an earlier sweep of this process for a call; None without such an error."""
         return _without_traceback(self._failures[id]) if id in self._failures else None
 
     def repeat_failure(self, call: KeyedCall, now: Situation) -> Answer | None:
         """The rung that raises the error of an earlier sweep of this process; it has no answers.
 
         Raises:
-            TuningFailedError: every config failed.
+            TuningFailedError: Every config failed.
         """
         if not now.start_over and (failure := self.failure(call.id)) is not None:
             raise failure
@@ -75,5 +75,5 @@ class Memory:
 
 
 def _without_traceback(error: TuningFailedError) -> TuningFailedError:
-    """Returns a copy of an error without its traceback, which keeps the arguments of the call alive."""
+    """Returns a copy of an error without its traceback, which would keep the arguments of the call alive."""
     return TuningFailedError(str(error), trials=error.trials, key=error.key)

@@ -17,15 +17,15 @@ from quarantune.values.configs import Config
 from quarantune.values.trial import Findings
 
 _LARGEST_FACTOR = 4
-"""Sizes that differ by more than this factor are not compared: the best config may be another one."""
+"""Largest factor between two sizes that may share a config. Beyond it the best config probably differs."""
 _ROUNDING = 9
 
 
 def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
-    """Returns the config of the entry whose sizes are nearest to the call's, with a warning; it is not saved.
+    """Returns the config of the entry whose sizes are nearest to the call's, with a warning; saves nothing.
 
-    The entry is of the same kind of device and code, and has the dtypes and static arguments of the call. Its
-    config is in the call's config space, and `prune_fn` accepts it. An estimate serves if no measured one does.
+    The entry must have the call's kind of device, code, dtypes and static arguments. Its config must be in the call's
+    config space, and `prune_fn` must accept it. An estimate serves only if no measured result does.
     """
     candidates = []
     for store, (key, entry) in layers.entries(now):
@@ -46,23 +46,23 @@ def nearest(call: KeyedCall, now: Situation, layers: Layers) -> Answer | None:
 
 
 def kept(entry: Entry, call: BoundCall) -> Config | None:
-    """Returns the config of an entry if it is one of a call's that `prune_fn` accepts."""
+    """Returns the config of an entry if the call has it and `prune_fn` accepts it; else None."""
     config = call.find(entry.get("config"), is_listed=True)
     return config if config is not None and call.keeps(config) else None
 
 
 def distance(found: str, wanted: str) -> tuple[float, bool] | None:
-    """Returns the distance of a key from the wanted one; None if they differ in more than sizes, or by too much.
+    """Returns the distance between two keys; None if they differ in more than sizes, or by too much.
 
-    Sizes are the dimensions of arrays. Where a `key_fn` describes them, all whole numbers that it returns count.
+    Sizes are the dimensions of arrays. With a `key_fn`, all whole numbers that it returns are sizes.
 
     Args:
         found: the key of an entry.
         wanted: the key of a call.
 
     Returns:
-        The sum of the absolute logarithms to base 2 of the factors between their sizes; and whether a size is larger
-        than that of the wanted one, as of two that are as near, the smaller is preferred.
+        The sum of the absolute logarithms to base 2 of the factors between their sizes; and whether a found size is
+        larger than the wanted size. Of two keys at one distance, the smaller sizes win.
     """
     try:
         there, here = (dict(leaves_of(decode_json(key))) for key in (found, wanted))
@@ -85,7 +85,7 @@ def distance(found: str, wanted: str) -> tuple[float, bool] | None:
 
 
 def leaves_of(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yields the parts of a value that have no parts, with the names and places that lead to them."""
+    """Yields the leaves of a value, each with its path of names and indices."""
     if isinstance(value, (Mapping, list, tuple)) and value:
         for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from leaves_of(item, (*path, name))

@@ -1,12 +1,12 @@
-"""The ranks of one `jax.distributed` program run one config for one call: the first answer that any of them offers.
+"""The ranks of one `jax.distributed` program run one config for one call: the first answer that any rank offers.
 
-The ranks share nothing but a key-value store, where the first writer of a key wins. Its keys, for one call:
+The ranks share only a key-value store. The first writer of a key wins. Its keys, for one call:
 
     answer       the config that every rank uses for the life of the program
     claim/<k>    the rank that tunes in attempt k, counted from 0
     out/<rank>   the rank does not tune, or failed to: its claim is over, and it makes no other
 
-Each rank goes through these states, and every one of them ends when there is an answer:
+Each rank goes through these states, and every state ends when there is an answer:
 
     LOOK ──> OFFER           it has a config in its cache
      │
@@ -16,8 +16,8 @@ Each rank goes through these states, and every one of them ends when there is an
      └─────> OFFER the defaults            all ranks are out, or the deadline has passed
                                            (with ON_MISS=nearest, a near config if all are out)
 
-A rank never waits while it has a claim, so ranks cannot wait for each other in a circle. `Member` only decides; the
-store, tuning, waiting and the clock are given to it.
+A rank never waits while it has a claim, so ranks cannot wait for each other in a circle. `Member` only decides; its
+caller supplies the store, tuning, waiting and the clock.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from quarantune.values.trial import TuningFailedError
 _logger = logging.getLogger("quarantune")
 
 GRACE_S = 10.0
-"""How long ranks that cannot tune wait for others, which may have a config or be able to tune, but never call."""
+"""Seconds that a rank which cannot tune waits for others. They may have a config or tune, but may never call."""
 _PREFIX = "quarantune/1"
-"""The directory of this protocol in the program's key-value store; another protocol gets another number."""
+"""Directory of this protocol in the program's key-value store; another protocol gets another number."""
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
-"""How long a waiting rank sleeps between two looks: longer each time."""
+"""Seconds that a waiting rank sleeps between two looks: longer each time."""
 _POLL_S_PER_RANK = 0.0005
-"""In a program of over 500 ranks, looks are rarer: one takes two requests, of 0.2 to 0.4 ms on a 2-core machine."""
+"""Longest sleep per rank; it matters above 500 ranks. A look takes 2 requests of 0.2 to 0.4 ms on a 2-core machine."""
 _MESSAGE_S = 5.0
-"""How often a waiting rank reports that it waits."""
+"""Seconds between two reports of a waiting rank."""
 Agreed: TypeAlias = dict[tuple[Any, ProblemId], Answer]
-"""The answers so far for the calls of a function, by the program of ranks and the call."""
+"""Answers so far for the calls of a function, by the program of ranks and the call."""
 _Ask: TypeAlias = Callable[[], Answer | None]
 
 
@@ -71,7 +71,7 @@ class Agreement:
         keyed: the call.
         settings: the operator's settings.
         coordination: the means to agree.
-        agreed: the answers so far; new ones are added.
+        agreed: the answers so far; `agree` and `compare` add new ones.
     """
 
     keyed: KeyedCall
@@ -91,8 +91,8 @@ class Agreement:
         """Returns the answer of all ranks.
 
         Args:
-            own: returns the answer that this rank has.
-            near: returns the answer for a near call, to use if no rank has one for this call.
+            own: returns the answer of this rank, or None.
+            near: returns the answer for a near call, in case no rank has an answer for this call.
             tune: tunes, and returns the answer; None if this rank must not tune.
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
@@ -118,7 +118,7 @@ class Agreement:
                 progress.say(f"{self._who} tunes it for all")
                 try:
                     self._own = tune()
-                except TuningFailedError:  # it is remembered, and another rank may be more successful
+                except TuningFailedError:  # memory keeps it, and another rank may succeed
                     return None
                 return None if self._own is None else _offer(self._own, rank)
 
@@ -132,11 +132,11 @@ class Agreement:
         return self._outcome(offered)
 
     def compare(self, own: _Ask = lambda: None, *, found: Answer | None = None) -> Answer | None:
-        """Offers the answer that this rank has, if any, and returns the one of all ranks if there is one; never waits.
+        """Offers this rank's answer, if it has one, and returns the answer of all ranks or None; never waits.
 
         Args:
-            own: as for `agree`.
-            found: a result that this rank has just found, which it offers instead.
+            own: returns the answer of this rank, or None.
+            found: a new result of this rank, which it offers instead.
         """
         if (agreed := self.agreed.get(self._problem)) is not None:
             if found is not None and agreed.config != found.config:
@@ -152,7 +152,7 @@ class Agreement:
         return None if offered is None else self._outcome(offered)
 
     def _outcome(self, offer: Offer) -> Answer:
-        """Returns what an offer means for this rank, and keeps it."""
+        """Turns an offer into this rank's answer, and keeps the answer."""
         if offer.config is None:
             reason = (
                 f"rank {offer.rank} had not tuned it within the deadline"
@@ -177,7 +177,7 @@ class Agreement:
         return self._own if is_ours and self._own is not None and self._own.result is not None else known
 
     def _deadline_s(self) -> float:
-        """Returns the longest time in seconds that a sweep for the call may take, by the budgets and the deadlines."""
+        """Returns the most seconds that a sweep for the call may take, from the budgets and the deadlines."""
         call, function = self.keyed.call, self.keyed.call.function
         search = SearchLimits.of(function.options, self.settings)
         limits = SweepLimits.of(function.options, self.settings)
@@ -191,7 +191,7 @@ class Agreement:
         longest_s = limits.longest_sweep_s(configs)
         if search.time_budget_s is None:
             return longest_s
-        return min(longest_s, search.time_budget_s + limits.longest_sweep_s(limits.compile_slots))  # those under way
+        return min(longest_s, search.time_budget_s + limits.longest_sweep_s(limits.compile_slots))  # running ones
 
     def _besides(self) -> str:
         if self._own is None or self._own.config is None:
@@ -233,12 +233,12 @@ def _offer(answer: Answer, rank: int) -> Offer:
 
 
 class Source(enum.Enum):
-    """How an offer came about."""
+    """The origin of an offer."""
 
     CACHE = "cache"
     TUNED = "tuned"
     NEAREST = "nearest"
-    """No rank had a config or could tune, and this one has a config of a call with other sizes."""
+    """No rank had a config or could tune, and the offering rank has a config for other sizes."""
     NOBODY = "nobody"
     """No rank could tune, so the answer is the defaults."""
     LATE = "late"
@@ -258,8 +258,8 @@ class Offer(Record):
 
     Attributes:
         config: the config as the cache encodes it; None for the function's own defaults.
-        rank: the rank that has the config; without one, the rank that offers the defaults, or that was late.
-        source: how it came about.
+        rank: the rank that has the config. For the defaults, the rank that offers them, or the rank that was late.
+        source: the origin of the offer.
         time_ms: its time; None if unknown.
         default_time_ms: the time of the function's own defaults; None if unknown.
     """
@@ -274,8 +274,8 @@ class Offer(Record):
 _Tune: TypeAlias = Callable[[], Offer | None]
 """Tunes for the call, and returns the offer; None if every config failed."""
 _Wait: TypeAlias = Callable[[int | None, float, float], None]
-"""Waits for a moment; takes the rank that tunes, or None if none does, and the seconds that this rank has waited for
-that, and will wait at most."""
+"""Waits for a moment; takes the rank that tunes, or None if no rank tunes, the seconds that this rank has waited, and
+the most seconds that it will wait."""
 
 
 class Member:
@@ -295,23 +295,23 @@ class Member:
         self._claimed = False
 
     def read(self) -> Offer | None:
-        """Returns the answer, if there is one."""
+        """Returns the answer, or None."""
         text = self._read("answer")
         return None if text is None else Offer.from_json(decode_json(text))
 
     def offer(self, answer: Offer) -> Offer:
-        """Offers an answer, and returns the one that was offered first."""
+        """Offers an answer, and returns the first offer of all ranks."""
         while not self._write("answer", canonical_json(answer.to_json())):
             if (first := self.read()) is not None:
                 return first
         return answer
 
     def agree(self, own: Offer | None, *, last: Offer, tune: _Tune | None, wait: _Wait, deadline_s: float) -> Offer:
-        """Returns the answer, by whichever way it comes about.
+        """Returns the answer: an offer of this or another rank, after tuning or waiting if necessary.
 
         Args:
-            own: the answer that this rank has already, from its cache.
-            last: the offer of this rank if no rank has one or can tune.
+            own: the answer from this rank's cache; None if the cache has none.
+            last: the offer of this rank if no rank has a config or can tune.
             tune: tunes; None if this rank must not tune.
             wait: waits.
             deadline_s: the longest that this rank waits for one rank to tune.
@@ -326,7 +326,7 @@ class Member:
                 tune = None
             return self._agree(last, tune, wait, deadline_s)
         except BaseException:
-            if self._claimed:  # an error that is not about the configs, or Ctrl-C: others need not wait for this rank
+            if self._claimed:  # Ctrl-C, or an error outside the configs: others need not wait for this rank
                 self._write(out, "ended by an exception")
             raise
 
@@ -339,7 +339,7 @@ class Member:
                 since, before = self._clock(), state
             waited_s = self._clock() - since
             if claim is None and tune is not None:
-                self._claimed = True  # an exception may hide that it has
+                self._claimed = True  # an exception in the write may hide its success
                 self._claimed = self._write(f"claim/{attempt}", str(self._store.rank))
                 if self._claimed:
                     if (answer := self.read()) is not None:  # offered since the last look

@@ -1,4 +1,4 @@
-"""Calls to be tuned later: listed for a block of code or a program, or written down in a directory."""
+"""Records of calls to tune later: as a list for a block of code or a program, or in a directory."""
 
 from __future__ import annotations
 
@@ -42,19 +42,24 @@ _numbers = itertools.count()
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[RecordedCall]]:
-    """Lists the calls of a block of code, in this thread, that have no saved result; none of them is tuned.
+    """Lists the calls of a block of code, in this thread, that have no saved result; tunes none of them.
 
-    They run with the function's defaults, whatever `ON_MISS` says, unless that is `nearest` or `error`. Where
-    `QUARANTUNE_RECORD` is set, they are written down there, too. Programs that JAX has compiled before are not traced
-    again, so that the calls inside are not met.
+    They run with the function's defaults, unless `ON_MISS` is `nearest` or `error`. If `QUARANTUNE_RECORD` is set, its
+    directory also gets them. JAX does not trace a compiled program again, so this misses the calls inside.
 
     Yields:
         The calls so far, each once, in the order of their first calls; `tune_many` tunes them.
 
     Example:
-        >>> with recording() as calls:  # doctest: +SKIP
-        ...     train_step(state, batch)
-        >>> quarantune.tune_many(calls)  # doctest: +SKIP
+        >>> import jax, quarantune, warnings
+        >>> @quarantune.autotune({"batch": [1, 64]})
+        ... @jax.jit(static_argnames=["batch"])
+        ... def scale(x, batch: int = 1):
+        ...     return jax.lax.map(lambda each: 2 * each + 1, x, batch_size=batch)
+        >>> with quarantune.recording() as calls, warnings.catch_warnings(action="ignore"):
+        ...     y = scale(jax.numpy.ones(128))  # warns that it runs with the defaults
+        >>> print(*calls)
+        quarantune.answers.recording.scale(x f32[128])
     """
     calls, add = _list_of_calls()
     outer = blocks.current().record
@@ -68,13 +73,13 @@ def recording() -> Iterator[list[RecordedCall]]:
 
 
 def calls_in(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[RecordedCall]:
-    """Lists the calls of tuned functions inside a program, which is traced and neither compiled nor run.
+    """Lists the calls of tuned functions inside a program; traces the program, and neither compiles nor runs it.
 
-    Tuned or not, each call is listed once, as `recording` would do it, with the number of times that the program's
-    trace meets it. Where `QUARANTUNE_RECORD` is set, those without a saved result are written down there, too.
+    The list has each call once, tuned or not, with its number of occurrences in the program's trace. If
+    `QUARANTUNE_RECORD` is set, it also records the calls without a saved result.
 
     Args:
-        fn: the program: what `jax.jit` returned, or a function that it could take.
+        fn: the program: a jitted function, or a function that `jax.jit` accepts.
         *args: its positional arguments; arrays may be `jax.ShapeDtypeStruct`.
         **kwargs: its keyword arguments.
 
@@ -82,9 +87,18 @@ def calls_in(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Recor
         The calls, in the order of their first calls; `tune_many` tunes them.
 
     Example:
-        >>> quarantune.tune_many(quarantune.calls_in(jax.jit(train_step), state, batch))  # doctest: +SKIP
+        >>> import jax, quarantune
+        >>> @quarantune.autotune({"batch": [1, 64]})
+        ... @jax.jit(static_argnames=["batch"])
+        ... def scale(x, batch: int = 1):
+        ...     return jax.lax.map(lambda each: 2 * each + 1, x, batch_size=batch)
+        >>> program = jax.jit(lambda x: scale(scale(x)) + scale(x[:64]).sum())
+        >>> for call in quarantune.calls_in(program, jax.ShapeDtypeStruct((128,), "float32")):
+        ...     print(call, call.count)
+        quarantune.answers.recording.scale(x f32[128]) 2
+        quarantune.answers.recording.scale(x f32[64]) 1
     """
-    # JAX keeps traces. This one, with the defaults, serves no other call, as no other has the number.
+    # JAX keeps traces. The number makes sure that no other call uses this one, which has the defaults.
     data = {"others": assignment.DEFAULT, "chosen": {}, "number": next(_numbers)}
     listing = assignment.Assignment(json.dumps(data))
     calls, listing.note = _list_of_calls()
@@ -115,12 +129,12 @@ class RecordedCall(Record):
     Attributes:
         function: the function as `MODULE:NAME`.
         name: its name in the cache.
-        device: the kind of device that the call runs on.
+        device: the kind of device of the call.
         arguments: descriptions of the arguments by parameter: shapes, dtypes and shardings; static arguments by value.
-        bucket: the part of the key in place of the arguments, if the function has a `key_fn`; else None.
+        bucket: the part of the key that replaces the arguments if the function has a `key_fn`; else None.
         jax_settings: JAX's settings that are part of the key.
-        count: how often the call was met.
-        call: in the process that met it, its arguments with a `jax.ShapeDtypeStruct` for each array; else None.
+        count: the number of occurrences.
+        call: in the recording process, its arguments with a `jax.ShapeDtypeStruct` for each array; else None.
     """
 
     function: Annotated[str, short_text]
@@ -136,7 +150,7 @@ class RecordedCall(Record):
 
     @classmethod
     def of(cls, call: KeyedCall, tune: Tune | None = None) -> RecordedCall:
-        """Returns the record of a call, which can be tuned if it is given how."""
+        """Returns the record of a call. With `tune`, the record can tune the call."""
         fn = call.call.function.fn
         module, name = module_name(fn), cache_name(fn)
         return cls(
@@ -153,22 +167,22 @@ class RecordedCall(Record):
 
     @property
     def identity(self) -> str:
-        """The call with its settings as text, whatever the function's code is and however often it was met."""
+        """The call with its settings as text, without the function's code and the count."""
         return canonical_json([self.name, self.device, self.arguments, self.bucket, self.jax_settings])
 
     def tune(self) -> TuningResult:
         """Returns the result for the call, from the cache or by tuning now.
 
         Raises:
-            TypeError: the call was recorded by another process, so its arguments are not available here.
+            TypeError: Another process recorded the call, so its arguments are not available here.
             ValueError: JAX's settings have changed since.
         """
         if self.call is None or self._function is None or self._tune is None:
-            raise TypeError(f"{self}: another process met this call: use `quarantune tune --recorded`")
+            raise TypeError(f"{self}: another process recorded this call: use `quarantune tune --recorded`")
         call = BoundCall(self._function, *self.call)
         if (now := keyed(call).jax_state) != self.jax_settings:
-            met = f"it was met under JAX's settings {self.jax_settings}, and now they are {now}"
-            raise ValueError(f"{self}: {met}: tune it in the context in which it was met, or from QUARANTUNE_RECORD")
+            met = f"it was recorded under JAX's settings {self.jax_settings}, and now they are {now}"
+            raise ValueError(f"{self}: {met}: tune it under the recorded settings, or from QUARANTUNE_RECORD")
         result: TuningResult = self._tune(call)
         return result
 
@@ -178,7 +192,7 @@ class RecordedCall(Record):
 
 
 def _without_values(call: BoundCall) -> Arguments:
-    def has_shape(leaf: Any) -> bool:  # a struct in place of NumPy's array is another call of a plain function
+    def has_shape(leaf: Any) -> bool:  # to a plain function, a struct is not NumPy's array
         return is_array(leaf) and (call.function.is_jitted or not isinstance(leaf, np.ndarray))
 
     return with_leaves(
@@ -187,7 +201,7 @@ def _without_values(call: BoundCall) -> Arguments:
 
 
 def note(call: KeyedCall, tune: Tune, record: Path | Callable[..., None] | None) -> None:
-    """Notes a call where the setting `record` says: in a directory, or in the list of a block of code."""
+    """Notes a call as the setting `record` demands: in a directory, or in the list of a block of code."""
     if callable(record):
         record(call, tune)
     elif record is not None:
@@ -201,14 +215,14 @@ def call_of(call: KeyedCall) -> Any:
 
 
 def read(directory: Path) -> list[RecordedCall]:
-    """Returns the calls that are written down in a directory, each once, the most frequent first.
+    """Returns the recorded calls in a directory, each once, the most frequent first.
 
-    Anybody may have written to it: lines that are not records are left out, and reported once.
+    Anybody may have written to the directory. This skips lines that are not records, and reports them once.
     """
     found: dict[str, RecordedCall] = {}
 
     def complaint(damaged: int) -> str:
-        return f"{damaged} lines below {str(directory)!r} are no records of calls, and are left out"
+        return f"{damaged} lines below {str(directory)!r} are not records of calls and are ignored"
 
     for call in journal.understood(journal.records_below(directory, ".calls"), RecordedCall.from_json, complaint):
         before = found[call.identity].count if call.identity in found else 0
@@ -217,7 +231,7 @@ def read(directory: Path) -> list[RecordedCall]:
 
 
 class _Writer:
-    """Writes the calls of this process into a directory: each at once, and how often it was met now and then."""
+    """Writes the calls of this process into a directory: each new call at once, and its count now and then."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -225,17 +239,17 @@ class _Writer:
         self._met: dict[Any, tuple[RecordedCall, int]] = {}
 
     def add(self, call: KeyedCall) -> None:
-        """Counts a call, and writes that down if it is new or was met twice as often since."""
+        """Counts a call, and writes the count if the call is new or the count has doubled since the last write."""
         about = call_of(call)
         with self._lock:
             record, written = self._met.get(about) or (dataclasses.replace(RecordedCall.of(call), count=0), 0)
             record = dataclasses.replace(record, count=record.count + 1)
             self._met[about] = record, written
-            if record.count >= 2 * written:  # a process that is killed has written down half of its calls
+            if record.count >= 2 * written:  # a killed process has written at least half
                 self.flush([about])
 
     def flush(self, those: Iterable[Any] = ()) -> None:
-        """Writes down how often some calls, or all, were met since."""
+        """Writes the counts of some calls, or of all, since the last write."""
         with self._lock:
             for about in those or [*self._met]:
                 record, written = self._met[about]

@@ -1,4 +1,4 @@
-"""The proof of a saved result: the call would run the program that was measured, with the config of the result."""
+"""The proof of a saved result: with its config, the call would run the measured program."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quarantune.values.configs import Config
 from quarantune.values.trial import Trial
 
 OTHERS = "other_programs"
-"""The results for the same key that other programs have, within the entry of the latest."""
+"""Name of the field, in the entry of the latest result, with results of other programs for the same key."""
 _MOST_OTHERS = 7
 _numbers = itertools.count()
 _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -28,19 +28,19 @@ _ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def measured_program(
     call: KeyedCall, best: Trial, defaults: Trial | None, *, is_here: bool, is_disputed: bool = False
 ) -> JsonObject:
-    """Returns what an entry holds of the program that a sweep has measured.
+    """Returns an entry's record of the program that a sweep has measured.
 
     Args:
         call: the call.
         best: the trial of the winner.
         defaults: the trial of the function's defaults; None if they did not run.
-        is_here: whether the call would run in this process, which then traces the program, too.
-        is_disputed: whether this process has found another program for a result of this key. If it traces the same
-            program as workers and lowers another, only what is traced is compared from now on.
+        is_here: whether the call would run in this process, which then also traces the program.
+        is_disputed: whether this process has found another program for a result of this key. If this process and the
+            workers agree on the traced program but not on the lowered one, later checks compare only the traced one.
 
     Returns:
-        The identities of both programs, and the lines of the winner's; empty if workers trace another text of it than
-        this process, so that no process could be sure to trace the same one, or if it calls kernels that are tuned.
+        The identities of both programs, and the lines of the winner's. Empty if workers trace another text than this
+        process, so that no process can rely on its trace, or if the program calls tuned kernels.
     """
     found: JsonObject = {"winner": best.program, "defaults": "" if defaults is None else defaults.program}
     found["spelling"] = _spelling(call.call)
@@ -57,12 +57,12 @@ def measured_program(
 
 
 def traced_apart(call: KeyedCall, config: Config) -> CallProgram | None:
-    """Returns the traced program of a call, apart from all traces that calls use.
+    """Traces the program of a call anew, apart from the traces of real calls.
 
     Returns:
-        The program; None if it calls kernels, which are not tuned for this, or as for `program_of`.
+        The program; None if it calls autotuned kernels, which do not tune here, or if `program_of` returns None.
     """
-    from quarantune.sweep.proof import unheard  # calls that are found need neither
+    from quarantune.sweep.proof import unheard  # most calls need neither
     from quarantune.transport.assignment import without_tuning
 
     with without_tuning(f"saved {next(_numbers)}") as reached, unheard():
@@ -71,14 +71,14 @@ def traced_apart(call: KeyedCall, config: Config) -> CallProgram | None:
 
 
 def results_in(entry: Entry) -> Iterator[Entry]:
-    """Yields the results of an entry: the latest one, and those that other programs have under the same key."""
+    """Yields the results of an entry: the latest, then the results of other programs under the same key."""
     yield entry
     others = entry.get(OTHERS)
     yield from (each for each in (others if isinstance(others, list) else []) if isinstance(each, dict))
 
 
 def with_others(offered: Entry, present: Entry) -> Entry:
-    """Returns a new entry with the results that the present one has for other programs."""
+    """Returns a new entry, with the present entry's results for other programs added."""
     program = _winner_of(offered)
     kept = [each for each in results_in(present) if program and (it := _winner_of(each)) and not is_same(it, program)]
     others = [{name: value for name, value in each.items() if name != OTHERS} for each in kept[:_MOST_OTHERS]]
@@ -86,9 +86,9 @@ def with_others(offered: Entry, present: Entry) -> Entry:
 
 
 def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
-    """Returns how the program that a call would run differs from the one that was measured; empty if it is the same.
+    """Returns how the call's program differs from the measured program; empty if they are the same.
 
-    A result of a `key_fn` may be for other shapes, whose program is another one; it is used as it is, like a result
+    With a `key_fn`, a result may be for other shapes, and then its program differs. The call accepts it, like a result
     without a program.
 
     Args:
@@ -114,12 +114,12 @@ def why_another(entry: Entry, call: KeyedCall, config: Config) -> str:
 
 
 def _spelling(call: BoundCall) -> list[Any]:
-    """Returns how a call is spelt: JAX numbers arguments by it, and a default that is left out is a constant."""
+    """Returns the spelling of a call: JAX numbers arguments by it, and an omitted default is a constant."""
     return [len(call.args), sorted(call.kwargs)]
 
 
 def _is_same_as_spelt(spelling: Any, call: KeyedCall, config: Config, winner: str) -> bool:
-    """Returns whether the call runs a program if it is spelt as another one; that is traced for this alone."""
+    """Returns whether the call, in another spelling, runs the winner's program. Traces it for this check alone."""
     values, parameters = arguments_of(call.call.bound), list(call.call.function.parameters.values())
     if spelling == _spelling(call.call) or any(each.kind in _ANY_NUMBER for each in parameters):
         return False

@@ -13,7 +13,7 @@ _ALLOW = f"{_FIX}, or allow defaults with QUARANTUNE_ON_MISS=default"
 
 
 def explain(known: Layers, call: KeyedCall, now: Situation, *, may_run_untuned: bool) -> str:
-    """Returns a message about a call for which no layer has a usable entry: the key, the layers, the nearest entry."""
+    """Explains why no layer has a usable entry for a call: names the key, the layers and the nearest entry."""
     layers = [store.label for store in known.stores(now)]
     name = call.id.name
     wanted = f"{name}: nothing is cached for {canonical_json(call.readable)} on {call.id.device!r}"

@@ -1,4 +1,4 @@
-"""Tunes ahead of time, or runs one config alone, for the command line, which does not know how a function is tuned."""
+"""Tunes ahead of time, or runs one config alone, on behalf of the command line."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from quarantune.values.trial import Trial
 
 
 def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a result is remembered for a call on the devices that would tune it, and is thorough enough."""
+    """Returns whether there is a thorough enough result for a call on the devices that would tune it."""
     return tuned._tuner.is_known(tuned._tuner.bind(args, kwargs))
 
 
 def is_same(recorded: RecordedCall, tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a call that was made again from its record has the key of that call."""
+    """Returns whether a call, made again from its record, has the key of the recorded call."""
     device = place_of(blocks.current()).device()
     return RecordedCall.of(keyed_to_tune(tuned._tuner.bind(args, kwargs), device)).identity == recorded.identity
 
@@ -40,9 +40,10 @@ def is_same(recorded: RecordedCall, tuned: Tuned, args: tuple[Any, ...], kwargs:
 def run_alone(
     tuned: Autotuned[..., Any] | AutoTuner, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: JsonObject
 ) -> Trial:
-    """Runs a config for a call, whatever `prune_fn` says of it, and saves nothing.
+    """Runs a config for a call, even if `prune_fn` drops it, and saves nothing.
 
-    The trial has the whole output in place of its last lines, and says, too, how the defaults disagreed with it.
+    The trial has the whole output instead of the last lines. Its message also describes a disagreement with the
+    defaults.
 
     Args:
         tuned: the function.
@@ -51,7 +52,7 @@ def run_alone(
         raw: the config as JSON: one of the function's, or another that it can take.
 
     Raises:
-        TypeError, ValueError: the function cannot take the call or the config.
+        TypeError, ValueError: The function cannot take the call or the config.
     """
     call = _with_config(BoundCall(tuned.function, args, kwargs), raw)
     ledger = Ledger()
@@ -60,7 +61,7 @@ def run_alone(
         blocks.settings(log_dir=logs, disable_cache=True),
     ):
         settings = blocks.current()
-        # This process traces the defaults to compare them with those of workers; what that prints is not the config's.
+        # This process traces the defaults to compare them with the workers'. Their prints are not the config's output.
         is_here = settings.isolation == Isolation.NONE.value
         aside: Any = contextlib.nullcontext() if is_here else contextlib.redirect_stdout(io.StringIO())
         with aside:
@@ -76,7 +77,7 @@ def run_alone(
 
 
 def _with_config(call: BoundCall, raw: JsonObject) -> BoundCall:
-    """Returns the call of a function that has one config."""
+    """Returns the same call of a function with this config alone."""
     function = call.function
     if (unknown := next((name for name in raw if name not in call.tunables), None)) is not None:
         near = did_you_mean(unknown, call.tunables) or f" Tuned are: {', '.join(sorted(call.tunables))}."

@@ -1,4 +1,4 @@
-"""The ladder of a function: the only module that knows all rungs. To add one, write its file and list it here."""
+"""The ladder of a function. Only this module knows all rungs: to add one, write its file and list it here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Result: TypeAlias = "Callable[[BoundCall], TuningResult]"
 
 
 class Rungs:
-    """The rungs of one function; what few calls need is imported when it is first climbed."""
+    """The rungs of one function. A rung that few calls need imports its module on its first use."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class Rungs:
 
         Args:
             function: the function.
-            make_job: as for `Tuning`, like the next.
-            on_phase: called with the index of a config and the phase that it enters.
+            make_job: makes the job that tunes a call; see `Tuning`.
+            on_phase: called with the index of a config and the phase that it enters; see `Tuning`.
         """
         self._make_job, self._on_phase = make_job, on_phase
         self.memory = Memory()
@@ -47,10 +47,10 @@ class Rungs:
         self.layers = Layers(function, self.memory)
 
     def in_order(self, result: Result) -> list[Rung]:
-        """Returns the rungs that are asked under the lock of a call, in their order.
+        """Returns the rungs to climb under the lock of a call, in their order.
 
         Args:
-            result: returns the result for a call that is noted to be tuned later.
+            result: returns the result for a recorded call when it is tuned later.
         """
         return [
             functools.partial(self._recorded, result),
@@ -65,21 +65,21 @@ class Rungs:
     def known(self) -> list[Rung]:
         """The rungs that look for a result of the call itself, and neither fail nor tune."""
         return [
-            self.layers.measured,  # in the memory of this process, too
+            self.layers.measured,  # also in the memory of this process
             self.layers.estimated,
         ]
 
     def agreed(self, call: KeyedCall, now: Situation) -> Answer | None:
         """Returns the answer of all ranks of this program; waits for it if the call may be tuned.
 
-        It asks the rungs below on behalf of all ranks, so these are not climbed if it has an answer.
+        It asks the lower rungs on behalf of all ranks, so its answer ends the climb.
 
         Returns:
-            The answer, which may be the defaults, with the reason; None in a program without ranks, or if the call may
-            not be tuned and there is no answer yet.
+            The answer, which may be the defaults with the reason. None in a program without ranks, or if the call must
+            not be tuned and has no answer yet.
 
         Raises:
-            RuntimeError: this rank cannot use the config of the others.
+            RuntimeError: This rank cannot use the config of the others.
         """
         if now.ranks is None:
             return None
@@ -95,7 +95,7 @@ class Rungs:
         )
 
     def share(self, call: KeyedCall, found: Answer, now: Situation) -> None:
-        """Offers a result that was just found to the other ranks; never waits."""
+        """Offers a new result to the other ranks; never waits."""
         if now.ranks is not None:
             self._agreement(call, now).compare(found=found)
 
@@ -106,7 +106,7 @@ class Rungs:
         return Agreement(call, now.settings, now.ranks, self._agreed_answers)
 
     def assigned(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
-        """Returns the config that contextual tuning assigns; asked before the lock of a call is taken."""
+        """Returns the config that contextual tuning assigns. Callers ask it before they take the lock of a call."""
         if (assignment := assignment_in_force.get()) is None:
             return None
         from quarantune.answers.assigned import assigned
@@ -116,7 +116,7 @@ class Rungs:
         return assigned(call, assignment, result)
 
     def _recorded(self, result: Result, call: KeyedCall, now: Situation) -> Answer | None:
-        """Has a call without a measured result noted; not in a worker, nor for symbolic shapes."""
+        """Notes a call without a measured result, unless in a worker or with symbolic shapes; has no answer."""
         is_wanted = now.settings.record is not None and now.is_outside and not call.call.is_symbolic
         if is_wanted and self.layers.find(call, now) is None:
             from quarantune.answers.recording import note
@@ -136,7 +136,7 @@ class Rungs:
 
     @lazy
     def tuning(self) -> Tuning:
-        """What tunes."""
+        """Tunes calls that have no answer."""
         from quarantune.tuning.job import Tuning
 
         return Tuning(self.layers, self.memory, job=self._make_job, on_phase=self._on_phase)

@@ -1,4 +1,4 @@
-"""The decorator that most people use, `@autotune` over a jitted function, and `AutoTuner` for any callable."""
+"""`@autotune`, the decorator for jitted functions, and `AutoTuner` for any callable."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ _Q = ParamSpec("_Q")
 _T = TypeVar("_T")
 
 Memo: TypeAlias = dict[Hashable, _T]
-"""Choices by the state of JAX's settings and the key of the call."""
+"""Remembered choices, by the state of JAX's settings and the key of the call."""
 _MOST_REMEMBERED = 4096
-"""A memo with this many calls is emptied. JAX keeps no more calls of a jitted function either."""
+"""Number of calls at which a memo starts again from empty. JAX keeps as many calls of a jitted function."""
 
 read_context = jax_options.trace_context
-"""Returns the state of JAX's settings, under which a choice is remembered."""
+"""Returns the state of JAX's settings. A remembered choice serves this state only."""
 
 _Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., _R]]]
 _NOTHING: tuple[Any, tuple[Any, ...], list[Any], Callable[..., Any], _Known[Any]] = (None, (), [], print, {})
-"""For a state of JAX's settings: the types and places of the arrays of one call, and its choice; and those of all."""
+"""No last call. The fields: state of JAX's settings; array types, places and choice of the last call; all calls."""
 
 _cleared_with_jax = jax_functions.cleared_with_caches(forget_choices)
 
@@ -69,30 +69,92 @@ _aval, _sharding = jax_arrays.aval_of, jax_arrays.raw_sharding_of
 def autotune(
     configs: MadeConfigs, **options: Unpack[OptionKeywords]
 ) -> Callable[[Callable[_P, _R]], Autotuned[_P, _R]]:
-    """Tunes the static parameters of a jitted function, each config in a process of its own.
+    """Tunes the static parameters of a jitted function, and runs each call with the best config for its arguments.
 
-    Inside `jit`, JAX does not say how an argument lies over `Auto` axes of a mesh: there the function is tuned at the
-    global shape on one device, apart from the same call outside.
+    The first call with new shapes, dtypes or static arguments tunes: worker processes compile, check and time every
+    config. The cache saves the winner, and later calls use it.
+
+    Inside `jit`, JAX does not say how an argument lies over `Auto` axes of a mesh. There the function is tuned at the
+    global shape on one device, with a result separate from the same call outside.
 
     Args:
         configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that takes
             the arguments of a call (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts. A config that lacks
-            a key uses the function's default for it. The key `compiler_options`, where it is not a parameter, holds a
+            a key uses the function's default for it. The key `compiler_options`, unless it is a parameter, holds a
             dict of XLA's options for that config, as `jax.jit` takes them; calls inside a trace run without them.
-        **options: the options of the author, as `Options` documents them.
+        **options: options from the groups below. `quarantune.Options` describes each in full.
+
+    Saved results:
+
+    - `name`: the cache file's name; the default is the function's own name.
+    - `key_fn`: takes the call's arguments and returns a JSON-able value; calls with equal values share one result.
+    - `tables`: `package:directory` of results that a package ships; looked up after the user's cache.
+
+    Search:
+
+    - `search`: `auto` (default), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>` or a `Search` object.
+    - `max_trials`: the largest number of configs to try.
+    - `time_budget`: seconds after which no further config starts.
+    - `patience`: the search ends after this many trials without a gain of 0.5%.
+    - `seed`: the same seed and the same trials give the same search; the default is 0.
+    - `prune_fn`: `(config, *args, **kwargs) -> bool`; False drops the config before it takes a worker.
+    - `fidelity`: `auto` first ranks configs by a cheap compile if XLA tunes their products; `full` compiles all fully.
+
+    Checks of outputs:
+
+    - `ref_fn`: source of the expected output: `"defaults"` (default), a function, or None to compare nothing.
+    - `check_fn`: `(output, expected_or_None, *args) -> bool or None`; False or an exception fails the config.
+    - `rtol`: allowed difference relative to the expected element; by default as much as rounding explains.
+    - `atol`: allowed absolute difference, in addition to `rtol`.
+    - `max_mismatched_ratio`: the share of an output's elements that may exceed both tolerances.
+    - `check_grad`: True also compares gradients.
+
+    Measurements:
+
+    - `warmup`: untimed runs per config; the default is 1.
+    - `rep`: the largest number of timed samples per config; the default is 20.
+    - `objective`: the quantity to minimize: `time` (default), `energy`, or a function of a `Trial`.
+    - `time_grad`: True compiles, checks and times each config together with its gradient.
+    - `supply`: made-up arguments: `auto` (default), `integer`, `uniform`, `normal`, `zeros`, `ones` or a function.
+    - `devices_per_trial`: accelerators that one trial holds; the default is 1.
+
+    Limits of one config:
+
+    - `compile_timeout`: seconds to load, trace, lower and compile it; the default is 120.
+    - `timeout`: seconds to check and measure it; the default is 30.
+    - `memory_limit`: host memory of its worker, in bytes or as "8GB"; the default is a fair share of the free memory.
+    - `max_device_memory`: device memory of its program, in bytes or as "2GB"; the default is no limit.
 
     Returns:
-        A decorator for a function that `jax.jit` has wrapped.
+        A decorator for a function that `jax.jit` has wrapped. It returns an `Autotuned`.
 
     Raises:
-        TypeError: the function is not jitted, or has options of `jax.jit` that keep it from being tuned; or the configs
-            are of no usable type; or a tunable has no default.
-        ValueError: the configs are empty or without end, or name parameters that are not static.
+        TypeError: The function is not jitted, its `jax.jit` options prevent tuning, a tunable has no default, or
+            `configs` has an unsupported type.
+        ValueError: The configs are empty or endless, or name parameters that are not static.
 
     Example:
-        >>> @autotune({"chunk": [16, 64]})
-        ... @jax.jit(static_argnames=["chunk"])
-        ... def total(x, chunk: int = 16): ...
+        >>> import jax, quarantune
+        >>> import jax.numpy as jnp
+        >>> @quarantune.autotune({"batch": [1, 64]})
+        ... @jax.jit(static_argnames=["batch"])
+        ... def scale(x, batch: int = 1):
+        ...     return jax.lax.map(lambda each: 2 * each + 1, x, batch_size=batch)
+        >>> x = jnp.ones(2**16)
+        >>> scale(x)  # tunes, then runs with the winner; later calls only run
+        Array([3., 3., 3., ..., 3., 3., 3.], dtype=float32)
+        >>> scale.lookup(x)
+        {'batch': 64}
+        >>> result = scale.tune(x)  # tunes again, and returns the measurements
+        >>> print(result)  # doctest: +ELLIPSIS
+        TuningResult: batch=64, ...x faster than the defaults (... ms against ... ms)
+        ...
+        >>> print(result.table())  # doctest: +ELLIPSIS, +NORMALIZE_WHITESPACE
+           batch  outcome      ms  speed-up  compile s...
+        *  64     ok      ...     ...x       ...
+           1      ...
+        <BLANKLINE>
+        * batch=64 is the fastest...
     """
     checked = checked_options("autotune", options)
 
@@ -121,13 +183,13 @@ jit = cast("_Jit", jax.jit)
 
 
 class TunedCallable(Tuned, Generic[_P, _R]):
-    """A tuned function that is called like the function itself; in the body of a class, it becomes a method."""
+    """A tuned function. Callers use it like the function itself; in a class body it becomes a method."""
 
     __wrapped__: Callable[_P, _R]
     _memo: Memo[Any]
     """The choices for calls so far."""
     _last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
-    """The choice for the last call with JAX's arrays alone."""
+    """The choice for the last call whose arguments were all JAX arrays."""
 
     def __init__(self, fn: Callable[_P, _R], options: Options) -> None:
         functools.update_wrapper(cast("Any", self), fn)
@@ -150,7 +212,7 @@ class TunedCallable(Tuned, Generic[_P, _R]):
         return self if instance is None else BoundMethod(self, instance)
 
     def forget(self, of: Which | None = None) -> None:
-        """Clears the choices remembered for earlier calls; as `forget_choices`."""
+        """Clears the choices remembered for earlier calls; see `forget_choices`."""
         self._memo.clear()
         self._last = _NOTHING
 
@@ -162,8 +224,8 @@ class TunedCallable(Tuned, Generic[_P, _R]):
             self.forget()
 
     def _parts(self) -> tuple[Any, ...]:
-        """Returns the arguments beside the function with which this is made again."""
-        return (dataclasses.replace(self._options, name=self.name),)  # a worker's `__main__` is another
+        """Returns the constructor's arguments other than the function, to make this object again elsewhere."""
+        return (dataclasses.replace(self._options, name=self.name),)  # a worker has another `__main__`
 
     def __reduce__(self) -> Any:
         """Pickles by name, or as the function with its configs and options; results stay in this process."""
@@ -178,8 +240,8 @@ class TunedCallable(Tuned, Generic[_P, _R]):
 class Autotuned(TunedCallable[_P, _R]):
     """A jitted function with tuned static parameters; made by `autotune`.
 
-    A call runs the function with the best config for the shapes of the arguments on their device: the first such call
-    tunes, and later ones remember. A call that sets a tunable parameter by hand runs the function untuned.
+    A call runs the function with the best config for the shapes of the arguments on their device. The first call for
+    these shapes tunes, and later calls remember. A call that sets a tunable parameter runs the function untuned.
 
     It has the name, signature and docstring of the function, which is its `__wrapped__`, and works as a method.
     """
@@ -189,7 +251,7 @@ class Autotuned(TunedCallable[_P, _R]):
     def __init__(self, fn: Callable[_P, _R], configs: Any, options: Options) -> None:
         """Wraps a jitted function; use `autotune`."""
         if isinstance(fn, Autotuned):
-            raise TypeError(f"{_name_of(fn)!r} is autotuned already: put all its tunables into one list of configs")
+            raise TypeError(f"{_name_of(fn)!r} is already autotuned: put all its tunables into one list of configs")
         if not jax_functions.is_jitted(fn):
             raise TypeError(
                 f"autotune wraps a function that jax.jit has wrapped, and {_name_of(fn)!r} is a {type(fn).__name__}: "
@@ -201,8 +263,8 @@ class Autotuned(TunedCallable[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for these arguments."""
-        # Every call of a training step takes this path: are JAX's settings, the arrays' types and places as last time?
-        # Or as at another time? Arrays of one type usually share the object that describes it.
+        # Every call of a training step takes this path. It compares JAX's settings and the arrays' types and places
+        # with the last call, then with all known calls. Arrays of one type usually share the object that describes it.
         context, avals, shardings, bound, known = self._last
         if not kwargs and read_context() == context:
             try:
@@ -222,7 +284,7 @@ class Autotuned(TunedCallable[_P, _R]):
 
     @property
     def options(self) -> Options:
-        """The options that the function was autotuned with."""
+        """The options given to `autotune`."""
         return self._options
 
     @overload
@@ -235,19 +297,23 @@ class Autotuned(TunedCallable[_P, _R]):
     def tune(self, *args: Any, resume: bool, **kwargs: Any) -> TuningResult: ...
 
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
-        """Tunes for these arguments now, even if a result is cached, and remembers the result.
+        """Tunes for these arguments now, even if the cache has a result, and remembers the new result.
 
-        If another job is tuning the same call at this moment, its result is taken, unless `ALWAYS_TUNE` is set.
+        If another job is tuning the same call at this moment, this waits for it and takes its result, unless
+        `ALWAYS_TUNE` is set.
 
         Args:
             *args: the call's positional arguments.
-            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call, and with
-                `resume=True` the configs that an interrupted sweep has measured are not measured again.
+            **kwargs: its keyword arguments. `executor=` sets the setting of that name for this call. `resume=True`
+                skips the configs that an interrupted sweep has measured.
+
+        Returns:
+            The winner and all trials; see `TuningResult`.
 
         Raises:
-            TuningFailedError: every config failed.
-            EngineError: the executor could not run the sweep.
-            TypeError: a tunable parameter is given by hand.
+            TuningFailedError: Every config failed.
+            EngineError: The executor could not run the sweep.
+            TypeError: The call sets a tunable parameter.
         """
         return cast("TuningResult", self._tune(args, kwargs))
 
@@ -256,25 +322,25 @@ class Autotuned(TunedCallable[_P, _R]):
     ) -> TuningResult:
         """Finds one config for several calls that share a key, and remembers it under that key.
 
-        Each call is tuned by a sweep of its own, as if there were no `key_fn`; what is measured of it already counts,
-        unless `ALWAYS_TUNE` is set. A config has to work for all calls. In a space that is searched, the first call
-        decides which configs the others try.
+        Each call gets a separate sweep, as if there were no `key_fn`. Earlier measurements of it count, unless
+        `ALWAYS_TUNE` is set. A config has to work for all calls. If the search does not try the whole space, the first
+        call decides which configs the others try.
 
         Args:
             calls: for each call a tuple of positional arguments or a dict of keyword arguments, with arrays or
-                `jax.ShapeDtypeStruct`s; or calls that `recording` has met.
-            weights: how much each call counts, for example how often it is made; None for all alike, or for how often
-                it was met.
+                `jax.ShapeDtypeStruct`s; or calls from `recording`.
+            weights: how much each call counts, for example how often a program makes it. None takes the counts of
+                recorded calls, and 1 for others.
             by: `total` for the least weighted total time; `worst` for the least slowdown in any call, relative to the
                 best config for that call.
 
         Returns:
-            The result, whose times are weighted means over the calls; `calls` says how far each is from its own best.
+            The result, whose times are weighted means over the calls; `calls` shows how far each is from its own best.
 
         Raises:
-            TuningFailedError: no config works for all calls.
-            TypeError: a call is none, or sets a tunable by hand.
-            ValueError: the calls do not share a key, or an argument is not valid.
+            TuningFailedError: No config works for all calls.
+            TypeError: `calls` holds something that is not a call, or a call that sets a tunable.
+            ValueError: The calls do not share a key, or an argument is not valid.
         """
         from quarantune.api.tune_for import tune_for  # cached calls do not need it
 
@@ -318,7 +384,7 @@ class Autotuned(TunedCallable[_P, _R]):
     def clear_cache(self) -> None:
         """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay.
 
-        The memory of calls, which holds their static arguments, is cleared too; `jax.clear_caches` clears that as well.
+        It also clears the memory of calls, which holds their static arguments; `jax.clear_caches` does the same.
         """
         self.forget()
         jax_functions.clear_caches(self.__wrapped__)
@@ -331,7 +397,7 @@ class Autotuned(TunedCallable[_P, _R]):
         return self.function.configs, *super()._parts()
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
-        """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""
+        """Returns the config to add to a call; empty if the caller sets tunables or the call runs untuned."""
         call = self._tuner.bind(args, kwargs)
         return {} if call.given else self._tuner.choice(call).config or {}
 
@@ -414,16 +480,19 @@ class AutoTuner(Tuned):
         on_progress: called in this process with the index of a config and the phase that it enters: `load` if its
             worker loads the function itself or makes a device's context, `compile`, `check`, `measure`, and `end` once
             its trial is over.
-        **options: the options of the author, as `Options` documents them.
+        **options: the same options as for `autotune`.
 
     Raises:
-        TypeError: `fn` is not callable, an option is unknown, or the configs are of no usable type.
-        ValueError: the configs are empty or without end, or the function cannot take them.
+        TypeError: `fn` is not callable, an option is unknown, or `configs` has an unsupported type.
+        ValueError: The configs are empty or endless, or the function cannot take them.
 
     Example:
-        >>> result = AutoTuner(sort_rows, {"block": [64, 256]}).run(rows)  # doctest: +SKIP
-        >>> result.best_config  # doctest: +SKIP
-        {'block': 256}
+        >>> import numpy as np, quarantune
+        >>> def total(rows, block: int = 1):
+        ...     return sum(float(rows[at : at + block].sum()) for at in range(0, len(rows), block))
+        >>> result = quarantune.AutoTuner(total, {"block": [1, 64]}, rep=5).run(np.ones((1024, 8)))
+        >>> result.best_config
+        {'block': 64}
     """
 
     def __init__(
@@ -442,13 +511,16 @@ class AutoTuner(Tuned):
 
         Args:
             *args: the call's positional arguments.
-            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call, and with
-                `resume=True` an interrupted sweep goes on, in place of the best config that it had found.
+            **kwargs: its keyword arguments. `executor=` sets the setting of that name for this call. `resume=True`
+                continues an interrupted sweep, instead of using the best config that it had found.
+
+        Returns:
+            The winner and all trials; see `TuningResult`.
 
         Raises:
-            TuningFailedError: every config failed.
-            EngineError: the executor could not run the sweep.
-            CacheMissError: nothing is cached and `ON_MISS` is `error`.
+            TuningFailedError: Every config failed.
+            EngineError: The executor could not run the sweep.
+            CacheMissError: The cache has no result, and `ON_MISS` is `error`.
         """
         with own_frames_hidden(), on_engine(self._tuner.function.signature, kwargs) as (kwargs, resume):
             call = self._tuner.bind(args, kwargs)
@@ -456,23 +528,23 @@ class AutoTuner(Tuned):
 
 
 def remember(memo: dict[Any, _T], key: Hashable, choice: _T) -> None:
-    """Adds a choice to a memo, which is emptied before if it is full."""
+    """Adds a choice to a memo, and empties a full memo first."""
     if len(memo) >= _MOST_REMEMBERED:
         memo.clear()
     memo[key] = choice
 
 
 def memo_key(jit: jax_functions.JitOptions | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """Returns a key that is equal for the calls of one function that JAX, and the function, do not tell apart.
+    """Returns a key of a call. Calls have equal keys if neither JAX nor the function can distinguish them.
 
     Args:
-        jit: the options that the function was jitted with; None for a plain function, which sees the values of Python's
-            numbers and strings.
+        jit: the function's options of `jax.jit`; None for a plain function, which sees the values of Python's numbers
+            and strings.
         args: the call's positional arguments.
         kwargs: its keyword arguments.
 
     Returns:
-        The key; None if an argument needs a closer look each time, as a tracer does.
+        The key; None if an argument, such as a tracer, needs a closer look each time.
     """
     count = len(args)
     try:
@@ -492,7 +564,7 @@ def memo_key(jit: jax_functions.JitOptions | None, args: tuple[Any, ...], kwargs
 def _token(jit: jax_functions.JitOptions | None, arg: Any, *, is_static: bool = False) -> Hashable:
     if type(arg) is jax_arrays.array_type:
         return (arg.aval, arg.sharding)
-    # A plain function sees the values of its arguments, and jit those of static ones.
+    # A plain function sees the values of its arguments; a jitted one sees only static values.
     if is_static or (jit is None and type(arg) in (bool, int, str)):
         return (type(arg), arg)
     if jit is not None:
@@ -508,17 +580,21 @@ def _token(jit: jax_functions.JitOptions | None, arg: Any, *, is_static: bool = 
 
 
 def _is_x64() -> bool:
-    config: Any = jax.config  # its options are typed in some versions
+    config: Any = jax.config  # some versions have types for its options
     return bool(config.jax_enable_x64)
 
 
 @contextlib.contextmanager
 def on_engine(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yields a call's keyword arguments without `executor=`, which holds as a `settings` block, and `resume=`, and it.
+    """Takes `executor=` and `resume=` out of a call's keyword arguments. `executor` holds as a `settings` block.
 
     Args:
-        signature: of the tuned function; where it has a parameter of such a name, the argument is for it.
+        signature: the signature of the tuned function. If it has a parameter `executor` or `resume`, the function
+            gets that argument.
         kwargs: the keyword arguments.
+
+    Yields:
+        The other keyword arguments, and the value of `resume`.
     """
     own = {name: kwargs[name] for name in kwargs.keys() & {"executor", "resume"} - signature.parameters.keys()}
     with settings(executor=own["executor"]) if "executor" in own else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Compiles the configs of a function without running any: to use them, or to see which compile for a device."""
+"""Compiles the configs of a function and runs none: to use the programs, or to see which compile for a device."""
 
 from __future__ import annotations
 
@@ -52,37 +52,45 @@ def compile_check(
 ) -> CompileReport:
     """Compiles every config of a jitted function for a device that need not be here, and runs none of them.
 
-    Each config is compiled in a worker process of its own, as in a sweep, so that one that crashes, hangs or takes too
-    much memory only ends its own trial. Compiling for a TPU needs the extra `tpu`, and for an NVIDIA GPU the extra
-    `cuda-compile`; neither needs the device or its driver.
+    A separate worker process compiles each config, as in a sweep: a config that crashes, hangs or takes too much memory
+    ends its own trial only. Compiling for a TPU needs the extra `tpu`, and for an NVIDIA GPU the extra `cuda-compile`.
+    Neither needs the device or its driver.
 
     Args:
         fn: the jitted function, autotuned or not. The options of an autotuned function apply.
-        configs: as for `AutoTuner`.
+        configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
         *args: the call's positional arguments, without the config; arrays or `jax.ShapeDtypeStruct`.
-        target: the device: one of `targets()`, or its name, as `TPU v5e` or `h100`.
+        target: the device: one of `targets()`, or its name, such as `TPU v5e` or `h100`.
         num_workers: how many configs compile at a time; None follows the settings.
         prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config.
         compile_timeout: seconds for loading, tracing, lowering and compiling one config; None for 120.
         memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of the
             free memory.
-        again: whether to compile configs, too, on which an earlier check has the verdict for the same code, device and
-            versions.
-        estimate: whether the compiler for TPUs is asked, too, how many cycles each config takes.
+        again: whether to compile again the configs whose verdict is known from an earlier check of the same code,
+            device and versions.
+        estimate: whether to ask the compiler for TPUs how many cycles each config takes.
         **kwargs: the call's keyword arguments.
 
     Returns:
         The report, with one trial for each config.
 
     Raises:
-        TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
-        ValueError: the target is not known, or no TPU and `estimate` is set, or the configs or an option are not valid.
-        ImportError: the compiler for the target is not installed.
+        TypeError: `fn` is not jitted, or a worker cannot receive a part of the call.
+        ValueError: The target is unknown, `estimate` is set for another device than a TPU, or the configs or an option
+            are not valid.
+        ImportError: This Python lacks the compiler for the target.
 
     Example:
-        >>> report = compile_check(matmul, {"BM": [64, 128]}, a, b, target="TPU v5e")  # doctest: +SKIP
-        >>> report.failures  # doctest: +SKIP
+        >>> import jax, quarantune
+        >>> @jax.jit(static_argnames=["width"])
+        ... def fold(x, width: int):
+        ...     return x.reshape(-1, width).sum(axis=0)
+        >>> x = jax.ShapeDtypeStruct((1024,), "float32")
+        >>> report = quarantune.compile_check(fold, {"width": [64, 100]}, x, target="cpu")
+        >>> report.failures
         {'error': 1}
+        >>> report.compiled
+        ({'width': 64},)
     """
     base = dataclasses.replace(fn.options, name=fn.name) if isinstance(fn, Autotuned) else Options()
     options = dataclasses.replace(
@@ -91,10 +99,10 @@ def compile_check(
         compile_timeout=base.compile_timeout if compile_timeout is None else compile_timeout,
         memory_limit=base.memory_limit if memory_limit is None else memory_limit,
     )
-    # The machines of an engine need the compiler, and not this one.
+    # With an engine, its machines need the compiler, and this one does not.
     found = targets.usable(target) if blocks.current().executor is None else targets.find(target)
     if estimate and found.platform != "tpu":
-        raise ValueError(f"estimate=True asks the compiler for TPUs, and {found.name} is none: leave it out")
+        raise ValueError(f"estimate=True asks the compiler for TPUs, and {found.name} is not a TPU: leave it out")
     found = dataclasses.replace(found, estimates=estimate)
     call = BoundCall(TunedFunction.of(fn, configs, options, compiled_by="compile_check"), args, kwargs)
     trials, _, key, known = _compile_all(call, found, num_workers=num_workers, again=again)
@@ -111,26 +119,26 @@ def compile_configs(
 ) -> list[Callable[..., Any] | None]:
     """Compiles many configs of a jitted function, each in a worker process.
 
-    Workers answer with data that is validated, and reading it runs no code. Only XLA can read the program itself:
-    machine code that it loads and runs in this process when the callable is called, and not before.
+    Workers answer with data. This process validates the data, and reading it runs no code. Only XLA can read the
+    program: it loads and runs the machine code in this process on the first call of the callable, and not before.
 
     Args:
         fn: the jitted function, autotuned or not.
-        configs: as for `AutoTuner`.
+        configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
         *args: the call's positional arguments, without the config; arrays or `jax.ShapeDtypeStruct`.
         num_workers: how many configs compile at a time; None follows the settings.
-        target: the device to compile for, which need not be here, as for `compile_check`; None for the device that the
-            call would run on here.
+        target: the device to compile for, here or not; see `compile_check`. None for the device on which the call
+            would run here.
         **kwargs: the call's keyword arguments.
 
     Returns:
-        For each config, in order and with repeated ones, a callable that runs the program that its worker compiled;
-        None, with a warning, where compiling failed. With a target, a callable compiles again where it is called.
+        For each config, in order and with repeated ones, a callable that runs the program from its worker; None, with
+        a warning, if compiling failed. With a target, a callable compiles again on the machine that calls it.
 
     Raises:
-        TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
-        ValueError: the configs, `num_workers` or the target are not valid.
-        ImportError: the compiler for the target is not installed.
+        TypeError: `fn` is not jitted, or a worker cannot receive a part of the call.
+        ValueError: The configs, `num_workers` or the target are not valid.
+        ImportError: This Python lacks the compiler for the target.
     """
     fn, signature, statics = describe_function(fn)
     label = cache_name(fn)
@@ -160,7 +168,7 @@ def compile_configs(
 
 
 def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
-    """Saves the config with the best estimate of a check as the result of a call, until one is measured.
+    """Saves the config with a check's best estimate as the result of a call, until a measured result replaces it.
 
     Args:
         call: the call.
@@ -188,13 +196,13 @@ def _compile_all(
 
     Args:
         call: the call.
-        target: the device, which need not be here; None for the one that the call would run on.
+        target: the device, here or not; None for the device on which the call would run.
         num_workers: how many configs compile at a time; None follows the settings.
-        again: whether configs are compiled for a target although an earlier job has the verdict on them.
+        again: whether to compile again the configs whose verdict for the target is known from an earlier job.
 
     Returns:
         The trials of all configs, in order; the executables that can leave their workers, by the indices of their
-        configs, none for a target; the key of the call; and on how many configs an earlier job had the verdict.
+        configs, none for a target; the key of the call; and the number of verdicts from earlier jobs.
     """
     check_outside(call)
     described, settings = keyed_to_tune(call, target), blocks.current()
@@ -229,16 +237,13 @@ def _compile_all(
 
 
 def _is_answer(trial: Trial, target: Target) -> bool:
-    """Returns whether a known trial has all that a check for a target asks."""
+    """Returns whether a known trial answers all questions of a check for a target."""
     figures = trial.figures
     return not target.estimates or figures is None or bool(figures.estimate or figures.no_estimate)
 
 
 def _callable_of(fn: Any, config: Config, executable: bytes | None, call: Arguments, key: str) -> Callable[..., Any]:
-    """Returns a callable that runs what a worker compiled; one that compiles again here where there is no such thing.
-
-    A config may compile to an executable that cannot leave its worker.
-    """
+    """Returns a callable that runs a worker's program. If the program could not leave the worker, it compiles again."""
     if executable:
         with contextlib.suppress(ValueError):  # a config may have forged it
             return Winner(fn, config, from_data(executable), call, key)

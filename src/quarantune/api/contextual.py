@@ -1,4 +1,4 @@
-"""The contextual decorator: kernels tuned inside the function that calls them, by the time of the whole function."""
+"""The contextual decorator: tunes kernels inside the function that calls them, by the time of the whole function."""
 
 from __future__ import annotations
 
@@ -47,29 +47,41 @@ def contextual_autotune(
 ) -> Any:
     """Tunes the autotuned kernels that a function calls by the time of the whole function.
 
-    Each kernel's configs are tried in turn, with the other kernels at their best so far; a kernel that is called with
-    several shapes is tuned for each. The result holds within this function: elsewhere its kernels use their own.
+    It tries each kernel's configs in turn, with the other kernels at their best so far. A kernel that the function
+    calls with several shapes is tuned for each. The result holds within this function only: elsewhere its kernels use
+    their own results.
 
     Args:
-        fn: the function; left out where options are given. Programs of a jitted one are compiled ahead, several at a
-            time, which takes a fraction of the time that a plain one takes on a GPU.
+        fn: the function; omit it to give options. If it is jitted, several of its programs compile at a time and ahead,
+            which on a GPU takes a fraction of a plain function's time.
         n_warmup: untimed runs of the function per config.
-        n_repeat: at most this many timed runs per config.
-        **options: the options of the author, as `Options` documents them, without `warmup` and `rep`, for which there
-            are the arguments above, and `prune_fn`, which belongs to the kernels. Where the
-            function is not jitted, it compiles as it runs: `compile_timeout` and `timeout` together bound one config.
+        n_repeat: the largest number of timed runs per config.
+        **options: the options of `autotune`, except `warmup` and `rep` (use `n_warmup` and `n_repeat`), `objective`
+            (time alone), and `prune_fn` and `max_device_memory` (give them to the kernels). A function that is not
+            jitted compiles as it runs: `compile_timeout` and `timeout` together bound one config.
 
     Returns:
         A `Contextual`, or a decorator that makes one.
 
     Raises:
-        TypeError: there is no such option, or the decorated object is not a function that can be tuned.
-        ValueError: an option does not accept its value.
+        TypeError: An option does not exist, or the decorated object is not a function that can be tuned.
+        ValueError: An option does not accept its value.
 
     Example:
-        >>> @contextual_autotune(n_repeat=3)  # doctest: +SKIP
+        >>> import jax, quarantune
+        >>> import jax.numpy as jnp
+        >>> @quarantune.autotune({"batch": [1, 64]})
+        ... @jax.jit(static_argnames=["batch"])
+        ... def scale(x, batch: int = 1):
+        ...     return jax.lax.map(lambda each: 2 * each + 1, x, batch_size=batch)
+        >>> @quarantune.contextual_autotune
+        ... @jax.jit
         ... def layer(x):
-        ...     return project(normalize(x))  # two autotuned kernels
+        ...     return scale(x).sum()
+        >>> layer(jnp.ones(2**18))  # tunes `scale` by the time of `layer`
+        Array(786432., dtype=float32)
+        >>> list(layer.lookup(jnp.ones(2**18)).values())
+        [{'batch': 64}]
     """
     of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "max_device_memory"))
     for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), ("objective", "time alone"), *of_kernels):
@@ -91,15 +103,15 @@ def contextual_autotune(
 class Contextual(TunedCallable[_P, _R]):
     """A function whose autotuned kernels are tuned together; made by `contextual_autotune`.
 
-    A call runs the function with the best config for each kernel in it: the first such call tunes, and later ones
-    remember.
+    A call runs the function with the best config for each kernel in it. The first call for its shapes tunes, and later
+    calls remember.
     """
 
     def __init__(self, fn: Callable[_P, _R], options: Options) -> None:
         """Wraps a function; use `contextual_autotune`."""
         if isinstance(fn, (Autotuned, Contextual)):
             raise TypeError(
-                f"{fn!r} is tuned already: contextual_autotune goes on a function that calls autotuned kernels"
+                f"{fn!r} is tuned already: put contextual_autotune on a function that calls autotuned kernels"
             )
         describe_function(fn)
         super().__init__(fn, options)
@@ -117,7 +129,7 @@ class Contextual(TunedCallable[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for each of its kernels."""
-        if (outer := assignment_in_force.get()) is not None:  # a contextual function, which is tuned as a whole
+        if (outer := assignment_in_force.get()) is not None:  # the outer contextual function tunes as a whole
             if outer.note is not None:
                 self._tuner.choice(self._tuner.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
@@ -143,10 +155,13 @@ class Contextual(TunedCallable[_P, _R]):
     def tune(self, *args: Any, resume: bool, **kwargs: Any) -> ContextualResult: ...
 
     def tune(self, *args: Any, **kwargs: Any) -> ContextualResult:
-        """Tunes for these arguments now, even if a result is cached, and remembers the result; as `Autotuned.tune`.
+        """Tunes for these arguments now, even if the cache has a result, and remembers it; see `Autotuned.tune`.
+
+        Returns:
+            The winning config of each kernel, and all trials; see `ContextualResult`.
 
         Raises:
-            TuningFailedError: the function failed with every config of a kernel.
+            TuningFailedError: The function failed with every config of a kernel.
         """
         return cast("ContextualResult", self._tune(args, kwargs))
 

@@ -35,14 +35,14 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
 
     Args:
         tuner: the tuner of the function.
-        calls: as for `Autotuned.tune_for`, like the next two.
-        weights: the weights.
+        calls: the calls; see `Autotuned.tune_for`.
+        weights: how much each call counts; see `Autotuned.tune_for`.
         by: `total` or `worst`.
 
     Raises:
-        TuningFailedError: no config works for all calls.
-        TypeError: a call is none, or sets a tunable by hand.
-        ValueError: the calls do not share a key, or an argument is not valid.
+        TuningFailedError: No config works for all calls.
+        TypeError: `calls` holds something that is not a call, or a call that sets a tunable.
+        ValueError: The calls do not share a key, or an argument is not valid.
     """
     if by not in (TOTAL, WORST):
         raise ValueError(f"by={shown(by)} is not valid: give {TOTAL!r} or {WORST!r}")
@@ -58,7 +58,7 @@ def tune_for(tuner: Tuner, calls: Sequence[Any], weights: Sequence[float] | None
     for label, other in zip(labels, described, strict=True):
         if other.id != first.id:
             raise ValueError(
-                f"{name}: these calls share no key, under which one config for both could be saved: {labels[0]}; and "
+                f"{name}: these calls share no key, so one config cannot be saved for both: {labels[0]}; and "
                 f"{label}. Give autotune a key_fn that returns the same value for them"
             )
     results, found = _sweeps(tuner, described)
@@ -98,7 +98,7 @@ def _arguments(call: Any) -> Arguments:
         return call.call
     if not isinstance(call, (tuple, list, Mapping)):
         raise TypeError(
-            f"{shown(call)} is no call: give a tuple of positional arguments, or a dict of keyword arguments"
+            f"{shown(call)} is not a call: give a tuple of positional arguments, or a dict of keyword arguments"
         )
     return ((), dict(call)) if isinstance(call, Mapping) else (tuple(call), {})
 
@@ -112,10 +112,10 @@ def _weights(calls: Sequence[Any], weights: Sequence[float] | None) -> list[floa
 
 
 def _sweeps(tuner: Tuner, described: Sequence[KeyedCall]) -> tuple[list[TuningResult], list[dict[str, Trial]]]:
-    """Tunes each call under a key of its own; where the first was searched, the others try what worked there.
+    """Tunes each call under a separate key. If the first search left configs out, the others try only its good ones.
 
     Returns:
-        The results, and the trials of each by the text of the config, those of the defaults where these may win.
+        The results, and for each its trials by the text of their configs; with the defaults' time if these may win.
     """
     options, configs = dataclasses.replace(tuner.function.options, key_fn=None), None
     results, found, block = list[TuningResult](), list[dict[str, Trial]](), JsonObject()
@@ -124,7 +124,7 @@ def _sweeps(tuner: Tuner, described: Sequence[KeyedCall]) -> tuple[list[TuningRe
         with blocks.settings(**block):
             resume = not blocks.current().always_tune
             result = own.tune(own.bind(each.call.args, each.call.kwargs), resume=resume).with_trials()
-        # Finals are measured with care; of others, disturbed runs would count.
+        # Finals are careful measurements. For other trials take the merit: disturbed runs spoil their times.
         measured = {text_of(trial.config): trial.time_ms for trial in result.finalists}
         trials = dict[str, Trial]()
         for trial in result.trials:
@@ -143,9 +143,9 @@ def _sweeps(tuner: Tuner, described: Sequence[KeyedCall]) -> tuple[list[TuningRe
 
 
 def _merged(each: Sequence[Trial | None], labels: Sequence[str], weights: Sequence[float]) -> Trial:
-    """Returns the trial of a config over all calls: with its mean time, or as it ended in the first that it failed.
+    """Returns the trial of a config over all calls: with its mean time, or with its first failure.
 
-    A call that has ruled it out early counts with the least time that it had by then.
+    If a call's sweep ruled the config out early, its lowest time until then counts.
     """
     known = next(trial for trial in each if trial is not None)
     times_ms = [trial.time_ms for trial in each if trial is not None and trial.time_ms is not None]

@@ -1,4 +1,4 @@
-"""Tunes for many calls, each by a sweep of its own, on this machine or on an engine."""
+"""Tunes for many calls, each by a separate sweep, on this machine or on an engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quarantune.engine.distributed import WholeSweeps
 
 MOST = 64
-"""How many problems are followed at a time, each by one thread."""
+"""The most problems that tune at a time; one thread waits for each."""
 _Tune: TypeAlias = Callable[[], TuningResult]
 _Result: TypeAlias = TuningResult | Exception
 
@@ -27,24 +27,33 @@ _Result: TypeAlias = TuningResult | Exception
 def tune_many(calls: Iterable[Sequence[Any] | RecordedCall], *, executor: Executor | None = None) -> list[TuningResult]:
     """Returns the results for many calls, from the cache or by tuning now.
 
-    Each machine of the executor gets the whole sweep of one problem, and later another; a problem whose space is
-    searched, and not tried whole, is divided. Calls with the same key are tuned once.
+    Each machine of the executor gets the whole sweep of one problem, and then the next. If a search does not try a
+    problem's whole space, several machines share the problem. Calls with the same key are tuned once.
 
     Args:
         calls: for each call a tuple of an autotuned function or an `AutoTuner`, its positional arguments as a tuple,
-            and, if there are any, its keyword arguments as a dict; or a call that `recording` or `calls_in` has listed.
-        executor: a `concurrent.futures.Executor`; None for that of the settings. Without either, this machine tunes one
-            after another.
+            and, if there are any, its keyword arguments as a dict; or a call from `recording` or `calls_in`.
+        executor: a `concurrent.futures.Executor`; None for the setting `executor`. Without either, this machine tunes
+            one call after another.
 
     Returns:
         The results, in the order of the calls.
 
     Raises:
-        ExceptionGroup: some problems could not be tuned; the results of all others are in the cache.
-        TypeError: one of the calls is none.
+        ExceptionGroup: Tuning failed for some problems. The results of all others are in the cache.
+        TypeError: `calls` holds something that is not a call.
 
     Example:
-        >>> results = tune_many([(matmul, (a, b)), (matmul, (c, d))], executor=pool)  # doctest: +SKIP
+        >>> import jax, quarantune
+        >>> import jax.numpy as jnp
+        >>> @quarantune.autotune({"batch": [1, 64]})
+        ... @jax.jit(static_argnames=["batch"])
+        ... def scale(x, batch: int = 1):
+        ...     return jax.lax.map(lambda each: 2 * each + 1, x, batch_size=batch)
+        >>> program = jax.jit(lambda x, y: scale(x).sum() + scale(y).sum())
+        >>> calls = quarantune.calls_in(program, jnp.ones(2**16), jnp.ones(2**17))
+        >>> [result.best_config for result in quarantune.tune_many(calls)]
+        [{'batch': 64}, {'batch': 64}]
     """
     tunes = [_tune_of(call) for call in calls]
     done: list[None] = []
@@ -53,7 +62,7 @@ def tune_many(calls: Iterable[Sequence[Any] | RecordedCall], *, executor: Execut
         try:
             outcomes = [_outcome(tune, done) for tune in tunes] if engine is None else _all_at_once(tunes, engine, done)
         except KeyboardInterrupt as error:
-            error.add_note(f"tune_many: {len(done)} of {len(tunes)} calls are done: the next run goes on with the rest")
+            error.add_note(f"tune_many: {len(done)} of {len(tunes)} calls are done: continue with the next run")
             raise
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if errors:
@@ -66,7 +75,7 @@ def _tune_of(call: Any) -> _Tune:
         return call.tune
     advice = "give (function, args) or (function, args, kwargs), with args as a tuple and kwargs as a dict"
     if not isinstance(call, (tuple, list)) or len(call) not in (2, 3):
-        raise TypeError(f"{shown(call)} is no call to tune for: {advice}")
+        raise TypeError(f"{shown(call)} is not a call to tune for: {advice}")
     function, args, kwargs = (*call, {})[:3]
     if not isinstance(function, (Autotuned, AutoTuner)):
         raise TypeError(f"{shown(function)} is neither an autotuned function nor an AutoTuner: {advice}")
@@ -92,11 +101,11 @@ def _all_at_once(tunes: Sequence[_Tune], executor: Executor, done: list[None]) -
     with blocks.settings(executor=whole):
         with ThreadPoolExecutor(min(MOST, max(1, len(tunes))), "quarantune-tune-many") as threads:
             if threads.submit(read_context).result() == read_context():
-                # Each thread is in the blocks of this one.
+                # Each thread runs inside the `settings` blocks of this one.
                 runs = [contextvars.copy_context().run for _ in tunes]
                 futures = [threads.submit(run, _outcome, tune, done) for run, tune in zip(runs, tunes, strict=True)]
                 return _followed(futures, whole)
-        return [_outcome(tune, done) for tune in tunes]  # a `with` of JAX's holds in this thread only
+        return [_outcome(tune, done) for tune in tunes]  # a JAX context manager holds in this thread only
 
 
 def _followed(futures: Sequence[Future[_Result]], whole: WholeSweeps) -> list[_Result]:

@@ -1,4 +1,4 @@
-"""The tuner of one function: what its calls, `.tune`, `.lookup` and the commands ask for a config; and its base."""
+"""The tuner of one function: its calls, `.tune`, `.lookup` and the commands ask it for a config."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ class Tuner:
 
         Args:
             function: the function.
-            make_job: makes what tunes for a call, as `TuningJob` does.
-            on_phase: called with the index of a config and the phase that it enters, at last with `end`.
+            make_job: makes the job that tunes a call; None for `TuningJob`.
+            on_phase: called with the index of a config and the phase that it enters; the last phase is `end`.
         """
         self.function = function
         self.rungs = Rungs(function, make_job=make_job, on_phase=on_phase or (lambda index, phase: None))
         self.ladder = Ladder(self.rungs.memory.must_tune, self.rungs.explain)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
-        """Returns a call of the function, bound to be resolved."""
+        """Binds arguments to the function, and returns the call."""
         call = BoundCall(self.function, args, kwargs)
         if not self.function.tunables and not call.is_symbolic:
             self.function.tunables = self.rungs.layers.tunables(call, Situation.of(call, only_looks=True))
         return call
 
     def choice(self, call: BoundCall) -> Answer:
-        """Returns the answer for a call, remembered or found by tuning; the defaults if there is none.
+        """Returns the answer for a call, remembered or found by tuning; the defaults if no rung has an answer.
 
         Raises:
-            TuningFailedError: every config failed, now or earlier in this process.
-            CacheMissError: nothing is remembered and `ON_MISS` is `error`.
+            TuningFailedError: Every config failed, now or earlier in this process.
+            CacheMissError: There is no saved result, and `ON_MISS` is `error`.
         """
         if call.is_symbolic:
             from quarantune.calls import given_inputs
@@ -65,8 +65,8 @@ class Tuner:
             call = call if given is None else self.bind(*given)
         if call.has_no_key:
             problems.report_once(
-                f"{call.name}: running with its defaults where its shapes are symbolic, as in jax.export: give "
-                f"autotune a key_fn that returns the same for these as for the shapes it was tuned for"
+                f"{call.name}: running with its defaults, because its shapes are symbolic, as in jax.export: give "
+                f"autotune a key_fn that returns the same value for these as for the tuned shapes"
             )
             return Answer(Origin.DEFAULTS, lasts=False)
         described, now = keyed(call), Situation.of(call)
@@ -78,16 +78,16 @@ class Tuner:
         """Returns the result for a call, remembered or found by tuning.
 
         Raises:
-            TuningFailedError: every config failed, now or earlier in this process.
-            CacheMissError: nothing is remembered, and `ON_MISS` is neither `tune` nor `default`.
-            TypeError: the call sets a tunable parameter by hand.
-            RuntimeError: this process is a worker, and the call would be tuned.
+            TuningFailedError: Every config failed, now or earlier in this process.
+            CacheMissError: There is no saved result, and `ON_MISS` is neither `tune` nor `default`.
+            TypeError: The call sets a tunable parameter.
+            RuntimeError: This process is a worker, which must not tune.
         """
         described, now = self._to_tune(call)
         answer = self.ladder.answer_of(described, now, self.rungs.in_order(self.result))
         if answer.result is not None:
             return answer.result
-        from quarantune.tuning.outcome import call_result  # a call that is found does not need it
+        from quarantune.tuning.outcome import call_result  # new results do not need it
 
         if answer.config is not None:
             origin: FromCache = "nearest" if answer.origin is Origin.NEAREST else True
@@ -100,24 +100,24 @@ class Tuner:
         return call_result(described, call.defaults, Findings(), from_cache="default")
 
     def tune(self, call: BoundCall, *, resume: bool = False) -> TuningResult:
-        """Tunes for a call now, even if it is cached, and remembers the result.
+        """Tunes for a call now, even if the cache has a result, and remembers the new result.
 
-        If another job is tuning the call at this moment, its result is taken, unless `ALWAYS_TUNE` is set.
+        If another job is tuning the call at this moment, this takes its result, unless `ALWAYS_TUNE` is set.
 
         Args:
             call: the call.
-            resume: whether what an interrupted sweep has measured counts.
+            resume: whether the measurements of an interrupted sweep count.
 
         Raises:
-            TuningFailedError: every config failed.
-            TypeError: the call sets a tunable parameter by hand.
+            TuningFailedError: Every config failed.
+            TypeError: The call sets a tunable parameter.
         """
         from quarantune.engine.place import place_of
 
         now = dataclasses.replace(Situation.of(call), start_over=not resume)
         place, has_store = place_of(now.settings), not now.settings.disable_cache
         store = open_store(now.settings)
-        # An engine may take long to name its device, without which no key is known: all entries as they are now.
+        # The key needs the device, which an engine may take long to name. So this reads all entries as they are now.
         saved = store.read(call.name) if has_store and not place.is_here else {}
         described = keyed_to_tune(call, place.device())
         _, device, key = described.id
@@ -128,7 +128,7 @@ class Tuner:
         return answer.result
 
     def adopt(self, described: KeyedCall, result: TuningResult, now: Situation) -> None:
-        """Remembers a result that was not found by one sweep, and offers it to the other ranks."""
+        """Remembers a result that combines several sweeps, and offers it to the other ranks."""
         self.rungs.share(described, self.rungs.tuning.remember(described, result, now), now)
 
     def lookup(self, call: BoundCall) -> Config | None:
@@ -141,21 +141,21 @@ class Tuner:
         return None if found is None else found.config
 
     def is_known(self, call: BoundCall) -> bool:
-        """Returns whether a result is remembered for these devices with which no sweep would go on."""
+        """Returns whether there is a result for these devices that needs no further sweep."""
         return first(self.rungs.known, *self._to_tune(call)) is not None
 
     def seeding_compilation(
         self, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""
-        if "tuning" not in vars(self.rungs):  # nothing was tuned
+        """Returns a context manager that lets a first call find the worker's executable in JAX's compilation cache."""
+        if "tuning" not in vars(self.rungs):  # no call has tuned yet
             return contextlib.nullcontext()
         return self.rungs.tuning.seeds.in_use(self.function.compiled_fn, config, args, kwargs)
 
     def _to_tune(self, call: BoundCall) -> tuple[KeyedCall, Situation]:
-        """Returns a call to tune with its key on the devices that would tune it, and its situation.
+        """Returns a call to tune, with its key on the devices that would tune it, and its situation.
 
-        A job says why a worker does not tune, so the situation does not keep it from being asked.
+        The situation allows tuning even in a worker: the job then raises an error that explains the refusal.
         """
         from quarantune.engine.place import place_of  # calls of decorated functions do not need it
 
@@ -174,18 +174,18 @@ class Tuned:
         return self._tuner.function
 
     def forget(self, of: Which | None = None) -> None:
-        """Clears the choices remembered for earlier calls, if there are any; as `forget_choices`."""
+        """Clears the choices remembered for earlier calls, if the class keeps any; see `forget_choices`."""
 
     def result(self, call: tuple[tuple[Any, ...], Mapping[str, Any]], *, anew: bool = False) -> TuningResult:
         """Returns the result for a call; for `tune_many` and the command line.
 
         Args:
             call: its positional and its keyword arguments.
-            anew: whether to tune even if a result is cached.
+            anew: whether to tune even if the cache has a result.
 
         Raises:
-            TuningFailedError: every config failed.
-            TypeError: the function does not take these arguments.
+            TuningFailedError: Every config failed.
+            TypeError: The function does not take these arguments.
         """
         try:
             bound = self._tuner.bind(*call)

@@ -1,4 +1,4 @@
-"""`TuningCache`: access to the cache directory, also as a plain store for other tuners, and winners measured again."""
+"""`TuningCache`: reads and writes the cache directory, serves as a store for other tuners, and verifies winners."""
 
 from __future__ import annotations
 
@@ -31,21 +31,20 @@ if TYPE_CHECKING:
 
 
 class TuningCache:
-    """The tuned results in one directory: those of `@quarantune.autotune`, and any that you put there.
+    """The tuned results in one directory, from `@quarantune.autotune` or from `put`.
 
-    Configs that were found or put stay in memory, so that a look-up reads the disk once. All methods may be called from
-    several threads, and on one directory from several processes.
+    Configs stay in memory once they are found or put, so a look-up reads the disk once. Several threads may use one
+    object, and several processes one directory.
 
     Example:
         >>> cache = TuningCache(directory)
         >>> cache.put("matmul", (1024, 1024), "cuda:0", {"BM": 64})
         >>> cache.get("matmul", (1024, 1024), "cuda:0")
         {'BM': 64}
-        >>> print(cache.verify(matmul))  # doctest: +SKIP
     """
 
     def __init__(self, dir: str | os.PathLike[str] | None = None) -> None:
-        """Opens a cache; the directory is made when the first entry is put.
+        """Opens a cache. The first `put` makes the directory.
 
         Args:
             dir: the directory; None for `QUARANTUNE_CACHE_DIR`, or for memory only under `QUARANTUNE_DISABLE_CACHE`.
@@ -64,7 +63,7 @@ class TuningCache:
 
         Args:
             kernel_type: the name of a function or of a kind of kernel.
-            problem_size: any JSON-able value, such as a tuple of sizes; a text is used as the key without change.
+            problem_size: any JSON-able value, such as a tuple of sizes; a text becomes the key without change.
             device: the kind of device.
         """
         key = _key(kernel_type, problem_size, device)
@@ -93,19 +92,19 @@ class TuningCache:
         *,
         time_ms: float | None = None,
     ) -> None:
-        """Keeps a config, in place of any earlier one; in memory only, with a warning, if it cannot be saved.
+        """Keeps a config and replaces an earlier one. If it cannot be saved, it stays in memory, with a warning.
 
         Under the key of a tuned function, its next call uses the config, which must be in its config space.
 
         Args:
             kernel_type: the name of a function or of a kind of kernel.
-            problem_size: any JSON-able value, such as a tuple of sizes; a text is used as the key without change.
+            problem_size: any JSON-able value, such as a tuple of sizes; a text becomes the key without change.
             device: the kind of device.
             config: the config.
             time_ms: its time in milliseconds, if known.
 
         Raises:
-            ValueError: a value is NaN or infinite.
+            ValueError: A value is NaN or infinite.
             TypeError: JSON cannot hold a value.
         """
         key = _key(kernel_type, problem_size, device)
@@ -133,15 +132,15 @@ class TuningCache:
         forget_choices(lambda _, *of: of == (key.device, key.problem_size))
 
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
-        """Removes a config, with the trials and the failed compilations that are remembered for its problem.
+        """Removes a config, with the saved trials and failed compilations of its problem.
 
-        Tuned functions of this process forget it too.
+        Tuned functions of this process also forget it.
 
         Returns:
             Whether there was one.
 
         Raises:
-            CacheWriteError: it could not be removed from the disk; the message says why.
+            CacheWriteError: The disk refused the removal; the message explains why.
         """
         key = _key(kernel_type, problem_size, device)
         with self._lock:
@@ -154,7 +153,7 @@ class TuningCache:
         return known or on_disk
 
     def keys(self) -> list[CacheKey]:
-        """Returns the keys of all entries; kernel types are given by their safe names."""
+        """Returns the keys of all entries, with the safe names of kernel types."""
         on_disk = {record.key for record in self}
         with self._lock:
             return sorted(on_disk | set(self._configs))
@@ -176,18 +175,18 @@ class TuningCache:
     def merge(self, other: TuningCache | str | os.PathLike[str]) -> MergeReport:
         """Copies all entries of another cache.
 
-        Of two entries for one problem, the one with more samples is kept if their configs are the same, and else the
-        newer one; the report lists both.
+        If both caches have an entry for a problem, equal configs keep the entry with more samples, and different
+        configs keep the newer one. The report lists both.
 
         Args:
-            other: the other cache, or its directory, which is only read.
+            other: the other cache, or its directory; nothing writes to it.
 
         Returns:
-            What was added, updated and left unchanged, and the conflicts.
+            The added, updated and unchanged keys, and the conflicts.
 
         Raises:
-            ValueError: the other directory does not exist, or one of the caches is in memory only.
-            CacheWriteError: they could not be saved; the message says why.
+            ValueError: The other directory does not exist, or one of the caches is in memory only.
+            CacheWriteError: The entries could not be saved; the message explains why.
         """
         report = entries.merge(self._on_disk(), _store_of(other))
         with self._lock:
@@ -203,22 +202,22 @@ class TuningCache:
         names: Collection[str] | str | None = None,
         devices: Collection[str] | str | None = None,
     ) -> list[CacheKey]:
-        """Writes entries into another directory, such as one that a package ships.
+        """Writes entries into another directory, such as a directory that a package ships.
 
-        Entries for other problems that the directory holds already stay. The files are sorted, so that they can be kept
-        under version control. No lock is taken, and no file of a lock is left.
+        Entries for other problems in that directory stay. Files are sorted, which suits version control. This takes no
+        lock and leaves no lock file.
 
         Args:
-            directory: made if necessary.
-            names: the functions or kinds of kernel, in which `*` stands for any text; None for all.
+            directory: the directory; made if necessary.
+            names: the functions or kinds of kernel, with `*` for any text; None for all.
             devices: the kinds of device; None for all.
 
         Returns:
             The keys of the entries written.
 
         Raises:
-            ValueError: there is nothing for a name or a device, or this cache is in memory only.
-            CacheWriteError: the directory cannot be written to, or a file in it is damaged or from a later version.
+            ValueError: A name or a device has no entries, or this cache is in memory only.
+            CacheWriteError: The directory is not writable, or a file in it is damaged or from a later version.
         """
         names, devices = ([it] if isinstance(it, str) else it for it in (names, devices))
         return entries.export(self._on_disk(), TuningCache(directory).directory, names=names, devices=devices)
@@ -230,17 +229,17 @@ class TuningCache:
             other: the other cache, or its directory.
 
         Raises:
-            ValueError: the other directory does not exist, or one of the caches is in memory only.
+            ValueError: The other directory does not exist, or one of the caches is in memory only.
         """
         return entries.compare(entries.records(self._on_disk()), entries.records(_store_of(other)))
 
     def clear(self, name: str | None = None) -> None:
         """Removes everything about one kernel type, or about all: entries, and the journals of their sweeps.
 
-        Tuned functions of this process forget their results and failures too.
+        Tuned functions of this process also forget their results and failures.
 
         Raises:
-            CacheWriteError: it could not be removed from the disk; the message says why.
+            CacheWriteError: The disk refused the removal; the message explains why.
         """
         stem = None if name is None else safe_name(name)
         with self._lock:
@@ -254,7 +253,7 @@ class TuningCache:
         forget_choices(lambda name, *_: stem in (None, safe_name(name)))
 
     def problems(self) -> list[str]:
-        """Returns a sentence for each problem found on disk; changes nothing."""
+        """Returns a sentence for each problem on disk; changes nothing."""
         return [] if self._store is None else entries.problems(self._store)
 
     def verify(
@@ -266,26 +265,37 @@ class TuningCache:
     ) -> VerifyReport:
         """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.
 
-        The arguments are made from each entry's shapes, dtypes and static values, by the function's `supply`. Without
-        `retune`, no result is saved; an entry of an earlier version gets the program that was measured. Names in a
-        cache are never imported, so the functions have to be given.
+        The function's `supply` makes the arguments from each entry's shapes, dtypes and static values. Without
+        `retune`, this saves no result, but it adds the measured program to an entry of an earlier version. It never
+        imports names from a cache, so it needs the functions.
 
         Args:
-            *functions: the tuned functions: those of `autotune`, `AutoTuner` objects, or texts such as
-                `"kernels:matmul"`, which are imported.
+            *functions: the tuned functions: objects from `autotune` or `AutoTuner`, or texts such as
+                `"kernels:matmul"`, which this imports.
             arguments: takes the key of an entry, and returns positional and keyword arguments to measure with; None
                 makes them from the key. A function with a `key_fn` needs it, and so do arguments on several devices.
-            max_loss_percent: a winner that takes longer than when it was saved by more than so many percent is stale,
-                too; None for no such bound.
-            retune: whether a call whose winner is stale, or was only estimated, is tuned again, and the result saved.
+            max_loss_percent: slowdown in percent, compared with the saved time, above which a winner is stale. None
+                compares winners with the defaults alone.
+            retune: whether to tune again each call whose winner is stale or only estimated, and save the result.
 
         Returns:
-            One verdict for each entry: `current`, `stale`, `retuned`, `unused` (no call finds it any more) or `unknown`
+            One verdict for each entry: `current`, `stale`, `retuned`, `unused` (no call can find it) or `unknown`
             (for another device, without its function, or without its arguments).
 
         Raises:
-            TypeError: a function is neither of these.
-            ValueError: no function is given, or a text names none.
+            TypeError: An argument is not a tuned function or a text.
+            ValueError: There is no function, or a text does not name one.
+
+        Example:
+            >>> import jax, quarantune
+            >>> @quarantune.autotune({"batch": [1, 64]})
+            ... @jax.jit(static_argnames=["batch"])
+            ... def scale(x, batch: int = 1):
+            ...     return jax.lax.map(lambda each: 2 * each + 1, x, batch_size=batch)
+            >>> with quarantune.settings(cache_dir=directory / "tuned"):
+            ...     _ = scale(jax.numpy.ones(2**16))  # tunes
+            >>> print(TuningCache(directory / "tuned").verify(scale))
+            1 current
         """
         from quarantune.api.tuner import Tuner
         from quarantune.tuning import verification
@@ -319,12 +329,12 @@ class TuningCache:
         """Returns the store.
 
         Raises:
-            ValueError: the cache is in memory only.
+            ValueError: The cache is in memory only.
         """
         if self._store is None:
             raise ValueError(
-                "a TuningCache that was made under QUARANTUNE_DISABLE_CACHE is in memory only, and can be neither "
-                "merged, compared nor exported: give it a directory, as in TuningCache('/shared/tuned')"
+                "a TuningCache made under QUARANTUNE_DISABLE_CACHE is in memory only, and cannot be "
+                "merged, compared or exported: give it a directory, as in TuningCache('/shared/tuned')"
             )
         return self._store
 
@@ -335,12 +345,12 @@ def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
 
 
 def _store_of(other: TuningCache | str | os.PathLike[str]) -> Store:
-    """Returns the entries of another cache, which are only read."""
+    """Opens another cache for reading."""
     if isinstance(other, TuningCache):
         return other._on_disk()
     directory = Path(other)
     if not directory.is_dir():
-        raise ValueError(f"there is no cache in {str(directory)!r}: it is no directory")
+        raise ValueError(f"there is no cache in {str(directory)!r}: it is not a directory")
     return Store(directory, read_only=True)
 
 
@@ -350,16 +360,16 @@ def _tuned(function: Any) -> TunedFunction:
     found = _imported(function) if isinstance(function, str) else function
     if not isinstance(found, (Autotuned, AutoTuner)):
         shown = function if isinstance(function, str) else getattr(found, "__qualname__", None) or repr(found)
-        raise TypeError(f"{shown!r} is no tuned function: give what @quarantune.autotune returned, or an AutoTuner")
+        raise TypeError(f"{shown!r} is not a tuned function: give the result of @quarantune.autotune, or an AutoTuner")
     return found.function
 
 
 def _imported(text: str) -> Any:
     if not all(text.partition(":")):
-        raise ValueError(f"{text!r} names no function: write it as 'module:function'")
+        raise ValueError(f"{text!r} does not name a function: write it as 'module:function'")
     try:
         return pkgutil.resolve_name(text)
     except ImportError as error:
         raise ValueError(f"{text!r} cannot be imported ({error}): correct the name, or set PYTHONPATH") from None
     except AttributeError as error:
-        raise ValueError(f"{text!r} names no function ({error}): correct the name after the colon") from None
+        raise ValueError(f"{text!r} does not name a function ({error}): correct the name after the colon") from None

@@ -21,9 +21,9 @@ _MODULES = {
     **dict.fromkeys(("Claim", "Holder", "wait"), "quarantune.cache.claims"),
     **dict.fromkeys(("CacheDiff", "CacheKey", "CacheRecord", "EntryPair", "MergeReport"), "quarantune.cache.entries"),
     **dict.fromkeys(("Journal", "conclusions", "remember_trouble", "troublesome"), "quarantune.cache.journal"),
-    "TuningCache": "quarantune.api.tuning_cache",  # which users find here, too
+    "TuningCache": "quarantune.api.tuning_cache",  # which users also find here
 }
-"""The modules of the names that a cached call does not need, imported with their first use."""
+"""The modules of names that a cached call does not need; the first use of a name imports its module."""
 
 
 def __getattr__(name: str) -> Any:

@@ -27,15 +27,15 @@ from quarantune.values.codec import (
 )
 
 SCHEMA = 1
-"""The version of an entry's layout; an entry of a later one makes its file untouchable for us."""
+"""The version of an entry's layout. A file with an entry of a later version is neither used nor changed."""
 LARGEST_ENTRIES_BYTES = 1 << 28
-"""The size that no writer lets a file of entries pass."""
+"""Largest size of a file of entries that we write."""
 LARGEST_READ_ENTRIES_BYTES = 1 << 29
-"""The size of the largest file that is read: earlier versions wrote without looking at its size."""
+"""Largest size of a file of entries that we read: earlier versions wrote larger files."""
 _SEARCHED_BYTES = 1 << 20
-"""In a larger file, one entry is looked for without decoding the others."""
+"""Size of a file above which a look-up of one entry does not decode the others."""
 _STALE_S = 30.0
-"""A writer's draft that has been there for this long no longer counts; a file is written in milliseconds."""
+"""Seconds after which a writer's draft no longer counts; writing a file takes milliseconds."""
 _ANNOUNCEMENT = re.compile(r"(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp")
 
 Entry: TypeAlias = JsonObject
@@ -64,7 +64,7 @@ class EntryFile:
     Attributes:
         path: the file.
         directory: the cache directory.
-        is_read_only: whether it is only read; then it may be a link, as in a mounted or an installed table.
+        is_read_only: whether it is only read; then it may be a link, for example in a mounted or an installed table.
         timeout_s: the longest wait for other writers, in seconds.
     """
 
@@ -74,18 +74,18 @@ class EntryFile:
     timeout_s: float
 
     def load(self, *, afresh: bool = False) -> Contents:
-        """Returns the entries; none if there is no file.
+        """Returns the entries; without a file, none.
 
-        Damage counts if a second reading finds it, too: a network filesystem that keeps sizes cuts a file that another
-        host has replaced, or reports ESTALE.
+        Damage counts only if a second reading also finds it: a network filesystem that caches sizes cuts a file that
+        another host has replaced, or reports ESTALE.
 
         Args:
-            afresh: whether nothing counts that this machine has kept of the file, as in `Directory.read_afresh`.
+            afresh: whether to ignore this machine's cached data of the file; see `Directory.read_afresh`.
 
         Raises:
-            DamagedError: it holds something other than valid entries.
-            NewerSchemaError: it was written by a later version of this package.
-            OSError: it cannot be read; `TooLargeError` if it is too large, as earlier versions could leave it.
+            DamagedError: the file holds something other than valid entries.
+            NewerSchemaError: a later version of this package wrote the file.
+            OSError: the file cannot be read; `TooLargeError` if it is too large, as earlier versions could leave it.
         """
         try:
             return decode_entries(self._read(afresh=afresh), self.path)
@@ -99,7 +99,7 @@ class EntryFile:
             return self.load(afresh=True)
 
     def find(self, device: str, key: str) -> Entry | None:
-        """Returns an entry of a large file as `encode` writes it, without decoding the others; None elsewhere.
+        """Returns an entry of a large file that `encode` wrote, without decoding the others; None if it finds none.
 
         Of 20,000 entries, decoding and checking all takes 0.25 s on a 2-core machine, and finding one 0.01 s.
         """
@@ -114,7 +114,7 @@ class EntryFile:
         return None
 
     def lines_with(self, text: str) -> list[bytes]:
-        """Returns the lines that contain a text, of which `encode` writes one for each entry; none of no file."""
+        """Returns the lines that contain a text; `encode` writes one for each entry. Without a file, none."""
         with contextlib.suppress(OSError):
             return [line for line in self._read().splitlines() if text.encode() in line]
         return []
@@ -132,11 +132,11 @@ class EntryFile:
         return []
 
     def load_or_set_aside(self) -> Contents:
-        """Returns the entries; damage is set aside. As for all that follow, the caller holds the lock of the writers.
+        """Returns the entries, and sets damage aside. The caller holds the lock of the writers.
 
         Raises:
             OSError: the file cannot be read.
-            NewerSchemaError: it was written by a later version of this package.
+            NewerSchemaError: a later version of this package wrote the file.
         """
         try:
             return self.load(afresh=True)
@@ -148,7 +148,7 @@ class EntryFile:
                     (place.link if error.usable else place.rename)(name, aside.name)
                 except OSError:
                     place.rename(name, aside.name)
-                # Where no new name could be read before, this one may show a whole file, which takes its name back.
+                # If `load` had to read the old name, this one may show a whole file, which then gets its name back.
                 with contextlib.ExitStack() as whole:
                     whole.callback(
                         *(place.remove, aside.name) if place.is_there(name) else (place.rename, aside.name, name)
@@ -162,13 +162,13 @@ class EntryFile:
             return error.usable
 
     def replace(self, change: Callable[[Contents], Contents]) -> None:
-        """Replaces the file.
+        """Replaces the file. The caller holds the lock of the writers.
 
         Args:
-            change: takes the present entries, and returns those to write; called again where others overwrite them.
+            change: takes the present entries, and returns the entries to write; called again if others overwrite them.
 
         Raises:
-            CacheWriteError: it could not be replaced; the message says why.
+            CacheWriteError: the file could not be replaced; the message says why.
         """
         deadline = time.monotonic() + self.timeout_s
         while True:
@@ -181,15 +181,15 @@ class EntryFile:
                     return
             if time.monotonic() > deadline:
                 raise CacheWriteError(
-                    f"what was written to {str(self.path)!r} was overwritten for {self.timeout_s:g} s: "
-                    "see which other program writes there"
+                    f"another program kept overwriting {str(self.path)!r} for {self.timeout_s:g} s: "
+                    "see which program writes there"
                 )
 
     def remove(self) -> None:
-        """Removes the file; damage is set aside, and a file of a newer schema stays.
+        """Removes the file; sets damage aside, and leaves a file of a newer schema. The caller holds the writers' lock.
 
         Raises:
-            CacheWriteError: it could not be removed; the message says why.
+            CacheWriteError: the file could not be removed; the message says why.
         """
         with self._announced():
             with contextlib.suppress(TooLargeError):
@@ -210,11 +210,11 @@ class EntryFile:
     def _announced(self) -> Iterator[Callable[[bytes], None]]:
         """Waits until no other writer has announced itself for the file; the caller holds the lock of the writers.
 
-        In case that lock has no effect, a writer also announces itself: it creates its draft first, then looks for
-        those of other writers, and backs off if there is one; it reads only when it has found itself alone. Of two
-        writers one created its draft before the other looked, so at most one goes on, which relies only on the order of
-        operations in a directory. The draft of a writer whose process is gone, or that this process has seen for 30 s,
-        is removed. Should that writer live after all, its replacement fails for want of the draft, and it starts over.
+        In case that lock has no effect, a writer also announces itself. It first creates its draft, then looks for
+        drafts of other writers, and backs off if there is one. It reads only once it is alone. Of two writers one
+        created its draft before the other looked, so at most one continues. This relies only on the order of operations
+        in a directory. A draft is removed if its writer's process is gone, or if this process has seen it for 30 s. If
+        that writer lives after all, its replacement fails without the draft, and it starts over.
 
         Raises:
             CacheWriteError: the wait was too long, or the directory cannot be written to.
@@ -232,7 +232,7 @@ class EntryFile:
                 if time.monotonic() > deadline:
                     raise CacheWriteError(
                         f"other writers kept {str(self.path)!r} busy for {self.timeout_s:g} s, the last by {other!r}: "
-                        "see whether that one hangs, or set QUARANTUNE_LOCK_TIMEOUT higher"
+                        "see whether that writer hangs, or set QUARANTUNE_LOCK_TIMEOUT higher"
                     )
                 time.sleep(random.uniform(0.2, 1.0) * 0.001 * 2 ** min(attempt, 6))
 
@@ -288,9 +288,9 @@ def encode(contents: Contents) -> bytes:
     """Returns the content of a file of entries.
 
     Raises:
-        CacheWriteError: it would be larger than any file may be.
+        CacheWriteError: the content would be larger than any file may be.
     """
-    # One line for each entry: people can read and grep it, and the fast encoder can be used for each.
+    # One line for each entry: people can read and grep it, and the fast encoder works for each.
     text_of = json.JSONEncoder(allow_nan=False).encode
     devices = (
         f"{text_of(device)}: {{\n"
@@ -309,10 +309,10 @@ def encode(contents: Contents) -> bytes:
 
 
 def check_readable(path: Path, offered: Contents) -> None:
-    """Raises where readers would take new entries for damage, and set aside the file that holds them.
+    """Raises if readers would take new entries for damage, and set aside the file that holds them.
 
     Raises:
-        CacheWriteError: they would.
+        CacheWriteError: readers would not accept the entries.
     """
     try:
         decode_entries(encode(offered), path)
@@ -321,10 +321,10 @@ def check_readable(path: Path, offered: Contents) -> None:
 
 
 def _other_writer(place: Directory, target: str, own: str) -> str | None:
-    """Returns the draft of another live writer, or None; removes those of dead ones."""
+    """Returns the draft of another live writer, or None; removes drafts of dead writers."""
     names, prefix = place.names(), f".{target}."
     if own not in names:
-        return "one that withdrew ours"
+        return "a writer that removed our draft"
     for name in names:
         match = _ANNOUNCEMENT.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
         if match is None or name == own:
@@ -339,7 +339,7 @@ def _other_writer(place: Directory, target: str, own: str) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _first_seen(draft: str) -> float:
-    """Returns when this process first saw a draft, whose name no other ever has, in seconds of the process's clock."""
+    """Returns when this process first saw a draft, in seconds of its clock. No two drafts ever have the same name."""
     return time.monotonic()
 
 

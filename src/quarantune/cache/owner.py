@@ -25,7 +25,7 @@ class Owner(Record):
     Attributes:
         host: a token for the kernel and PID namespace in which `pid` is valid.
         pid: the process.
-        started: its start time, in the kernel's ticks; 0 where that is not known.
+        started: its start time, in the kernel's ticks; 0 if unknown.
     """
 
     host: Annotated[str, short_text]
@@ -43,7 +43,7 @@ class Owner(Record):
         return f"{self.host}-{self.pid}-{self.started}"
 
     def is_dead(self) -> bool:
-        """Returns whether the process is dead for certain; False for one on another host."""
+        """Returns whether the process is dead for certain; False for a process on another host."""
         if self.host != this_host():
             return False
         if status := process_status(self.pid):
@@ -58,7 +58,7 @@ class Owner(Record):
 
 
 def this_host() -> str:
-    """Returns the token for this host, as in `Owner.host`."""
+    """Returns the token for this host; see `Owner.host`."""
     # Containers can share a host name and have different processes with one PID: the namespace distinguishes them.
     namespace = ""
     with contextlib.suppress(OSError):
@@ -70,8 +70,8 @@ def short_text(value: str) -> str:
     """Returns a text that a message can show.
 
     Raises:
-        ValueError: it is long, or has characters that no terminal shows.
+        ValueError: the text is too long, or has characters that no terminal shows.
     """
     if len(value) > _LONGEST_TEXT or not value.isprintable():
-        raise ValueError("it is no short text")
+        raise ValueError("it is not a short text")
     return value

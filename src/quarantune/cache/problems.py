@@ -34,7 +34,7 @@ def change_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         fix = advice(error)
         if isinstance(error, PermissionError) and os.access(path.parent, os.W_OK):
-            fix = "it belongs to another user, who can let others write to it and to the lock beside it (chmod a+w)"
+            fix = "it belongs to another user, who can let others write to it and to the lock next to it (chmod a+w)"
         raise CacheWriteError(
             f"nothing was saved in {str(path)!r} ({reason_of(error)}): {fix}, or set QUARANTUNE_CACHE_DIR to another "
             "directory"
@@ -49,11 +49,11 @@ def reason_of(error: OSError) -> str:
 
 
 class NewerSchemaError(Exception):
-    """The file was written by a later version of this package."""
+    """A later version of this package wrote the file."""
 
 
 class CacheWarning(UserWarning):
-    """The cache on disk has a problem; the call goes on without it."""
+    """The cache on disk has a problem; the call continues without it."""
 
 
 class CacheWriteError(RuntimeError):
@@ -69,7 +69,7 @@ def report_once(message: str, *, topic: str | None = None) -> None:
 
     Args:
         message: the problem and its remedy; the same message is the same problem.
-        topic: stands for the message where further messages tell of the same problem.
+        topic: identifies a problem that has several messages; by default, the message does.
     """
     with _reported_lock:
         if (topic or message) in _reported:

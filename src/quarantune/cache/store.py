@@ -29,32 +29,32 @@ from quarantune.values.codec import (
 )
 
 _MAIN_BYTES = 1 << 19
-"""The size that a function's main file does not pass; it takes 5 ms to read on a 2-core machine."""
+"""Size above which entries go to further files; a main file of this size takes 5 ms to read on a 2-core machine."""
 Prefer: TypeAlias = Callable[[str, str, Entry, Entry], Entry]
 
 
 class Store:
     """The files of entries in one directory.
 
-    A function has one file, its main file. Entries for which it has no room are in further files beside it, each with
-    the entries whose keys have hashes that begin alike, so that look-ups and writes take as long for a hundred thousand
-    entries as for a thousand. An entry stays in its file. One that is in both counts as it is in the main file.
+    A function has a main file. Entries that do not fit into it are in further files next to it, one file for each
+    beginning of the hash of a key, so that look-ups and writes take as long for a hundred thousand entries as for a
+    thousand. An entry stays in its file. If both hold it, the main file's version counts.
 
     Every method takes a function's unmodified name; `safe_name` turns it into the name of a file. Reading takes no
-    lock, changes nothing and never raises: an unreadable file is reported once and counts as empty.
+    lock, changes nothing and never raises: it reports an unreadable file once, and counts it as empty.
 
     When a write returns, the entry is in the file and on the disk, and later writers read it. A write is read back
-    before it counts, and repeated if another writer has overwritten it nevertheless. A crash at any instant leaves the
+    before it counts, and repeated if another writer has overwritten it. A crash at any instant leaves the
     old file or the new one.
     """
 
     def __init__(
         self, directory: Path, *, lock_timeout_s: float = 60.0, read_only: bool = False, label: str = ""
     ) -> None:
-        """Makes a store; nothing is touched on disk until the first write.
+        """Makes a store, which touches nothing on disk until the first write.
 
         Args:
-            directory: where the files are.
+            directory: the directory of the files.
             lock_timeout_s: the longest wait for other writers of the same file, in seconds.
             read_only: whether nothing in the directory ever changes: a damaged file is not set aside either.
             label: the store in messages; empty for its directory.
@@ -74,7 +74,7 @@ class Store:
         return sorted({path.stem for path in mains + paths(self.directory, "[!.]*.entries")})
 
     def read(self, name: str) -> Contents:
-        """Returns all entries in a function's files; those in no usable file are left out."""
+        """Returns all entries in a function's usable files."""
         files = self._files(name)
         contents = self._read(next(files))
         for file in files:
@@ -93,9 +93,9 @@ class Store:
         return None
 
     def entries_with(self, name: str, text: str) -> Iterator[Entry]:
-        """Yields a function's entries that contain a text, each decoded when it is asked for, and no others.
+        """Yields a function's entries that contain a text, each decoded on demand, and no others.
 
-        Of a file that somebody has edited, all entries may come.
+        If somebody has edited a file, all its entries may come.
         """
         for file in self._files(name):
             for line in file.lines_with(text):
@@ -107,17 +107,17 @@ class Store:
                 yield entry
 
     def put(self, name: str, device: str, key: str, entry: Mapping[str, Any], *, prefer: Prefer | None = None) -> None:
-        """Saves one entry, in place of any earlier one unless `prefer` keeps that.
+        """Saves one entry, in place of any earlier one unless `prefer` keeps the earlier one.
 
         Args:
             name: the function.
             device: the kind of device.
             key: the key of the problem.
             entry: JSON-able data; `schema` is filled in if it is missing.
-            prefer: as for `merge`.
+            prefer: see `merge`.
 
         Raises:
-            CacheWriteError: it could not be saved; the message says why.
+            CacheWriteError: the entry could not be saved; the message says why.
             ValueError: the entry holds NaN or infinity.
             TypeError: the entry holds a value that JSON cannot.
         """
@@ -133,7 +133,7 @@ class Store:
                 keeps the offered one.
 
         Raises:
-            CacheWriteError: they could not be saved; the message says why.
+            CacheWriteError: the entries could not be saved; the message says why.
             ValueError: an entry holds NaN or infinity.
             TypeError: an entry holds a value that JSON cannot.
         """
@@ -154,7 +154,7 @@ class Store:
             Whether it was there.
 
         Raises:
-            CacheWriteError: it could not be removed; the message says why.
+            CacheWriteError: the entry could not be removed; the message says why.
         """
         if self.get(name, device, key) is None:
             return False
@@ -169,7 +169,7 @@ class Store:
             is_unwanted: takes the device, the key and an entry as it is at that moment.
 
         Raises:
-            CacheWriteError: they could not be removed; the message says why.
+            CacheWriteError: the entries could not be removed; the message says why.
         """
         with self._lock(name):
             for file in reversed(list(self._files(name))):  # an entry of the main file may hide another
@@ -179,7 +179,7 @@ class Store:
         """Removes all entries of a function, and its files; a file of a newer schema is left alone.
 
         Raises:
-            CacheWriteError: one could not be removed; the message says why.
+            CacheWriteError: a file could not be removed; the message says why.
         """
         if any(os.path.lexists(file.path) for file in self._files(name)):
             with self._lock(name):
@@ -193,7 +193,7 @@ class Store:
         return [problem for file in self._files(name) for problem in file.problems()]
 
     def _is_ours(self, main: Path) -> bool:
-        """Returns whether a file is ours, damaged or not: it has our lock or folder beside it, or looks alike."""
+        """Returns whether a file is ours, damaged or not: our lock or folder is next to it, or it looks like ours."""
         beside = f".{main.name}.lock", _folder(main).name, f"{main.stem}.trials"
         if any(os.path.lexists(main.with_name(name)) for name in beside):
             return True
@@ -210,7 +210,7 @@ class Store:
         return EntryFile(path, self.directory, self.read_only, self._lock_timeout_s)
 
     def _files(self, name: str) -> Iterator[EntryFile]:
-        """Yields the files of a function's entries, the main file first; the others are looked for after that."""
+        """Yields the files of a function's entries, the main file first; it looks for the others after that."""
         main = self.path(name)
         yield self._file(main)
         folder, pattern = _folder(main), "[0-9a-f][0-9a-f].json"
@@ -235,7 +235,7 @@ class Store:
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Holds the lock that all writers of a function's files queue for; on a filesystem without locks, nothing."""
+        """Holds the lock that all writers of a function's files queue for; none on a filesystem without locks."""
         assert not self.read_only
         path = self.path(name)
         lock_name = f".{path.name}.lock"
@@ -252,7 +252,7 @@ class Store:
             yield
 
     def _places(self, name: str, offered: Contents) -> dict[Path, Contents]:
-        """Returns the files to which entries are added, each with its part of them."""
+        """Returns the files that entries go to, each with its part of the entries."""
         main = self.path(name)
         size = main.stat().st_size if main.exists() else 0
         if not _folder(main).is_dir() and size + len(json.dumps(offered)) <= _MAIN_BYTES:

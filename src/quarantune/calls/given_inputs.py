@@ -36,8 +36,15 @@ class set_autotune_inputs:
         **kwargs: its keyword arguments.
 
     Example:
-        >>> with set_autotune_inputs(a, b):  # doctest: +SKIP
-        ...     c = matmul(x, y)
+        >>> import jax, quarantune
+        >>> import jax.numpy as jnp
+        >>> @quarantune.autotune({"n": [1, 2]}, name="summed")
+        ... @jax.jit(static_argnames=["n"])
+        ... def total(x, n: int = 1):
+        ...     return x.reshape(n, -1).sum()
+        >>> with set_autotune_inputs(jnp.ones(8)):
+        ...     print(jax.jit(lambda x: total(2 * x))(jnp.ones(8)))  # inside jit, x is a tracer
+        16.0
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line: runs a command, and turns its errors into one line and an exit code.
+"""The command line: its commands, the parser of their arguments, and their output.
 
-A command imports JAX only if it needs JAX, because that takes most of a second.
+A command imports JAX only if it needs JAX, because the import takes most of a second.
 """

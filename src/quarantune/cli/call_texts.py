@@ -24,13 +24,13 @@ _NAMES = [
 _SHORT = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"), ("int", "s"))
 _DTYPES = {name: name for name in _NAMES} | {"pred": "bool"}
 _DTYPES |= {name.replace(long, short): name for long, short in _SHORT for name in _NAMES if name.startswith(long)}
-"""The dtypes by the names of NumPy, of JAX (`i32`) and of XLA (`s32`, `pred`)."""
+"""Dtypes by the names of NumPy, JAX (`i32`) and XLA (`s32`, `pred`)."""
 
 _ARGUMENT = re.compile(
     r"(?P<all>(?:(?P<name>[^\W\d]\w*)\s*=\s*)?"
     r"(?:(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\[\]]*)\]|(?P<word>\([^()]*\)|[^\s,=\[\]()]+)))(?:[\s,]+|$)"
 )
-"""An array or a word, perhaps with its name, up to the next argument."""
+"""Pattern of an array or a word, with or without a name, up to the next argument."""
 _WORDS = {"true": True, "false": False, "none": None}
 _HOW = "write arrays as bf16[4096,4096] or f32[], numbers as 3 or 0.5, and keywords as name=value"
 
@@ -40,9 +40,9 @@ class GivenCall:
     """The arguments of one call.
 
     Attributes:
-        args: the positional arguments: `ArrayKind`, numbers, booleans and None; or those that the function takes.
+        args: the positional arguments: `ArrayKind`, numbers, booleans and None; or real arguments of the function.
         kwargs: the keyword arguments, which may also be strings.
-        source: the option that gave it, for messages.
+        source: the option with the call, for messages.
     """
 
     args: tuple[Any, ...]
@@ -53,7 +53,7 @@ class GivenCall:
         """Returns the call with the static parameters of all calls.
 
         Raises:
-            InputError: it sets one of them itself.
+            InputError: The call already sets one of them.
         """
         if twice := sorted(statics.keys() & self.kwargs.keys()):
             raise InputError(f"{self.source} and --static both give {twice[0]}: leave one out")
@@ -61,10 +61,10 @@ class GivenCall:
 
 
 def read(options: argparse.Namespace) -> list[GivenCall] | None:
-    """Returns the calls of a command before JAX is imported; None where `--inputs` or `--recorded` has them.
+    """Returns the calls of a command before the import of JAX; None if `--inputs` or `--recorded` gives them.
 
     Raises:
-        InputError: an option describes no call.
+        InputError: An option does not describe a call.
     """
     statics = parse_statics(options.static)
     if getattr(options, "recorded", None) is not None:
@@ -72,7 +72,7 @@ def read(options: argparse.Namespace) -> list[GivenCall] | None:
             raise InputError("--recorded goes with neither --static nor --estimate-for: leave them out")
         return None
     if options.function is None:
-        raise InputError("no function is named: write quarantune tune MODULE:FUNCTION, or --recorded DIR for all")
+        raise InputError("the function is missing: write quarantune tune MODULE:FUNCTION, or --recorded DIR for all")
     if options.inputs is not None:
         return None
     found = [parse_call(options.args)] if options.args is not None else read_calls(options.shapes)
@@ -87,10 +87,10 @@ def parse_call(text: str, *, source: str = "--args") -> GivenCall:
         source: its origin, for the message of an error.
 
     Raises:
-        InputError: it describes no arguments.
+        InputError: The text does not describe arguments.
     """
     try:
-        return GivenCall(*_arguments(text.removeprefix("\ufeff")))  # it is before what `$(cat FILE)` gives
+        return GivenCall(*_arguments(text.removeprefix("\ufeff")))  # a byte order mark from `$(cat FILE)`
     except ValueError as error:
         raise InputError(f"{source} {shown(text.strip())}: {error}") from None
 
@@ -102,13 +102,13 @@ def _arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     while rest:
         found = _ARGUMENT.match(rest)
         if found is None:
-            raise ValueError(f"{shown(rest)} is no argument: {_HOW}")
+            raise ValueError(f"{shown(rest)} is not an argument: {_HOW}")
         name, word = found["name"], found["word"]
         value = _array(found["dtype"], found["sizes"]) if word is None else parse_value(word)
         if name is None:
             if word is not None and isinstance(value, str):
                 hint = f"write {value}[] for an array without dimensions" if value.lower() in _DTYPES else _HOW
-                raise ValueError(f"{shown(value)} is no argument: {hint}")
+                raise ValueError(f"{shown(value)} is not an argument: {hint}")
             if kwargs:
                 raise ValueError(f"{shown(found['all'])} comes after a keyword argument: put it first, or name it")
             args.append(value)
@@ -121,7 +121,7 @@ def _arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def parse_value(text: str) -> Any:
-    """Returns the value that a text stands for: a Python literal, true, false or none; else the text itself."""
+    """Returns the value of a text: a Python literal, true, false or none; else the text itself."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -134,7 +134,7 @@ def parse_statics(given: Iterable[str]) -> Mapping[str, Any]:
     """Returns the static parameters that texts such as `causal=true` set.
 
     Raises:
-        InputError: a text is not of that form, or sets a parameter again.
+        InputError: A text has another form, or sets a parameter again.
     """
     statics: dict[str, Any] = {}
     for text in given:
@@ -148,23 +148,23 @@ def parse_statics(given: Iterable[str]) -> Mapping[str, Any]:
 
 
 def read_calls(path: str) -> list[GivenCall]:
-    """Returns the calls in a file, one on each line; empty lines and those that begin with `#` are left out.
+    """Returns the calls in a file, one per line; skips empty lines and lines that begin with `#`.
 
     Args:
         path: the file, or `-` for stdin.
 
     Raises:
-        InputError: the file cannot be read, holds no call, or a line is none.
+        InputError: The file is not readable or has no calls, or a line is not a call.
     """
     name = "stdin" if path == "-" else path
     try:
         lines = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"--shapes {shown(path)} cannot be read ({reason}): name a text file") from error
     given = {number: line for number, line in enumerate(lines, start=1) if line.partition("#")[0].strip()}
     if not given:
-        raise InputError(f"{name} holds no call: write the arguments of one on each line, as f32[8,128] f32[128]")
+        raise InputError(f"{name} holds no call: write the arguments of a call on each line, as f32[8,128] f32[128]")
     calls = [parse_call(line, source=f"{name}, line {number}") for number, line in given.items()]
     return [dataclasses.replace(call, source=f"--shapes, call {at}") for at, call in enumerate(calls, start=1)]
 
@@ -177,13 +177,13 @@ def _array(dtype: str, sizes: str) -> ArrayKind:
     shape = []
     for size in sizes.split(",") if sizes.strip() else ():
         if not re.fullmatch(r"\s*\d{1,18}\s*", size, flags=re.ASCII):
-            raise ValueError(f"{shown(size.strip())} is no size: write whole numbers, as in {dtype}[4096,128]")
+            raise ValueError(f"{shown(size.strip())} is not a size: write whole numbers, as in {dtype}[4096,128]")
         shape.append(int(size))
     return ArrayKind(tuple(shape), name)
 
 
 def _hashable(value: Any) -> Any:
-    """Returns a literal with tuples for its lists, because jit hashes static values."""
+    """Returns a literal with tuples instead of lists, because jit hashes static values."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_hashable, value))
     if isinstance(value, (dict, set, bytes)):

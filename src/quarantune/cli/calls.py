@@ -1,4 +1,4 @@
-"""The function that a command is about, and its calls: a `jax.ShapeDtypeStruct` for each array, or real arguments."""
+"""Loads a command's function, and makes its calls: a `jax.ShapeDtypeStruct` for each array, or real arguments."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from quarantune.values.trial import ArrayKind
 
 
 def load(text: str, *, option: str = "") -> Any:
-    """Returns an object of a module, which is imported as a program in its directory would import it.
+    """Returns an object of a module. Imports the module as a program in its directory would.
 
     Args:
         text: `MODULE:NAME`; the module by its dotted name, or as the path of its file.
-        option: the option that the text was given for; empty for the command's argument.
+        option: the option with the text; empty for the command's argument.
 
     Raises:
-        InputError: there is no such module or object, or the module cannot be imported.
+        InputError: The module or the object does not exist, or the import fails.
     """
     label = f"{option} {shown(text)}".strip()
     module_name, separator, name = text.rpartition(":")
     if not (separator and module_name and name):
-        raise InputError(f"{label} names no function: write MODULE:FUNCTION, as in kernels:matmul or kernels.py:matmul")
+        raise InputError(f"{label} is not a function: write MODULE:FUNCTION, as in kernels:matmul or kernels.py:matmul")
     is_file = module_name.endswith(".py") or os.sep in module_name
     module = _import_file(module_name, label) if is_file else _import(module_name, label, Path.cwd())
     found: Any = module
@@ -63,7 +63,7 @@ def load_tuned(text: str) -> Any:
         text: `MODULE:FUNCTION`.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: The object does not exist, or has no tuner.
     """
     found = load(text)
     if not isinstance(found, Tuned):
@@ -75,11 +75,14 @@ def load_tuned(text: str) -> Any:
 
 
 def load_kernel(text: str, *, to_do: str) -> Any:
-    """Returns a function with a tuner of its own, as `load_tuned` does.
+    """Returns a function with its own tuner, as `load_tuned` does, but refuses contextual functions.
 
     Args:
         text: `MODULE:FUNCTION`.
-        to_do: the thing to do with one that is tuned in its context, for messages.
+        to_do: the verb of the advice to take a kernel instead, for messages.
+
+    Raises:
+        InputError: The object does not exist, has no tuner, or tunes its kernels in their context.
     """
     if isinstance(found := load_tuned(text), Contextual):
         raise InputError(f"{shown(text)} tunes kernels in their context: {to_do} one of the kernels that it calls")
@@ -87,14 +90,14 @@ def load_kernel(text: str, *, to_do: str) -> Any:
 
 
 def _import_file(path: str, label: str) -> ModuleType:
-    """Imports the module in a file under the name that it has in a program: with the packages that hold it."""
+    """Imports the module in a file under its full name in a program, with the names of its packages."""
     file = Path(path).expanduser().absolute()
     if not file.is_file():
         near = did_you_mean(file.name, [found.name for found in file.parent.glob("*.py")])
         raise InputError(f"{label}: there is no file {str(file)!r}.{near}" + ("" if near else " Give its path."))
     if not file.stem.isidentifier():
         name = re.sub(r"^(?=\d)|\W", "_", file.stem)
-        raise InputError(f"{label}: {file.name!r} is no name of a module: rename it, as in {name}.py")
+        raise InputError(f"{label}: {file.name!r} is not a module name: rename it, as in {name}.py")
     root, parts = file.parent, [] if file.stem == "__init__" else [file.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
@@ -112,7 +115,7 @@ def _import(name: str, label: str, directory: Path) -> ModuleType:
         sys.path.insert(0, str(directory))
     importlib.invalidate_caches()
     try:
-        # As workers import it: its own calls run untuned, and it is told not to tune.
+        # As workers import it: with this mark, calls during the import run untuned.
         with environment_variables({SANDBOX_MARK: os.environ.get(SANDBOX_MARK, "importing")}):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -128,13 +131,13 @@ def _import(name: str, label: str, directory: Path) -> ModuleType:
 
 
 def _place(error: BaseException) -> str:
-    """Returns the last line of an error that is in a file of the author."""
+    """Returns the last line of the author's code in an error's traceback."""
     frames = [it for it in traceback.extract_tb(error.__traceback__) if not is_installed(it.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "its start"
 
 
 def _missing(module: ModuleType, holder: Any, name: str) -> str:
-    """Says that an object lacks an attribute, and which it has: of a module the functions that can be tuned."""
+    """Returns a message about a missing attribute: with similar names, or the autotuned functions of a module."""
     where = getattr(holder, "__name__", type(holder).__name__)
     has_names = isinstance(holder, ModuleType) or inspect.isclass(holder)
     near = did_you_mean(name, [known for known in vars(holder) if not known.startswith("_")] if has_names else ())
@@ -160,10 +163,10 @@ def describe(call: GivenCall, signature: inspect.Signature) -> str:
 
 
 def make(function: TunedFunction, options: argparse.Namespace) -> list[GivenCall]:
-    """Returns the calls of a function that the options give; `calls` are those of texts, None where there are none.
+    """Returns the calls of a function that the options give: from texts in `options.calls`, or from `--inputs`.
 
     Raises:
-        InputError: the function does not take one of them, or the function for `--inputs` gives none.
+        InputError: The function does not accept a call, or the function for `--inputs` gives no calls.
     """
     if options.calls is None:
         statics = parse_statics(options.static)
@@ -197,7 +200,7 @@ def _value(value: Any, source: str) -> Any:
 
 def _inputs(make_inputs: Any, name: str) -> Iterator[GivenCall]:
     if not callable(make_inputs):
-        raise InputError(f"--inputs {name} is no function: name one that returns the arguments of a call")
+        raise InputError(f"--inputs {name} is not a function: name a function that returns the arguments of a call")
     try:
         inspect.signature(make_inputs).bind()
     except TypeError as error:
@@ -216,7 +219,11 @@ def _inputs(make_inputs: Any, name: str) -> Iterator[GivenCall]:
 
 
 def _check(call: GivenCall, function: TunedFunction, name: str) -> None:
-    """Raises where a function does not take a call; the most common mistakes are named before any work starts."""
+    """Checks that a function accepts a call, so that common mistakes fail before any work starts.
+
+    Raises:
+        InputError: The function does not accept the call.
+    """
     signature, static_names = function.signature, function.static_names
     parameters = signature.parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -240,11 +247,11 @@ def _check(call: GivenCall, function: TunedFunction, name: str) -> None:
             )
         if static_names is not None and parameter not in static_names and isinstance(value, str):
             raise InputError(
-                f"{call.source}: {parameter} is no static parameter: give an array, as in {parameter}=f32[8], or a "
+                f"{call.source}: {parameter} is not a static parameter: give an array, as in {parameter}=f32[8], or a "
                 "number"
             )
     missing = [name for name in lacking(bound) if name not in function.tunables]
-    # Which parameters are tuned is not known yet where a function makes the configs; these need not be given.
+    # Tunables may be missing. If a function makes the configs, their names are not known yet.
     if function.tunables and missing:
         raise InputError(f"{call.source}: no value for {', '.join(missing)}: {name} takes {_shown_signature(function)}")
 

@@ -1,4 +1,4 @@
-"""`quarantune doctor` and `quarantune targets`: what this machine gives to tuning, and what can be compiled for."""
+"""`quarantune doctor` and `quarantune targets`: checks of this machine, and the devices to compile for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FIELDS = ("name", "platform", "device_kind", "is_here", "origin")
 
 
 def targets(options: argparse.Namespace, out: Output) -> int:
-    """Lists the devices, those of this machine first, and what is missing for compiling."""
+    """Lists the devices, starting with this machine's, and the missing compilers."""
     records, rows = [], [("device", "here", "description")]
     without_compiler: dict[str, list[str]] = {}
     for target in known.targets():

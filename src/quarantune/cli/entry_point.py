@@ -15,7 +15,7 @@ from quarantune.cli.output import FAILED, INTERRUPTED, UNREAD, WRONG, InputError
 from quarantune.cli.parser import make_parser
 
 _FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Engine")
-"""The library's errors that say that the work failed. By name, because the import of their classes takes time."""
+"""The library's errors that mean that the work failed. By name, because importing their classes takes time."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for fd, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            # It was closed. This takes its descriptor, which the next file that is opened would get otherwise. The one
-            # of stdout is for reading only, so that the loss of output is noticed.
+            # The stream was closed. This takes its descriptor, or else the next opened file would get it. Stdout's is
+            # for reading only, so that writing fails and the loss of output is noticed.
             setattr(sys, name, open(os.open(os.devnull, fd == 2 and os.O_WRONLY), mode, encoding="utf-8"))  # noqa: SIM115
     try:
         code = _code_of(arguments)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # of which Python would complain once more at its end
+        except OSError:  # Python would complain again at its end
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return code
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _code_of(arguments: Sequence[str] | None) -> int:
     try:
         options = make_parser().parse_args(arguments)
-    except SystemExit as ended:  # of `--help`, or of a wrong command after its message
+    except SystemExit as ended:  # from `--help`, or from a wrong command after its message
         return ended.code if isinstance(ended.code, int) else WRONG
     if options.command == "help":
         return _code_of([*options.words, "--help"])
@@ -92,7 +92,7 @@ def _run(options: Any) -> int:
             with output.input_errors(ValueError):
                 block.enter_context(settings(cache_dir=options.cache_dir))
         out = Output(sys.stdout, as_json=as_json)
-        if as_json:  # a user's module may print when it is imported, which must not end up within the JSON
+        if as_json:  # a user's module may print on import, which must not end up within the JSON
             block.enter_context(contextlib.redirect_stdout(sys.stderr))
         code = int(handler(options, out))
         if out.error is not None:
@@ -106,5 +106,5 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def _say(head: str, style: str, text: str) -> None:
-    # Messages may name what is in files that anybody can write.
+    # Messages may quote files that anybody can write.
     output.complain(f"{output.styled(head, style, sys.stderr)}: {output.printable_lines(text)}")

@@ -1,4 +1,4 @@
-"""`quarantune tune`, `check` and `run`: tune a function, compile all its configs, or run one, for given calls."""
+"""`quarantune tune`, `check` and `run`: tune a function, compile all its configs, or run one config."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ from quarantune.values.texts import call_text, did_you_mean, printable, shown
 from quarantune.values.trial import Outcome, Trial, TuningFailedError, count_outcomes
 
 _UNKNOWN = ("device", "config", "time_ms", "default_time_ms", "speedup", "speedup_interval")
-"""The fields of a record that are null where all configs failed."""
+"""Fields of a record that are null if all configs failed."""
 
 End: TypeAlias = TuningResult | TuningFailedError
 
 
 def tune(options: argparse.Namespace, out: Output) -> int:
-    """Tunes each call of a function that is not tuned yet; a call for which all configs fail is reported."""
+    """Tunes each call of a function without a result yet; reports a call if all its configs fail."""
     given = {name: getattr(options, name) for name in ("search", "max_trials", "time_budget")}
     with input_errors(ValueError):
-        # Looking for results and nothing else, as the environment may demand of a program, is not what was asked for.
+        # The environment may restrict programs to saved results; this command must tune all the same.
         override = blocks.settings(on_miss="tune", record=None, **{k: v for k, v in given.items() if v is not None})
     if options.estimate_for is not None:
         _check_cache()
@@ -101,11 +101,11 @@ def tune(options: argparse.Namespace, out: Output) -> int:
 
 
 def _ends(tuned: Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace) -> Iterator[tuple[End, bool]]:
-    """Yields what came of each call, and whether it was in the cache."""
+    """Yields the outcome of each call, and whether it came from the cache."""
     known: list[bool] = []
     if options.executor is not None and len(wanted) > 1 and not isinstance(tuned, Contextual):
-        # The machines of the engine tune all calls at a time. The results are in the cache then, and calls that failed
-        # fail once more as they are looked up.
+        # The machines of the engine tune all calls at a time and fill the cache. The look-ups below then find the
+        # results; failed calls fail once more.
         with input_errors(TypeError, ValueError, ImportError):
             known = [ahead.is_known(tuned, call.args, call.kwargs) and not options.force for call in wanted]
         with blocks.settings(always_tune=options.force), contextlib.suppress(ExceptionGroup):
@@ -121,11 +121,15 @@ def _ends(tuned: Tuned, wanted: Sequence[GivenCall], options: argparse.Namespace
 
 
 def _check_cache() -> None:
-    """Raises where nothing could be saved, before any work starts."""
+    """Checks before any work starts that the cache can save results.
+
+    Raises:
+        InputError: The cache is off, or its directory is not writable.
+    """
     with input_errors(ValueError):
         settings = blocks.current()
     if settings.disable_cache:
-        raise InputError("QUARANTUNE_DISABLE_CACHE is set, so that nothing would be saved: unset it")
+        raise InputError("QUARANTUNE_DISABLE_CACHE is set, so nothing would be saved: unset it")
     try:
         Directory(settings.cache_dir, make=True).close()
         with tempfile.NamedTemporaryFile(dir=settings.cache_dir, prefix=".probe-", suffix=".tmp"):
@@ -138,7 +142,7 @@ def _check_cache() -> None:
 
 
 def told(tuned: Tuned, call: GivenCall, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
-    """Returns how a call ended, as JSON and as text."""
+    """Returns the outcome of a call, as JSON and as text."""
     if isinstance(ended, TuningFailedError):
         return _told_failure(ended)
     kernels = _kernels(tuned, call) if isinstance(tuned, Contextual) else {}
@@ -156,19 +160,19 @@ def told(tuned: Tuned, call: GivenCall, ended: End, *, was_known: bool) -> tuple
 
 
 def _told_failure(error: TuningFailedError) -> tuple[JsonObject, str]:
-    """Returns why there is no result for a call, as JSON and as text."""
+    """Returns the failure of a call, as JSON and as text."""
     failed = {"key": error.key, "outcomes": count_outcomes(error.trials), "tie": [], "stopped": "", "error": str(error)}
     return dict.fromkeys(_UNKNOWN) | failed | {"from_cache": False}, str(error)
 
 
 def _kernels(tuned: Contextual[..., Any], call: GivenCall) -> dict[str, Config]:
-    """Returns the config of each kernel that a function calls, by a short name."""
+    """Returns the configs of the kernels in a function, by short names."""
     chosen = tuned.lookup(*call.args, **call.kwargs) or {}
     return dict(zip(labels([slot.name for slot in chosen]), chosen.values(), strict=True))
 
 
 def _repeating(trials: Sequence[Trial], options: argparse.Namespace) -> str:
-    """Returns the command that runs the first config that failed; empty where none did, or no text gave the call."""
+    """Returns the command that runs the first failed config; empty without one, or if no text gave the call."""
     failed = next((trial for trial in trials if trial.outcome.is_failure), None)
     if failed is None or options.args is None:
         return ""
@@ -183,10 +187,10 @@ _TUNED, _KNOWN, _FAILED, _REFUSED = "tuned", "tuned before", "failed", "not poss
 
 
 def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
-    """Tunes recorded calls that are not tuned yet, and names those that could not be."""
+    """Tunes recorded calls without a result yet, and names the calls that it could not tune."""
     directory = Path(os.path.expanduser(options.recorded))
     if not directory.is_dir():
-        raise InputError(f"--recorded {shown(options.recorded)} is no directory: name that of QUARANTUNE_RECORD")
+        raise InputError(f"--recorded {shown(options.recorded)} is not a directory: name that of QUARANTUNE_RECORD")
     named = None if options.function is None else calls.load_tuned(options.function)
     name = None if named is None else named.function.name
     found = [call for call in recorded.read(directory) if name in (None, call.name)]
@@ -205,11 +209,11 @@ def _tune_recorded(options: argparse.Namespace, out: Output) -> int:
 
 _Made = tuple[Tuned, GivenCall]
 _Ended = tuple[RecordedCall, str, tuple[JsonObject, str]]
-"""A call, what became of it, and that as JSON and as text."""
+"""A call, its status, and its outcome as JSON and as text."""
 
 
 def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, named: Tuned | None) -> Iterator[_Ended]:
-    """Yields what became of each call."""
+    """Yields the outcome of each recorded call."""
     at_a_time = 1
     if (executor := blocks.current().executor) is None:
         here = discovery.platform_and_kind(None)[1]
@@ -221,7 +225,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
         while batch := [*itertools.islice(alike, at_a_time)]:
             ready: list[tuple[RecordedCall, _Made]] = []
             with contextlib.ExitStack() as block:
-                with contextlib.suppress(Exception):  # whatever JAX refuses makes the calls others than they were
+                with contextlib.suppress(Exception):  # if JAX refuses settings, `_made_again` sees another key
                     block.enter_context(described_settings(batch[0].jax_settings))
                 left_s = ends_s - time.monotonic()
                 for call in batch:
@@ -246,7 +250,7 @@ def _recorded_ends(found: Sequence[RecordedCall], options: argparse.Namespace, n
 def _made_again(
     call: RecordedCall, here: str, loaded: Callable[[str, str], Tuned | str], *, force: bool
 ) -> tuple[str, _Made | None, str]:
-    """Returns what is to become of a call, and its function and arguments without values, or why there are none."""
+    """Returns the planned status of a call; its function and arguments without values, or None; and the reason."""
     if call.device != here:
         return f"for {call.device}, and not for {here}", None, ""
     try:
@@ -254,18 +258,18 @@ def _made_again(
             return _REFUSED, None, tuned
         args, kwargs = described_arguments(dict(call.arguments), tuned.function)
         if not ahead.is_same(call, tuned, args, kwargs):
-            return _REFUSED, None, "made again, it has another key, as inside shard_map: tune it where it is called"
+            return _REFUSED, None, "made again, it has another key, as inside shard_map: tune it in the calling program"
         status = _TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
-    except Exception as error:  # of the author's functions, too
+    except Exception as error:  # also from the author's functions
         return _REFUSED, None, f"it cannot be made again ({message_of(error)}): tune it with --inputs"
     return status, (tuned, GivenCall(args, kwargs)), ""
 
 
 def _loaded(function: str, name: str) -> Tuned | str:
-    """Imports a function, or the tuner of it in its module; returns what was wrong where that fails."""
+    """Imports a function, or its tuner in the same module; returns a message if that fails."""
     module = function.partition(":")[0]
     if "<locals>" in function or not module.replace(".", "_").isidentifier():  # a path, for one
-        return f"{function!r} is at the top of no module: tune it in Python, by quarantune.tune_many of its recording"
+        return f"{function!r} is not at the top of a module: tune it in Python, with tune_many(recording)"
     try:
         found, missing = calls.load(function), f"{module!r} tunes nothing of the name {name!r}."
     except InputError as error:
@@ -281,7 +285,7 @@ def _ended(call: RecordedCall, made: _Made, status: str) -> _Ended:
     ended: End
     try:
         ended = tuned.result((again.args, again.kwargs))
-    except Exception as error:  # the others are tuned all the same
+    except Exception as error:  # the other calls continue
         failed = TuningFailedError(message_of(error), trials=(), key="")
         ended, status = error if isinstance(error, TuningFailedError) else failed, _FAILED
     return call, status, told(tuned, again, ended, was_known=status == _KNOWN)
@@ -290,7 +294,7 @@ def _ended(call: RecordedCall, made: _Made, status: str) -> _Ended:
 # --- the engine that `--executor` names -----------------------------------------------------------------------
 
 _CONNECT_S = 20
-"""No engine takes longer to answer on a network that is fit for tuning."""
+"""Seconds to wait for an engine's answer; no network that is fit for tuning takes longer."""
 _SCHEMES = ("dask", "ray")
 
 
@@ -299,16 +303,16 @@ def _connected(address: str) -> Iterator[Executor]:
     """Yields an executor whose tasks run on an engine, and closes the connection in the end.
 
     Args:
-        address: `dask://HOST:PORT`, `ray://HOST:PORT`, or `ray://auto` for the cluster that this machine is part of.
+        address: `dask://HOST:PORT`, `ray://HOST:PORT`, or `ray://auto` for the cluster of this machine.
 
     Raises:
-        InputError: there is no such engine, or its library is not installed.
+        InputError: The engine does not answer, or this Python lacks its library.
     """
     scheme, separator, place = address.partition("://")
     if not separator or scheme not in _SCHEMES or not place:
         near = did_you_mean(scheme, _SCHEMES) if separator else ""
         raise InputError(
-            f"--executor {shown(address)} names no engine.{near} Write dask://HOST:PORT, ray://HOST:PORT or ray://auto."
+            f"--executor {shown(address)} is unknown.{near} Write dask://HOST:PORT, ray://HOST:PORT or ray://auto."
         )
     library = {"dask": "distributed", "ray": "ray"}[scheme]
     try:
@@ -320,7 +324,7 @@ def _connected(address: str) -> Iterator[Executor]:
         try:
             if scheme == "dask":
                 client = connection.enter_context(engine.Client(f"tcp://{place}", timeout=_CONNECT_S))
-                # Not pure: Dask would take two calls with equal arguments for one.
+                # With `pure`, Dask would run two calls with equal arguments once.
                 executor = client.get_executor(pure=False)
             else:
                 engine.init("auto" if place == "auto" else address, log_to_driver=False)
@@ -339,18 +343,18 @@ def _connected(address: str) -> Iterator[Executor]:
 
 
 def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> int:
-    """Compiles the configs of each call; none compiling is a failure, or with `--all` one that does not.
+    """Compiles the configs of each call. It fails if no config compiles; with `--all`, if any config does not.
 
     Args:
-        options: those of the command.
+        options: the options of the command.
         out: receives the reports.
-        saves: whether the config with the best estimate is saved, which none having one prevents.
+        saves: whether to save the config with the best estimate. A call without any estimate is then a failure.
     """
     with input_errors(ValueError, ImportError):
         target = targets.usable(options.target)
     tuned = calls.load_tuned(options.function)
     if not isinstance(tuned, Autotuned):
-        raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
+        raise InputError(f"{options.function} is not an autotuned function: check a kernel that it calls")
     function = tuned.function
     limits = {name: getattr(options, name) for name in ("compile_timeout", "memory_limit", "again", "estimate")}
     limits["num_workers"] = options.jobs
@@ -401,7 +405,7 @@ _TRIAL_FIELDS = ("outcome", "phase", "time_ms", "compile_s", "peak_memory_bytes"
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Runs a config for a call and prints its output, then its outcome."""
+    """Runs a config for a call; prints its output, then its outcome."""
     config = _parsed_config(options.config)
     tuned = calls.load_kernel(options.function, to_do="run")
     function = tuned.function
@@ -435,7 +439,7 @@ def _parsed_config(text: str) -> JsonObject:
     try:
         config = decode_json(text.removeprefix("\ufeff"))
     except ValueError as error:
-        raise InputError(f"--config {shown(text)} is no JSON ({error}): write it as '{{\"bm\": 64}}'") from None
+        raise InputError(f"--config {shown(text)} is not JSON ({error}): write it as '{{\"bm\": 64}}'") from None
     if not isinstance(config, dict) or not config:
-        raise InputError(f"--config {shown(text)} is no config: write values by their names, as '{{\"bm\": 64}}'")
+        raise InputError(f"--config {shown(text)} is not a config: write values by their names, as '{{\"bm\": 64}}'")
     return config

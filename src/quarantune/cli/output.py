@@ -14,28 +14,28 @@ from typing import Any, TextIO
 from quarantune.values.texts import printable
 
 DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
-"""Exit codes: done; the command was right, and its answer is no; the command cannot be carried out; Ctrl-C;
-the reader of the output left, as with a program that SIGPIPE ends."""
+"""Exit codes: done; the work failed or the answer is "no"; the command is wrong; Ctrl-C; the reader of the output left
+(the code of a program that SIGPIPE ends)."""
 
 ERROR_STYLE, OK_STYLE = "1;31", "32"
-"""Bold red and green, as pytest and others write on terminals what is wrong and what is right."""
+"""Bold red for errors and green for success, the usual colours of pytest and others."""
 
 
 _LEAST_ROOM = 20
-"""The least width of a column that is wrapped."""
+"""Least width of a wrapped column."""
 
 
 class OutputError(Exception):
-    """The output cannot be written; the cause says why."""
+    """Writing the output failed; `__cause__` is the error of the stream."""
 
 
 class InputError(Exception):
-    """The command cannot be carried out; the message says what was wrong in it, and how to put it right."""
+    """The command is wrong; the message names the mistake and the remedy."""
 
 
 @contextlib.contextmanager
 def input_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns the errors with which the library refuses wrong input into the error of a wrong command.
+    """Turns the library's errors about wrong input into `InputError`.
 
     Args:
         *kinds: the classes of these errors.
@@ -56,7 +56,7 @@ def writing() -> Iterator[None]:
 
 
 def complain(text: str) -> None:
-    """Writes lines to stderr; if it is closed or full, nobody can be told."""
+    """Writes lines to stderr; ignores a closed or full stream."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -77,12 +77,12 @@ def printable_lines(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun, as `1 result` or `2 results`."""
+    """Returns a number with its noun, such as `1 result` or `2 results`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def wrapped(rows: Sequence[Sequence[str]], width: int) -> Iterator[Sequence[str]]:
-    """Yields the rows of a table, the last cells wrapped between words to fit a width, into rows below theirs."""
+    """Yields the rows of a table. Wraps last cells between words to fit a width, into additional rows."""
     room = width - sum(2 + max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True))
     for *cells, last in rows:
         lines = textwrap.wrap(last, max(room, _LEAST_ROOM), break_long_words=False, break_on_hyphens=False)
@@ -91,19 +91,19 @@ def wrapped(rows: Sequence[Sequence[str]], width: int) -> Iterator[Sequence[str]
 
 
 def styled(text: str, style: str, stream: TextIO) -> str:
-    """Returns text in a style of terminals, where the stream is a terminal that shows colours.
+    """Returns text in a terminal style; without the style if the stream does not show colours.
 
     Args:
         text: the text.
-        style: numbers of ECMA-48, as `1` for bold or `1;31` for bold red.
-        stream: where the text goes.
+        style: numbers of ECMA-48, such as `1` for bold or `1;31` for bold red.
+        stream: the destination of the text.
     """
     is_plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
     return text if is_plain else f"\x1b[{style}m{text}\x1b[0m"
 
 
 class Output:
-    """Writes text or JSON. A reader that leaves ends the command; other errors of the stream wait for its end."""
+    """Writes text or JSON. If the reader leaves, the command ends; `error` keeps other errors until its end."""
 
     def __init__(self, stream: TextIO, *, as_json: bool) -> None:
         """Sets the form.
@@ -114,30 +114,30 @@ class Output:
         """
         self.as_json = as_json
         self._stream = stream
-        self.error: OutputError | None = None  # that of the last text that could not be written
+        self.error: OutputError | None = None  # from the last failed write
 
     @property
     def width(self) -> int:
-        """The columns of the terminal; 120 where there is none."""
+        """The columns of the terminal; 120 without a terminal."""
         return max(shutil.get_terminal_size((120, 24)).columns, 40)
 
     def fits(self, lines: Iterable[str]) -> bool:
-        """Returns whether lines fit the terminal; where there is none, all do."""
+        """Returns whether lines fit the terminal; always True without a terminal."""
         return not self._stream.isatty() or max(map(len, lines)) <= self.width
 
     def line(self, text: str = "") -> None:
-        """Writes text with a line end, unless JSON was asked for."""
+        """Writes text with a line end, except in JSON mode."""
         if not self.as_json:
             self._write(text)
 
     def styled(self, text: str, style: str) -> str:
-        """Returns text in a style, where it is read on a terminal."""
+        """Returns text in a style if the stream is a terminal."""
         return styled(text, style, self._stream)
 
     def json(self, value: Any) -> None:
-        """Writes a value, if JSON was asked for; times that are not known become null."""
+        """Writes a value in JSON mode; unknown times become null."""
         if self.as_json:
-            from quarantune.values.codec import plain  # not where people read the help
+            from quarantune.values.codec import plain  # the help does not need it
 
             self._write(json.dumps(plain(value, finite_only=False), indent=2))
 

@@ -1,4 +1,4 @@
-"""The commands with their options, and their completion in shells; handlers are imported only if they run."""
+"""The commands with their options, and their completion in shells. Imports a handler only to run it."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ exit codes:
   0  done
   1  the work failed, or the answer is no: nothing could be tuned, two caches
      differ, ...
-  2  the command cannot be carried out; the message names the remedy
+  2  the command is wrong; the message names the remedy
   130  interrupted; 141 if the reader of the output left
 
-environment variables: QUARANTUNE_CACHE_DIR and others, which the page
-"Environment" of the documentation lists"""
+environment variables: QUARANTUNE_CACHE_DIR and others; see the page
+"Environment" of the documentation"""
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of one command, whose errors are one line."""
+    """The parser of one command; prints an error as one line."""
 
     def __init__(self, **options: Any) -> None:
-        """Makes a parser without options; the arguments are those of argparse."""
+        """Makes a parser without options, from the arguments of `argparse.ArgumentParser`."""
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(**options, allow_abbrev=False, add_help=False, formatter_class=formatter)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Reads the words of this command, and refuses what it does not take, so that its own help is named."""
+        """Reads the words of this command. Refuses unknown words here, so that the error names this command's help."""
         self._given = list(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(args, namespace)
         if rest:
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         known_options = self._option_string_actions.keys()
         for option in [word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", given)]:
             if _OPTION.fullmatch(option) and not {option, option[:2]} & known_options:
-                # Without the dashes, which all options have in common.
+                # Without the dashes: they would make all options similar.
                 near = did_you_mean(option.lstrip("-"), [known.lstrip("-") for known in known_options])
                 own = "" if self.get_default("run") else " Options of a command follow it."
                 hint = near.replace("'", "'--", 1) or own
@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Once(argparse.Action):
-    """Keeps the value of an option, and refuses a second one, which would silently replace the first."""
+    """Keeps the value of an option. Refuses a second value, which would silently replace the first."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if getattr(namespace, self.dest) is not None:
@@ -88,7 +88,7 @@ def _number(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
         except ValueError:
             number = 0
         if not 0 < number < 1e9:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}")
         return number
 
     return parse
@@ -108,9 +108,9 @@ class Command(NamedTuple):
 
     Attributes:
         about: its help in one line.
-        options: its options; of those that stand together in a list, exactly one has to be given.
+        options: its options. A list in it holds alternatives: a command line must have exactly one of them.
         details: further sentences of its help.
-        examples: how it is called.
+        examples: example command lines.
     """
 
     about: str
@@ -120,7 +120,7 @@ class Command(NamedTuple):
 
 
 def _value(form: str, about: str, **keywords: Any) -> _Option:
-    """Returns an option with a value or an argument; its form is that of its help, as in `-o --output FILE`."""
+    """Returns an option with a value, or an argument, from its form in the help, such as `-o --output FILE`."""
     names, _, metavar = form.rpartition(" ")
     return names, {"metavar": metavar, "help": about, **keywords}
 
@@ -133,7 +133,7 @@ _JSON = _flag("--json", 'print JSON, which the page "The command line" describes
 _CACHE_DIR = _value("--cache-dir DIR", "the cache directory (default: QUARANTUNE_CACHE_DIR, or the user's cache)")
 _COMMON = (_CACHE_DIR, _JSON)
 _KIND = _value("--device KIND", "only results for this kind of device")
-_ANY_NAMES = "functions by their names in the cache, in which * stands for any text (default: all)"
+_ANY_NAMES = "functions by their names in the cache, with * for any text (default: all)"
 _ENTRIES = (_value("names NAME", _ANY_NAMES, nargs="*"), _KIND)
 """The options that choose entries of a cache."""
 _CHOSEN = (*_ENTRIES, *_COMMON)
@@ -156,13 +156,13 @@ _CALLS = (
         _value(
             "--inputs MODULE:FUNCTION",
             "a function without parameters that returns the arguments: a tuple, or a dict of keyword arguments; "
-            "or that yields such for one call after another",
+            "or that yields the arguments of one call after another",
             action=_Once,
         ),
     ],
     _value(
         "--static NAME=VALUE",
-        "the value of a static parameter in all calls; may be repeated",
+        "the value of a static parameter in all calls; repeat it for others",
         action="append",
         default=[],
     ),
@@ -172,7 +172,7 @@ _CALLS = (
 _HELP = _flag("-h --help", "show this help message and exit", action="help")
 COMMANDS: Mapping[str, Command] = {
     "": Command(
-        "tune JAX and Pallas kernels, and look at what is tuned",
+        "tune JAX and Pallas kernels, and look at results",
         (_flag("-V --version", "show the version and exit", action="version", version=f"quarantune {__version__}"),),
     ),
     "tune": Command(
@@ -181,14 +181,14 @@ COMMANDS: Mapping[str, Command] = {
             (_CALLS[0][0], {**_CALLS[0][1], "nargs": "?"}),
             [*_CALLS[1], _value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, most frequent first")],
             _CALLS[2],
-            _flag("--force", "tune calls again that are tuned already"),
-            _value("--estimate-for TPU", "save what the compiler estimates best for a TPU, which need not be here"),
+            _flag("--force", "tune calls again that have results"),
+            _value("--estimate-for TPU", "save the compiler's best estimate for a TPU, here or not"),
             _value(
                 "--search NAME",
                 'auto, exhaustive, random, surrogate or optuna:<sampler>: see the page "Searching large spaces"',
             ),
             _value("--max-trials N", "try at most N configs for each call", type=_COUNT),
-            _value("--time-budget S", "try configs for at most S seconds per call (--recorded: in all)", type=_SECONDS),
+            _value("--time-budget S", "try configs for at most S seconds per call (--recorded: total)", type=_SECONDS),
             _value(
                 "--executor ADDRESS",
                 "tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto "
@@ -196,8 +196,8 @@ COMMANDS: Mapping[str, Command] = {
             ),
             *_COMMON,
         ),
-        "Calls that are tuned already are left alone, unless --force is given. With --estimate-for nothing runs, and "
-        "what is saved serves until it is measured.",
+        "Skips calls that have results, except with --force. With --estimate-for nothing runs, and "
+        "the saved estimates serve until measured results replace them.",
         (
             "quarantune tune kernels:matmul --args 'bf16[4096,4096] bf16[4096,4096]'",
             "quarantune tune kernels.py:attention --shapes shapes.txt --static causal=true",
@@ -209,10 +209,10 @@ COMMANDS: Mapping[str, Command] = {
         "run one config alone in the sandbox, and show everything that it prints",
         (
             *_CALLS,
-            _value("--config JSON", "the config; what it leaves out has the function's defaults", required=True),
+            _value("--config JSON", "the config; tunables that it omits have the function's defaults", required=True),
             _JSON,
         ),
-        "Nothing is saved. The exit code is 1 unless the config works.",
+        "Saves nothing. The exit code is 1 unless the config works.",
         ("""quarantune run kernels:matmul --config '{"bm": 64}' --args 'bf16[4096,4096] bf16[4096,4096]'""",),
     ),
     "check": Command(
@@ -221,7 +221,7 @@ COMMANDS: Mapping[str, Command] = {
             *_CALLS,
             _value("--target NAME", "the device; `quarantune targets` lists them", required=True),
             _flag("--all", "exit with 1 unless every config compiles"),
-            _flag("--again", "compile what earlier checks have compiled, too"),
+            _flag("--again", "also compile the configs of earlier checks"),
             _flag("--estimate", "ask the compiler for TPUs how many cycles each config takes, and sort by that"),
             _value("--compile-timeout S", "seconds for compiling one config", type=_SECONDS),
             _value("--memory-limit SIZE", "host memory for compiling one config, as 8GB"),
@@ -237,7 +237,7 @@ COMMANDS: Mapping[str, Command] = {
     "cache": Command("look at saved results, compare, copy and remove them"),
     "cache list": Command("list the results, one line for each call", _CHOSEN),
     "cache show": Command(
-        "show all that is saved about the results of a function",
+        "show everything about the saved results of a function",
         _CHOSEN,
         examples=("quarantune cache show kernels.matmul --device 'NVIDIA H200'",),
     ),
@@ -252,43 +252,43 @@ COMMANDS: Mapping[str, Command] = {
             _value("functions MODULE:FUNCTION", "measure the winners of these functions again", nargs="*"),
             _value(
                 "--max-loss PERCENT",
-                "winners that take so much longer than when they were saved are stale",
+                "a winner that takes this much longer than its saved time is stale",
                 type=_PERCENT,
             ),
-            _flag("--retune", "tune again where a winner is stale, or was only estimated"),
+            _flag("--retune", "tune calls again whose winner is stale or only estimated"),
             *_COMMON,
         ),
-        "The winners of the functions that are named are measured again, each against its function's own defaults. "
-        "The exit code is 1 if a file is damaged, or if a winner is stale and was not tuned again.",
+        "Measures the winners of the named functions again, each against its function's own defaults. "
+        "The exit code is 1 if a file is damaged, or if a winner is stale and not tuned again.",
         ("quarantune cache verify", "quarantune cache verify kernels:matmul --max-loss 10 --retune"),
     ),
     "cache merge": Command(
         "copy the results of other caches into this one",
-        (_value("others DIR", "the other cache directories, which are only read", nargs="+"), *_COMMON),
-        "Of two configs for one call the newer one is kept, and the conflict is listed.",
+        (_value("others DIR", "the other cache directories; nothing writes to them", nargs="+"), *_COMMON),
+        "Of two configs for one call this keeps the newer, and lists the conflict.",
     ),
     "cache export": Command(
         "write results into a directory that a package can ship",
-        (_value("directory DIR", "the directory, which is made if necessary"), *_CHOSEN),
+        (_value("directory DIR", "the directory; made if necessary"), *_CHOSEN),
         examples=("quarantune cache export src/mykernels/tables 'mykernels.*'",),
     ),
     "cache prune": Command(
-        "remove what is of no use any more",
+        "remove useless files and old results",
         (
             *_ENTRIES,
             _value("--older-than AGE", "remove results and unfinished sweeps of this age, as 90d, 12h or 30m"),
-            _flag("--dry-run", "only say what would be removed"),
+            _flag("--dry-run", "list the files and results without removing them"),
             *_COMMON,
         ),
-        "Damaged files that were set aside and drafts of dead processes are always removed; results and trials only "
-        "if --older-than is given.",
+        "Always removes set-aside damaged files and drafts of dead processes; removes results and trials only "
+        "with --older-than.",
         (
             "quarantune cache prune --older-than 90d --dry-run",
             "quarantune cache prune --older-than 90d 'kernels.*' --device 'NVIDIA H200'",
         ),
     ),
     "report": Command(
-        "write a page about the cached results of a function: one HTML file, to be opened in a browser",
+        "write a page about the cached results of a function: one HTML file for a browser",
         (
             _value("name NAME", "the function's name in the cache, as `quarantune cache list` shows"),
             _value("after AFTER", "compare NAME with this: each a NAME, or DIR/NAME of another cache", nargs="?"),
@@ -321,7 +321,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "targets": Command("list the devices that `check` can compile for", (_JSON,)),
     "doctor": Command(
-        "look at this machine: what it gives to tuning, and what is in the way",
+        "check this machine for tuning, and list its obstacles with remedies",
         _COMMON,
         "Takes some 10 s, most of it for real sweeps in the sandbox. The exit code is 1 if something essential fails.",
     ),
@@ -345,11 +345,11 @@ _MODULES = {
     **dict.fromkeys(("targets", "doctor"), "capabilities"),
     "completion": "parser",
 }
-"""The module of each command's handler, which is named as its command; `help` has none."""
+"""The module of each command's handler. Handler and command have one name; `help` has no handler."""
 
 
 def make_parser() -> Parser:
-    """Returns the parser of all commands; `run` names the function that handles one, as `module:function`."""
+    """Returns the parser of all commands. It sets `run` to the command's handler, as `module:function`."""
     parser = Parser(prog="quarantune", **_texts(COMMANDS[""]))
     parser.epilog = _EPILOG
     _complete(parser, "")
@@ -357,7 +357,7 @@ def make_parser() -> Parser:
 
 
 def _complete(parser: Parser, words: str) -> None:
-    """Gives the parser of a command its options, and the commands within it."""
+    """Adds the options and subcommands of a command to its parser."""
     for option in [_HELP, *COMMANDS[words].options]:
         is_choice = isinstance(option, list)
         holder: Any = parser.add_mutually_exclusive_group(required=True) if is_choice else parser
@@ -373,7 +373,7 @@ def _complete(parser: Parser, words: str) -> None:
 
 
 def _commands_within(words: str) -> dict[str, Command]:
-    """Returns the commands that follow others, by their last word."""
+    """Returns the subcommands of a command, by their last word."""
     parts = ((path.rpartition(" "), command) for path, command in COMMANDS.items() if path)
     return {name: command for (before, _, name), command in parts if before == words}
 
@@ -437,7 +437,7 @@ def _fish() -> Iterator[str]:
 
 
 def _words(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the words that may be typed for a command's options, or for an argument such as the name of a shell."""
+    """Yields the words that a user may type for a command's options, or for an argument such as a shell's name."""
     for option in [_HELP, *COMMANDS[path].options]:
         for names, about in option if isinstance(option, list) else [option]:
             for word in names.split() if names.startswith("-") else about.get("choices", ()):

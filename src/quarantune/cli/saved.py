@@ -1,4 +1,4 @@
-"""`quarantune cache`, `report` and `replay`: what is done with saved results. Those of `cache` mostly need no JAX."""
+"""`quarantune cache`, `report` and `replay`: work on saved results. Most `cache` commands need no JAX."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cache_list(options: argparse.Namespace, out: Output) -> int:
 
 
 def cache_show(options: argparse.Namespace, out: Output) -> int:
-    """Prints all that is saved about the results of a function."""
+    """Prints the entries of a function's results in full."""
     store = _opened()
     found = list(_entries(_chosen(store, options)))
     _print(out, store, (_details(key, entry, out.width) for key, entry in found))
@@ -63,7 +63,7 @@ def cache_show(options: argparse.Namespace, out: Output) -> int:
 
 
 def _print(out: Output, store: Store, blocks: Iterable[tuple[str, Iterable[str]]]) -> None:
-    """Prints blocks of lines, each below its title, or that there are none."""
+    """Prints blocks of lines, each below its title; without blocks, a line about the empty cache."""
     number = 0
     for number, (title, lines) in enumerate(blocks, start=1):
         if number > 1:
@@ -156,13 +156,13 @@ def cache_export(options: argparse.Namespace, out: Output) -> int:
 
 
 def cache_prune(options: argparse.Namespace, out: Output) -> int:
-    """Removes remains, and old results if an age is given."""
+    """Removes remains; with an age, also old results."""
     age_s = None if options.older_than is None else _seconds(options.older_than)
     store = _opened()
     names = frozenset(name for name, _ in _chosen(store, options)) if options.names or options.device else None
 
     def is_chosen(name: str, device: str | None) -> bool:
-        # Files beside the entries may be about any device, so that they stay where one is named.
+        # Other files may be about any device. So they stay if the command names a device.
         return (names is None or name in names) and options.device in (None, device)
 
     results, files = entries.prune(
@@ -203,7 +203,7 @@ def report(options: argparse.Namespace, out: Output) -> int:
 
 
 def _results(name: str, device: str | None, when: str) -> list[ResultData]:
-    is_here = not when or safe_name(name) in _opened().names()  # the name of a function may hold a slash
+    is_here = not when or safe_name(name) in _opened().names()  # a function's name may contain a slash
     directory, _, function = ("", "", name) if is_here else name.rpartition("/")
     store = _another(directory) if directory else _opened()
     with input_errors(ValueError):
@@ -241,7 +241,7 @@ def _directory() -> Path:
 
 
 def _opened() -> Store:
-    """Returns the entries of the cache, which are only read; there may be none yet."""
+    """Opens the cache for reading. Its directory need not exist yet."""
     directory = _directory()
     if not os.path.lexists(directory):
         return Store(directory, read_only=True)
@@ -249,9 +249,9 @@ def _opened() -> Store:
 
 
 def _another(directory: str) -> Store:
-    """Returns the entries of another cache, which has to be there."""
+    """Opens another cache for reading. Its directory must exist."""
     with input_errors(ValueError):
-        blocks.settings(cache_dir=directory)  # it refuses what is no directory of a file system, such as a URL
+        blocks.settings(cache_dir=directory)  # it refuses URLs
     return _readable(Path(directory).expanduser(), remedy="give the directory of a cache")
 
 
@@ -259,7 +259,7 @@ def _readable(directory: Path, *, remedy: str) -> Store:
     if not os.path.lexists(directory):
         raise InputError(f"there is no directory {str(directory)!r}: {remedy}")
     if not directory.is_dir():
-        raise InputError(f"{str(directory)!r} is no directory: {remedy}")
+        raise InputError(f"{str(directory)!r} is not a directory: {remedy}")
     try:
         with os.scandir(directory) as found:
             next(found, None)
@@ -275,7 +275,7 @@ def _entries(contents: Iterable[tuple[str, Contents]]) -> Iterator[CacheRecord]:
 
 
 def _chosen(store: Store, options: argparse.Namespace) -> list[tuple[str, Contents]]:
-    """Returns the entries that the names and the device of a command choose, function by function."""
+    """Returns the entries for the names and the device of a command, function by function."""
     devices = None if options.device is None else [options.device]
     with input_errors(ValueError):
         return entries.chosen(store, names=options.names or None, devices=devices)
@@ -284,7 +284,7 @@ def _chosen(store: Store, options: argparse.Namespace) -> list[tuple[str, Conten
 def _seconds(text: str) -> float:
     found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
     if found is None:
-        raise InputError(f"--older-than {shown(text)} is no age: write a number with a unit, as 90d, 12h or 30m")
+        raise InputError(f"--older-than {shown(text)} is not an age: write a number with a unit, as 90d, 12h or 30m")
     return float(found[1]) * _SECONDS[found[2]]
 
 
@@ -292,7 +292,7 @@ def _seconds(text: str) -> float:
 
 
 def _rows(rows: Sequence[Sequence[str]], out: Output) -> list[str]:
-    """Returns a line for each result, or two where one does not fit the terminal: the call, then the rest."""
+    """Returns a line for each result, or two if one line does not fit the terminal: the call, then the rest."""
     lines = list(columns(rows, indent="  "))
     if out.fits(lines):
         return lines
@@ -354,7 +354,7 @@ def _text(value: Any) -> str:
 
 
 def _config(entry: Entry) -> str:
-    """Returns the config of an entry; where it is that of several kernels, each with the kernel's name."""
+    """Returns the config of an entry as text; with several kernels, each config follows its kernel's name."""
     with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
         if kernels := entry.get("kernels"):
             return ", ".join(

@@ -112,7 +112,7 @@ def find(name: str | Target) -> Target:
     """Returns the target of a name; JAX's name of the device will also do, in any letter case, without its vendor.
 
     Raises:
-        ValueError: there is no such target; the message lists the known ones.
+        ValueError: no target has this name; the message lists the known ones.
         TypeError: the name is not a string.
     """
     if isinstance(name, Target):
@@ -138,7 +138,7 @@ def usable(name: str | Target) -> Target:
     """Returns the target of a name, as `find` does, if this Python has a compiler for it.
 
     Raises:
-        ValueError: there is no such target.
+        ValueError: no target has this name.
         TypeError: the name is not a string.
         ImportError: JAX's plugin for it is not installed; the message says how to install it.
     """
@@ -201,8 +201,10 @@ def of_text(content: str) -> Target:
         ValueError: the text does not describe a GPU.
     """
     kind, platform, cores = _KIND.search(content), _PLATFORM.search(content), _CORES.search(content)
-    if kind is None or platform is None or printable(kind[1]) != kind[1]:
-        raise ValueError("it names no GPU and no platform")
+    if kind is None or printable(kind[1]) != kind[1]:
+        raise ValueError("it does not name a GPU")
+    if platform is None:
+        raise ValueError("it does not name a platform")
     first, _, rest = content.partition("\n")
     has_origin = first.startswith(_ORIGIN)
     return Target(

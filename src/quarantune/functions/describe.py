@@ -1,4 +1,4 @@
-"""Describes arrays, meshes and shardings so that every process describes equal ones alike, and lists versions."""
+"""Describes arrays, meshes and shardings, so that every process describes equal ones alike."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from quarantune.values.codec import JsonObject
 
 _SUMS = ("unreduced", "reduced")
-"""The axes of a mesh over which an array is a sum that is yet to be made, or was."""
+"""Attributes of a `PartitionSpec`: the mesh axes over which a sum is still to be made, or was made."""
 
 
 def describe_array(array: Any, dtype: Any) -> JsonObject:
     """Returns a JSON-able description of an array without its elements.
 
     Args:
-        array: the array, or whatever stands for it.
+        array: the array, or its stand-in.
         dtype: its dtype as the function sees it.
     """
     described: JsonObject = {"shape": list(array.shape), "dtype": str(dtype)}
@@ -37,7 +37,7 @@ def describe_array(array: Any, dtype: Any) -> JsonObject:
 
 
 def is_in_host_memory(array: Any) -> bool:
-    """Returns whether an array of JAX's, a tracer or a `jax.ShapeDtypeStruct` is in the memory of a device's host."""
+    """Returns whether a JAX array, a tracer or a `jax.ShapeDtypeStruct` is in the memory of a device's host."""
     if isinstance(array, jax.Array):
         return getattr(getattr(jax.typeof(array), "memory_space", None), "name", "") == "Host"
     sharding = array.sharding if isinstance(array, jax.ShapeDtypeStruct) else None
@@ -48,7 +48,7 @@ def layout_of(array: Any) -> tuple[int, ...] | None:
     """Returns the order of the axes of a concrete array in memory; None for row-major order, or if JAX does not say."""
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or array.ndim < 2:
         return None
-    with contextlib.suppress(Exception):  # a key, or an array that was deleted
+    with contextlib.suppress(Exception):  # a key, or a deleted array
         order = tuple(cast("Any", array).format.layout.major_to_minor)
         return None if order == tuple(range(array.ndim)) else order
     return None
@@ -123,11 +123,11 @@ def local_sharding(array: Any, sharding: NamedSharding | None) -> NamedSharding 
     """Returns how an array is laid out over the devices of this process.
 
     Args:
-        array: the array, or whatever stands for it.
-        sharding: what `sharding_of` returned for it.
+        array: the array, or its stand-in.
+        sharding: the result of `sharding_of` for it.
 
     Returns:
-        The sharding; None if the array is on one device, or its devices are not known.
+        The sharding; None if the array is on one device, or its devices are unknown.
     """
     if sharding is None:
         return None
@@ -155,7 +155,7 @@ def describe_context_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> M
         kwargs: the call's keyword arguments.
 
     Returns:
-        The description; None if there is no such mesh, or the sharding of an argument describes it already.
+        The description; None if no mesh is set, or if the sharding of an argument describes it already.
     """
     mesh = context_mesh()
     if mesh is None:

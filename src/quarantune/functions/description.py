@@ -103,7 +103,7 @@ def with_leaves(
 ) -> Arguments:
     """Returns the arguments of a call with some leaves changed.
 
-    An argument without such leaves stays the very same object, because the function may compare it by identity.
+    An argument without wanted leaves stays the very same object, because the function may compare it by identity.
     """
 
     def changed(value: Any) -> Any:

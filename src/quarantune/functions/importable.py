@@ -127,7 +127,7 @@ def travels_by_name(obj: Any) -> bool:
 
 
 def found_by_name(obj: Any, can_import: Callable[[str], bool]) -> tuple[str, str, int] | None:
-    """Returns where another process finds this very object by its name.
+    """Returns the place where another process finds this very object by its name.
 
     Args:
         obj: the object.

@@ -13,7 +13,7 @@ from typing import Any
 from quarantune.host.frames import users_frame
 
 PROGRAMS = ("__main__", "__mp_main__", "<run_path>")
-"""The modules of programs: in their own process, in a child of `multiprocessing`, and where `runpy` runs a file."""
+"""The modules of programs: in their own process, in a child of `multiprocessing`, and under `runpy`."""
 _adopted = ""
 
 
@@ -41,18 +41,18 @@ def module_of(thing: Any) -> str:
 
 
 def program_name() -> str:
-    """Returns the name of the program that runs in this process, or for which it works."""
+    """Returns the name of the program that runs in this process, or that this process works for."""
     return _adopted or _name_of(vars(sys.modules.get("__main__", object)))
 
 
 def adopt_program_name(name: str) -> None:
-    """Takes over the name of the program for which this process works."""
+    """Takes over the name of the program that this process works for."""
     global _adopted
     _adopted = name
 
 
 def is_runner(names: Mapping[str, Any]) -> bool:
-    """Returns whether globals are those of a module of Python's own that runs a program apart from it: cProfile."""
+    """Returns whether globals belong to a module of the standard library that runs programs, such as cProfile."""
     return os.path.dirname(names.get("__file__") or "") == os.path.dirname(os.__file__)
 
 
@@ -66,7 +66,7 @@ def _program_of(thing: Any, module: str) -> str:
 
 
 def _name_of(names: Mapping[str, Any]) -> str:
-    """Returns the name by which others import a program's file, given its globals; empty where it has no file."""
+    """Returns the name that others import a program's file under, given its globals; empty if it has no file."""
     if is_runner(names):
         return os.path.basename(sys.argv[0]).removesuffix(".py")  # `cProfile -m` puts a module there
     spec, file = names.get("__spec__"), names.get("__file__")

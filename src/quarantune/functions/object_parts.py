@@ -8,16 +8,16 @@ from typing import Any
 
 
 def pickled_parts(value: Any) -> list[Any]:
-    """Returns the parts from which a pickle makes an object again: a function, its arguments, and its state.
+    """Returns the parts that a pickle rebuilds an object from: a function, its arguments, and its state.
 
-    An object that is pickled by its name has the characters of that name. This raises what the object's own methods
-    raise, which may be anything.
+    The parts of an object pickled by name are the characters of that name. The object's own methods run, and may raise
+    anything.
     """
     return [list(part) if isinstance(part, Iterator) else part for part in value.__reduce_ex__(4)]
 
 
 def without_caches(value: Any, part: Any) -> Any:
-    """Returns the fields of an object without those that hold its cached properties; anything else as it is."""
+    """Returns the fields of an object without its cached properties; any other part unchanged."""
     if not isinstance(part, dict):
         return part
     kind, cached = type(value), functools.cached_property

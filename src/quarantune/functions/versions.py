@@ -18,7 +18,7 @@ _PLUGINS = {
     "rocm": ("jax-rocm60-plugin", "jax-rocm60-pjrt", "jax-rocm7-plugin", "jax-rocm7-pjrt"),
     "tpu": ("libtpu",),
 }
-"""The packages that compile for a platform, beside jaxlib."""
+"""The packages that compile for a platform, in addition to jaxlib."""
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -32,7 +32,7 @@ def versions() -> dict[str, str]:
 
 
 def compilers(platform: str) -> dict[str, str]:
-    """Returns the versions and flags of all that compiles for a platform, whether or not its device is here.
+    """Returns the versions and flags of everything that compiles for a platform, whether or not its device is here.
 
     Args:
         platform: `cpu`, `cuda`, `rocm` or `tpu`.

@@ -34,9 +34,10 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 class own_frames_hidden:
-    """Has the traceback of a Ctrl-C in the block end at the user's line, unless it was in further code of the user's.
+    """Hides this package's frames from the traceback of a Ctrl-C in the block.
 
-    For the outermost function of this package: an exception that passes a `with` does not note its frame again.
+    The frames of user code in the block stay. This belongs in the outermost function of this package: an exception
+    that leaves a `with` does not record its frame again.
     """
 
     def __enter__(self) -> None: ...
@@ -49,7 +50,7 @@ class own_frames_hidden:
 
 
 def hide_own_frames(error: BaseException) -> None:
-    """Removes the frames down to the first of the user's from a traceback, as `own_frames_hidden` does."""
+    """Removes the frames before the first frame of the user's code from a traceback."""
     trace = error.__traceback__
     while trace is not None and _package(trace.tb_frame) in _PASSED_THROUGH | sys.stdlib_module_names:
         trace = trace.tb_next
@@ -57,7 +58,7 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def users_frame() -> types.FrameType:
-    """Returns the innermost frame of the user's code, or the outermost frame where there is none."""
+    """Returns the innermost frame of the user's code, or else the outermost frame."""
     frame = sys._getframe(1)
     while _package(frame) in _PASSED_THROUGH and frame.f_back is not None:
         frame = frame.f_back

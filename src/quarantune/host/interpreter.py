@@ -9,14 +9,14 @@ def interpreter() -> str:
     """Returns the path of this Python's interpreter.
 
     Raises:
-        RuntimeError: there is none: Python is embedded, or frozen into an application, which would start itself again.
+        RuntimeError: Python is embedded, or frozen into an application that would start itself again.
     """
     if getattr(sys, "frozen", False):
         raise RuntimeError(
-            f"this is a frozen application, of which {sys.executable} would start another instance as a worker: tune "
+            f"this is a frozen application, and {sys.executable} would start it again as a worker: tune "
             f"with an ordinary Python and ship the results (option tables, or QUARANTUNE_CACHE_PATH), set "
-            f"QUARANTUNE_ON_MISS=default to run untuned where there is none, or set QUARANTUNE_ISOLATION=none to tune "
-            f"in this process"
+            f"QUARANTUNE_ON_MISS=default to run untuned without a result, or set QUARANTUNE_ISOLATION=none to "
+            f"tune in this process"
         )
     if not sys.executable:
         raise RuntimeError(
@@ -27,12 +27,12 @@ def interpreter() -> str:
 
 
 def interpreter_command() -> list[str]:
-    """Returns a command that runs code in a fresh interpreter with this one's flags for imports; the code is to follow.
+    """Returns the command of a fresh interpreter with this one's flags for imports; the caller appends the code.
 
     `-P`, because `-c` would put the working directory first on the path.
 
     Raises:
-        RuntimeError: as for `interpreter`.
+        RuntimeError: this process has no interpreter to start; see `interpreter`.
     """
     isolated = "-I" if sys.flags.isolated else "-E" if sys.flags.ignore_environment else ""
     user = "-s" if sys.flags.no_user_site and not sys.flags.isolated else ""

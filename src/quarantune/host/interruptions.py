@@ -1,4 +1,4 @@
-"""Interruptions: exceptions that signal handlers raise, and times in which this process was stopped."""
+"""Interruptions: exceptions that signal handlers raise, and times when this process was stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 _STOPPED_S = 0.5
-"""A longer gap between two looks means that this process was stopped: its loops look every twentieth of a second."""
+"""Seconds between two looks above which this process was stopped: its loops look every twentieth of a second."""
 
 
 class Stops:
@@ -36,18 +36,18 @@ class Stops:
         self._last_look = self._clock()
 
     def worked(self, taken_s: float) -> None:
-        """Takes note of work of this process since its last look, which was no stop."""
+        """Takes note of work of this process since its last look, which does not count as a stop."""
         self._last_look += taken_s
 
     def lost_s(self) -> float:
-        """Returns for how many seconds this process was stopped since its last look; 0.0 where it was not."""
+        """Returns for how many seconds this process was stopped since its last look; 0.0 if it was not."""
         last, self._last_look = self._last_look, self._clock()
         passed_s = self._last_look - last
         return passed_s if passed_s > _STOPPED_S else 0.0
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Returns whether an exception was raised by a signal handler, for example by a timeout of the caller's.
+    """Returns whether a signal handler raised an exception, for example for a timeout of the caller's.
 
     Args:
         error: the exception, with its traceback.
@@ -57,10 +57,10 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def answer_of(question: Callable[..., _T], *about: Any) -> _T | None:
-    """Returns what a call of the user's code returns; None where it raises.
+    """Returns the result of a call of the user's code; None if it raises.
 
     Raises:
-        Exception: a signal handler has raised it.
+        Exception: a signal handler raised during the call.
     """
     try:
         return question(*about)
@@ -71,10 +71,10 @@ def answer_of(question: Callable[..., _T], *about: Any) -> _T | None:
 
 
 def failure_of(call: Callable[..., object], *about: Any) -> Exception | None:
-    """Returns the exception that a call of the user's code raises; None where it raises none.
+    """Returns the exception that a call of the user's code raises; None if it raises none.
 
     Raises:
-        Exception: a signal handler has raised it.
+        Exception: a signal handler raised during the call.
     """
     try:
         call(*about)

@@ -32,7 +32,7 @@ os.register_at_fork(after_in_child=_free_in_fork)
 class lazy(functools.cached_property[_T]):
     """An attribute computed at its first use, like `functools.cached_property` but without its lock.
 
-    Python 3.11 has one such lock for all instances, which stays held in a fork. Threads that read the attribute at the
+    In Python 3.11 all instances share that lock, and a fork inherits it held. Threads that read the attribute at the
     same time may compute it twice; all get the same value.
     """
 

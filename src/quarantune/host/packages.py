@@ -14,19 +14,19 @@ from typing import Any
 
 _OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "cloudpickle", "psutil", "platformdirs", "quarantune")
-"""Packages that a process of ours imports before any module of the user's."""
+"""Packages that our processes import before any module of the user's."""
 
 
 @functools.cache
 def is_installed(file: str) -> bool:
     """Returns whether a file is part of Python or of an installed package, so that its version stands for its code.
 
-    A package that was installed into any directory (`pip install --target`) counts, if pip left its record beside it.
-    One that was installed to be edited does not: its files are where its author works.
+    A package in any other directory (`pip install --target`) counts if pip left its record next to it. An editable
+    installation does not count: its files are where its author works.
     """
-    if file.startswith("<frozen "):  # a module of Python's own program, such as the one that imports others
+    if file.startswith("<frozen "):  # a module inside the Python program, such as `importlib._bootstrap`
         return True
-    path = os.path.normpath(file)  # not `abspath`, which fails where the working directory is gone
+    path = os.path.normpath(file)  # not `abspath`, which fails if the working directory is gone
     if path.startswith(_homes()) or not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
         return True
     for directory in import_path():
@@ -37,7 +37,7 @@ def is_installed(file: str) -> bool:
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
-    """Returns the entry points of a group; every package is read once, which takes 20 ms for 100 packages."""
+    """Returns the entry points of a group. The first call reads all packages, which takes 20 ms for 100 packages."""
     found: importlib.metadata.EntryPoints = _entry_points(tuple(sys.path)).select(group=group)
     return found
 
@@ -55,7 +55,7 @@ def _homes() -> tuple[str, ...]:
 
 @functools.cache
 def _recorded(directory: str) -> frozenset[str]:
-    """Returns the names of the files and directories in a directory that packages installed there have."""
+    """Returns the names of files and directories in a directory that belong to packages installed there."""
     names: set[str] = set()
     for record in Path(directory).glob("*.dist-info/RECORD"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -66,8 +66,8 @@ def _recorded(directory: str) -> frozenset[str]:
 def import_path() -> list[str]:
     """Returns `sys.path` with absolute entries, valid in any working directory.
 
-    Left out are entries that are not strings, which the import system ignores, and relative ones where the working
-    directory is gone.
+    Omits entries that are not strings, which the import system ignores, and relative entries if the working directory
+    is gone.
     """
     absolute = []
     for entry in sys.path:
@@ -88,7 +88,7 @@ def startup_path() -> list[str]:
 
 
 def content(module: object) -> Mapping[str, Any]:
-    """Returns the globals of a module without running any code: one that its first use imports is not imported yet."""
+    """Returns the globals of a module without running any code: a lazy module stays unimported."""
     try:
         found: Mapping[str, Any] = object.__getattribute__(module, "__dict__")
     except AttributeError:
@@ -97,7 +97,7 @@ def content(module: object) -> Mapping[str, Any]:
 
 
 def is_imported_early(name: str) -> bool:
-    """Returns whether a module is Python's own, or belongs to a package that a process of ours imports first.
+    """Returns whether a module is Python's own, or belongs to a package that our processes import first.
 
     Args:
         name: the name of a module that this process has imported.

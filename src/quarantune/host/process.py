@@ -1,4 +1,4 @@
-"""This process: the user's code in it, names, packages, locks, the environment, stops, and signal handlers."""
+"""State of this whole process: its sandbox, its environment variables, and its garbage collector."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import os
 from collections.abc import Iterator, Mapping
 
 SANDBOX_MARK = "QUARANTUNE_SANDBOX"
-"""The variable that every process of a sandbox has in its environment, with the token of its template."""
+"""The environment variable of every process of a sandbox; its value is the token of the template."""
 
 
 def in_sandbox() -> bool:
-    """Returns whether this process runs in a sandbox, where tuning must not start another sandbox."""
+    """Returns whether this process runs in a sandbox; tuning in it must not start another sandbox."""
     return SANDBOX_MARK in os.environ
 
 
 @contextlib.contextmanager
 def environment_variables(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables within the block; afterwards, they are as they were.
+    """Sets environment variables within the block, and restores them afterwards.
 
     Args:
-        values: the variables by name; None for those that are not set.
+        values: the variables by name; None unsets one.
     """
     before = {name: os.environ.get(name) for name in values}
     _set(values)

@@ -1,4 +1,4 @@
-"""Arrays of JAX, their types, and keys of its random numbers."""
+"""JAX arrays, their types, and the keys of random numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def as_weak(array: jax.Array) -> jax.Array:
 typed_ndarray: type = literals.TypedNdArray
 """The class of the NumPy arrays that JAX uses for constants while it traces.
 
-Private because users rarely see it, but the rules of a `jax.custom_vjp` function are called with such arrays.
+Private because users rarely see it, but JAX calls the rules of a `jax.custom_vjp` function with these arrays.
 """
 
 
@@ -75,7 +75,7 @@ def aval(shape: Sequence[int], dtype: Any, *, weak_type: bool) -> Any:
 
 
 def is_plain_aval(item: Any) -> bool:
-    """Returns whether `aval` can make a type: that of an array in device memory, without explicit mesh axes."""
+    """Returns whether `aval` can make this type: an array in device memory, without explicit mesh axes."""
     if type(item) is not core.ShapedArray:
         return False
     mesh = item.sharding.mesh

@@ -1,4 +1,4 @@
-"""Backends of JAX, and the key-value store that the processes of one program share."""
+"""JAX's backends, and the key-value store that the processes of one program share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax._src import xla_bridge
 from quarantune.host.frames import warn
 
 _inherited: Any = None
-"""The client that this process has from the process it was forked from, whose threads it lacks: calls would hang."""
+"""The client inherited from the process that forked this one, or None. Its threads are not here: calls would hang."""
 
 
 def backends_initialized() -> bool:
@@ -28,10 +28,10 @@ def backends_initialized() -> bool:
 
 
 def has_tpu() -> bool:
-    """Returns whether this machine has TPUs on its PCI bus, which says nothing of their driver.
+    """Returns whether this machine has TPUs on its PCI bus, whether or not their driver works.
 
     Private because JAX has no public way to look for them without initialising a backend, and files such as
-    `/dev/accel0` and `/dev/vfio/0` differ between kinds of TPUs, or are those of other devices.
+    `/dev/accel0` and `/dev/vfio/0` differ between kinds of TPUs, or belong to other devices.
     """
     from jax._src import hardware_utils
 
@@ -39,9 +39,9 @@ def has_tpu() -> bool:
 
 
 def target_config(devices: Sequence[Any]) -> str:
-    """Returns the description of a GPU that XLA needs to compile for it elsewhere; empty if there is none.
+    """Returns the description of a GPU that XLA needs to compile for it elsewhere; empty if JAX has none.
 
-    Private because the public `jax.experimental.topologies` accepts such a description but cannot produce one.
+    Private because the public `jax.experimental.topologies` accepts this description but cannot produce it.
 
     Args:
         devices: this process's devices.
@@ -69,7 +69,7 @@ class Coordination:
     ranks: int
 
     def read(self, key: str) -> str | None:
-        """Returns the value of a key; None where it has none. Never waits for one.
+        """Returns the value of a key; None if it has none. Never waits for a value.
 
         Raises:
             RuntimeError: the service did not answer.
@@ -134,7 +134,7 @@ def _warn_missing() -> None:
 
 @contextlib.contextmanager
 def _answered(*, without: str) -> Iterator[None]:
-    """Ends the block at an answer of the service that says so, and raises an error where there is none."""
+    """Ends the block quietly at an error that contains the text `without`; raises if the service did not answer."""
     try:
         yield
     except Exception as error:

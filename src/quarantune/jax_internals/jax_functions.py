@@ -33,7 +33,7 @@ def hidden_interface(lowered: jax.stages.Lowered) -> str | None:
 
 
 def is_jitted(fn: object) -> bool:
-    """Returns whether `fn` was returned by `jax.jit`, or has the same interface."""
+    """Returns whether `fn` is a result of `jax.jit`, or has the same interface."""
     return isinstance(fn, jax.stages.Wrapped)
 
 
@@ -43,7 +43,7 @@ pjit_type: Any = type(jax.jit(lambda: None))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JitOptions:
-    """The options that `jax.jit` was given for a function, as values that can be pickled.
+    """The options of a function's `jax.jit`, as values that pickle can carry.
 
     Attributes:
         static_names: the names of all static parameters, including those given by position.
@@ -51,11 +51,11 @@ class JitOptions:
         static_argnames: names of static parameters, resolved by jit.
         donate_argnums: positions of donated parameters.
         donate_argnames: names of donated parameters.
-        keep_unused: as for `jax.jit`.
-        inline: as for `jax.jit`.
-        compiler_options: as for `jax.jit`, as pairs.
+        keep_unused: the option of `jax.jit`.
+        inline: the option of `jax.jit`.
+        compiler_options: the option of `jax.jit`, as pairs.
         cannot_travel: the names of the given options that are tied to devices of this process.
-        takes_no_keywords: whether the function refuses keyword arguments, because `in_shardings` was given.
+        takes_no_keywords: whether the function refuses keyword arguments, because it has `in_shardings`.
     """
 
     static_names: frozenset[str] = frozenset()
@@ -118,7 +118,7 @@ def with_compiler_options(fn: Any, options: Mapping[str, Any]) -> Any:
 
     Args:
         fn: the function.
-        options: the options; they override those that `jax.jit` was given.
+        options: the options; they override the options of its `jax.jit`.
     """
     made = _recompiled.setdefault(fn, {})
     described = tuple(sorted((name, type(value).__name__, value) for name, value in options.items()))  # True is 1
@@ -217,10 +217,10 @@ def custom_rule_types() -> tuple[type, ...]:
 
 
 def custom_rules(fn: object) -> Mapping[str, Any]:
-    """Returns the rules of a function of one of these classes, such as its derivative, by name; empty for any other.
+    """Returns the custom rules of a function, such as its derivative, by name; empty if it has none.
 
     Private because JAX has no public way to read the rules back. A rule is a callable, or a dict of plain values for
-    a sharding rule that was given as text. `fun` is the function itself, where `__wrapped__` does not lead to it.
+    a sharding rule in text form. `fun` is the function itself, if `__wrapped__` does not lead to it.
 
     Args:
         fn: any object.

@@ -64,8 +64,8 @@ CONTEXTS = (
 )
 """JAX's contexts: values for a thread that are in JAX's key for a program but are not options; None unless set."""
 
-# Options of a process rather than a program: its devices, caches, peers and debugging. The sandbox sets those of a
-# worker.
+# Options of a process rather than a program: its devices, caches, peers and debugging. The sandbox sets a
+# worker's.
 _PROCESS_OPTIONS = (
     "jax_platforms",
     "jax_platform_name",
@@ -138,7 +138,7 @@ def _is(value: Any, default: Any) -> bool:
 
 
 def other_options(described: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the options that differ here from those of a description, with the values that they have there."""
+    """Returns the options whose values here differ from a description, with the values of the description."""
     values = jax.config.values
     wanted = {name: described.get(name, default) for name, default in OPTION_DEFAULTS.items() if name in values}
     return {name: value for name, value in wanted.items() if not _is(values[name], value)}
@@ -154,10 +154,10 @@ def options_to_travel() -> Mapping[str, Any]:
 
 
 def adopt_options(options: Mapping[str, Any]) -> None:
-    """Sets JAX's options in this process to those of the caller's, as far as they are registered here.
+    """Sets JAX's options in this process to the caller's values, except options that are not registered here.
 
     Args:
-        options: what `options_to_travel` returned in the caller's process.
+        options: the result of `options_to_travel` in the caller's process.
     """
     here = jax.config.values
     for name, value in options.items():
@@ -170,7 +170,7 @@ def adopt_options(options: Mapping[str, Any]) -> None:
 
 
 def is_debugging() -> bool:
-    """Returns whether JAX runs functions step by step or checks their outputs: no program is then like the usual one.
+    """Returns whether JAX runs functions step by step or checks their outputs, so that programs differ from usual ones.
 
     Private because the type checker does not know the attributes of `jax.config`.
     """
@@ -180,7 +180,7 @@ def is_debugging() -> bool:
 trace_context: Callable[[], tuple[Any, ...]] = config.trace_context
 """Returns the part of JAX's key for a program that does not come from the call.
 
-Private because there is no public way to know whether a program traced earlier would be traced the same now.
+Private because JAX has no public way to know whether a program traced earlier would be traced the same now.
 """
 
 

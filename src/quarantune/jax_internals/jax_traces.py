@@ -15,11 +15,11 @@ primitive_type: type = core.Primitive
 
 
 def equations(jaxpr: Any, *, closed: Collection[str] = ()) -> Iterator[Any]:
-    """Yields the equations of a jaxpr, and those of all jaxprs among their parameters.
+    """Yields the equations of a jaxpr, and of all jaxprs among their parameters.
 
     Args:
         jaxpr: the jaxpr.
-        closed: the names of primitives whose parameters are not looked into.
+        closed: the names of primitives whose parameters it does not look into.
     """
     for equation in jaxpr.eqns:
         yield equation
@@ -36,7 +36,7 @@ def varying_axes(array: Any) -> frozenset[str]:
     Private because the public attribute of an array's type has changed its name between versions.
 
     Args:
-        array: an array or a tracer. Nothing is known of one inside a `shard_map` with `check_vma=False`.
+        array: an array or a tracer. For one inside a `shard_map` with `check_vma=False`, no axes are known.
     """
     kind: Any = jax.typeof(array)
     return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
@@ -53,7 +53,7 @@ def bound_axes() -> dict[str, int]:
 def is_differentiated(value: Any) -> bool:
     """Returns whether a value is a tracer of `jax.grad`, `jax.vjp` or `jax.linearize`.
 
-    Private because JAX has no public way to tell one kind of tracer from another.
+    Private because JAX has no public way to distinguish kinds of tracers.
     """
     from jax._src.interpreters import ad
 
@@ -65,7 +65,7 @@ def outside_of_traces() -> Iterator[None]:
     """Suspends the trace in progress in this thread, if there is one, while the block runs.
 
     Private because the public `jax.ensure_compile_time_eval` evaluates as much as it can of a function traced inside
-    it: callbacks with constant arguments, such as those of Pallas's interpreters, would run during tracing.
+    it: callbacks with constant arguments, such as in Pallas's interpreters, would run during tracing.
     """
     with core.eval_context():
         yield
@@ -77,9 +77,9 @@ def is_tracing() -> bool:
 
 
 def origin_of(equation: Any) -> tuple[types.CodeType, int] | None:
-    """Returns the innermost code outside of JAX that made an equation, and the line in its file; None for none.
+    """Returns the innermost code outside of JAX that made an equation, and the line in its file, or None.
 
-    Private because nothing public tells the frames of JAX from others.
+    Private because nothing public distinguishes the frames of JAX from others.
 
     Args:
         equation: an equation of a jaxpr.

@@ -1,4 +1,4 @@
-"""Pallas kernels inside a traced program: their grids, what they move, and the same program with smaller grids."""
+"""Pallas kernels inside a traced program: their grids, the bytes they move, and the program with smaller grids."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _Params: TypeAlias = Mapping[str, Any]
 def free_steps(jaxpr: Any) -> list[int]:
     """Returns how many steps the grid of each Pallas kernel has along the axes that may be made smaller.
 
-    These are the axes declared `parallel`, and those on which every output depends. The kernels are in the order of the
-    numbers of `with_smaller_grids`.
+    These are the axes declared `parallel`, and the axes that every output depends on. The figure at index n is for
+    `kernel_n` of `with_smaller_grids`.
 
     Raises:
-        ValueError: nobody can say before a kernel runs how many steps, or turns of a loop, it has.
+        ValueError: the steps of a kernel, or the turns of a loop in it, depend on data.
     """
     found = _kernels(jaxpr)
     for params in found:
@@ -38,26 +38,26 @@ def free_steps(jaxpr: Any) -> list[int]:
 
 
 def moved_bytes(jaxpr: Any) -> float:
-    """Returns what the pipelines of all Pallas kernels read and write in the device's main memory.
+    """Returns how many bytes the pipelines of all Pallas kernels read and write in the device's main memory.
 
-    Each moves a block whenever its index changes. The grids do not depend on data.
+    Each moves a block whenever its index changes. The grids must not depend on data.
     """
     mappings = [params["grid_mapping"] for params in _kernels(jaxpr)]
     return sum(_moved_bytes(mapping.grid, block) for mapping in mappings for block in mapping.block_mappings)
 
 
 def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[Any, list[int]]:
-    """Returns a program whose kernels run only the first steps of their grids, to be compiled and never to be run.
+    """Returns a program whose kernels run only the first steps of their grids, for compiling and never for running.
 
     Private because JAX has no public way to a grid once it is traced.
 
     Args:
         closed: the program, a closed jaxpr.
         most_steps: the most steps of each core along the axes of each kernel that may be made smaller.
-        cores: how many cores the compiler divides an axis declared `parallel` among: all such axes keep so many steps.
+        cores: how many cores the compiler divides a `parallel` axis among; these axes keep at least as many steps.
 
     Returns:
-        The program, whose kernels are called `kernel_0`, `kernel_1`, ..., and how many of these steps each has.
+        The program with kernels named `kernel_0`, `kernel_1`, ..., and how many of these steps each has.
     """
     steps: list[int] = []
 
@@ -80,10 +80,10 @@ def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[An
 
 
 def vmem_needs(jaxpr: Any) -> list[tuple[int, int | None]]:
-    """Returns, for each Pallas kernel for a TPU, the bytes of VMEM that it needs at least, and those it may have.
+    """Returns, for each Pallas kernel for a TPU, the least bytes of VMEM that it needs, and the most that it may have.
 
-    It needs its blocks and its scratch once each; the compiler keeps most blocks twice. What it may have is None where
-    its author has not said.
+    It needs its blocks and its scratch once each; the compiler keeps most blocks twice. The most is None if the
+    kernel's author has not set it.
     """
     return [
         (
@@ -97,7 +97,7 @@ def vmem_needs(jaxpr: Any) -> list[tuple[int, int | None]]:
 
 def _bytes(array: Any) -> int:
     """Returns the size of an array whose elements may be smaller than a byte."""
-    is_number = jnp.issubdtype(array.dtype, jnp.number)  # and not a semaphore, for one
+    is_number = jnp.issubdtype(array.dtype, jnp.number)  # and not, for example, a semaphore
     return int(math.prod(array.shape) * jax.dtypes.itemsize_bits(array.dtype)) // 8 if is_number else 0
 
 
@@ -144,7 +144,7 @@ def _axes_of(block: Any, axes: int) -> set[int]:
 
 
 def _moved_bytes(grid: tuple[int, ...], block: Any) -> float:
-    """Returns what the pipeline moves of one argument: its block whenever the index of the block changes."""
+    """Returns the bytes that the pipeline moves of one argument: its block whenever the index of the block changes."""
     array = block.array_aval
     if str(getattr(block.block_aval, "memory_space", "")).lower() in ("any", "hbm"):  # the kernel moves it itself
         return float(math.prod(array.shape) * array.dtype.itemsize)

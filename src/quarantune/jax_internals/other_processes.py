@@ -1,4 +1,4 @@
-"""What processes exchange: programs for a device that may not be here, compiled ones, and classes that are pytrees."""
+"""Objects for other processes: programs for a device that may not be here, compiled programs, and pytree classes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from quarantune.host.locks import new_lock
 from quarantune.host.process import environment_variables
 
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
-"""The functions of JAX that say what `get_backend` returned."""
+"""The functions of JAX that report on the backend that `get_backend` returned."""
 _PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
-"""The other names of a platform whose devices are asked for."""
+"""Other names that callers use for the devices of a platform."""
 _KERNELS_OF_JAX = "jax.experimental.pallas.ops."
 _CACHE_DIRECTORY = "jax_compilation_cache_dir"
 _XLA_CACHE = "xla_gpu_per_fusion_autotune_cache_dir"
 _LONGER_THAN_ANY_S = 1e9
-"""Than the time that compiling any program takes."""
+"""Seconds, more than compiling any program takes."""
 _CACHE_OPTIONS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -45,10 +45,10 @@ _CACHE_OPTIONS: Mapping[str, Any] = {
 def load_plugins() -> None:
     """Loads JAX's plugins for accelerators, and the libraries they need, without initialising a backend.
 
-    It does so once, in this process or in the one that it was forked from.
+    It does so once, in this process or in the process that forked it.
 
-    Private because JAX loads plugins only when it initialises a backend. Loading CUDA's takes 0.08 s, which every fork
-    of this process is spared. JAX's check of CUDA library versions is skipped: it would initialise CUDA, which no fork
+    Private because JAX loads plugins only when it initialises a backend. Loading CUDA's takes 0.08 s, which forks of
+    this process then save. JAX's check of CUDA library versions is skipped: it would initialise CUDA, which no fork
     could use afterwards, and the caller's JAX has made it already.
     """
     missing = contextlib.suppress(AttributeError)  # another version of JAX: every fork loads the plugins
@@ -58,22 +58,22 @@ def load_plugins() -> None:
 
 @contextlib.contextmanager
 def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[None]:
-    """Makes JAX answer for one device that this process does not have, while a program is traced for that device.
+    """Makes JAX answer for one device that this process does not have, while it traces a program for that device.
 
-    A kernel may choose its code by `jax.default_backend()` or by the kind of `jax.devices()[0]`, which are the CPU's in
-    a process without the device, but must be those of the device that the kernel is compiled for. So must the device of
-    an array that the kernel closes over. Calls from JAX's own code are unaffected, apart from the kernels that come
-    with it.
+    A kernel may choose its code by `jax.default_backend()` or by the kind of `jax.devices()[0]`. In a process without
+    the device, both describe the CPU. They must describe the device that the kernel is compiled for, and so must the
+    device of an array that the kernel closes over. Calls from JAX's own code are unaffected, apart from the kernels
+    that come with it.
 
     Private (`xla_bridge.get_backend`) because nearly all the public functions get their answer from it, however a
-    module has imported them. The calling frames tell which function was called, and by whose code. `ArrayImpl`, because
+    module has imported them. The calling frames show the function, and whose code called it. `ArrayImpl`, because
     the public `jax.Array` only declares its methods.
 
     Args:
         device: JAX's description of the device.
-        asked: called with the name of a function that returned the device, or how many there are, to code that may ask
-            the device what its description cannot answer. JAX, and the kernels that come with it, ask for its kind and
-            its number of cores alone.
+        asked: called with the name of each function that returned the device, or the number of devices, to code outside
+            of JAX. That code may ask the device for facts that its description lacks. JAX, and the kernels that come
+            with it, only ask for its kind and its number of cores.
     """
     from jax.extend import backend as extension
 
@@ -161,9 +161,9 @@ def _module(frame: types.FrameType) -> str:
 
 @contextlib.contextmanager
 def questions() -> Iterator[set[str]]:
-    """Yields a set that collects the names of JAX's functions that are asked about devices while the block runs.
+    """Yields a set that collects the names of JAX's functions that code asks about devices while the block runs.
 
-    Private because the public functions are those of a private module, by whose file they are known.
+    Private because the public functions belong to a private module, whose file identifies them.
     """
     asked: set[str] = set()
     before = sys.getprofile()
@@ -185,7 +185,7 @@ def questions() -> Iterator[set[str]]:
 def prepare_to_load(executable: bytes) -> None:
     """Initialises the LAPACK kernels of JAX if a program calls them.
 
-    Private because JAX initialises them only when it lowers a program: a program that was lowered elsewhere would jump
+    Private because JAX initialises them only when it lowers a program: a program lowered elsewhere would jump
     to address 0.
 
     Args:
@@ -215,7 +215,7 @@ class ExecutableParts:
         in_layouts: the memory layouts of its arguments.
         out_layouts: the memory layouts of its outputs.
         out_tree: the tree of its outputs; None if that has pytree classes, which only the function itself provides.
-        devices: the devices of this process to load it onto, in the program's order; none where it was compiled.
+        devices: the devices of this process to load it onto, in the program's order; empty where it was compiled.
     """
 
     program: bytes
@@ -243,7 +243,7 @@ class ExecutableParts:
             out_tree: the tree of its outputs.
 
         Raises:
-            ValueError: the trees are those of another program, or XLA cannot load this one.
+            ValueError: the trees belong to another program, or XLA cannot load this program.
         """
         if (in_tree.num_leaves, out_tree.num_leaves) != (len(self.all_in_avals), len(self.out_avals)):
             raise ValueError("the compiled program has another number of arguments or outputs than its function")
@@ -302,7 +302,7 @@ def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
     if extra := [name for name in more if getattr(found, name, None)]:
         raise ValueError(f"it has {', '.join(extra)}")
     if whole._params.const_args or whole._no_kwargs or any(item is not None for item in found.dispatch_in_layouts):
-        raise ValueError("it has constants among its arguments, takes no keyword arguments, or has layouts of its own")
+        raise ValueError("it has constants among its arguments, takes no keyword arguments, or has its own layouts")
     executable = found.xla_executable
     client = getattr(executable, "client", None)
     infos = jax.tree.leaves(compiled.args_info, is_leaf=lambda item: isinstance(item, jax.stages.ArgInfo))
@@ -324,17 +324,17 @@ def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
 
 
 def interface_of(compiled: Any) -> tuple[list[Any], list[Any], list[Any], bool]:
-    """Returns what a compiled program takes.
+    """Returns the interface of a compiled program.
 
     Private because the public `input_shardings` puts shardings into the user's pytree classes, which may refuse them,
-    and nothing public tells whether outputs are committed.
+    and nothing public shows whether outputs are committed.
 
     Returns:
         The types of all arguments; their shardings, None for an argument that the program does not use; its devices;
         and whether its outputs are committed to them.
 
     Raises:
-        ValueError: JAX does not say.
+        ValueError: JAX does not show the parts of this kind of program.
     """
     found = getattr(compiled._executable, "_unloaded_executable", None)
     if found is None:
@@ -384,7 +384,7 @@ _cache: _MemoryCache | None = None
 
 
 def _restore_compilation_cache() -> None:
-    """Restores JAX's cache after the last block, or in a fork, where a block that was open in another thread stays."""
+    """Restores JAX's cache after the last block, or in a fork, where another thread's open block would never end."""
     global _cache
     if _cache is not None:
         _cache.before.close()
@@ -404,15 +404,16 @@ def compilation_cache_in_memory(
     """Replaces JAX's persistent compilation cache by one in memory while the block runs.
 
     Private because JAX's public options can only name a directory: programs would have to be written to files, which
-    would stay behind when a worker is killed. Blocks in several threads may overlap; they share one cache, and the last
+    would stay behind when a worker dies. Blocks in several threads may overlap; they share one cache, and the last
     to end restores JAX's own.
 
     Args:
         programs: compiled programs by JAX's key, to start with.
-        find_modules: called once a key is not found; returns executables as serialised by XLA, by the name of the
-            module that JAX looks for, whatever its key. None for none.
-        named: the cache directory that JAX's options name meanwhile, as some versions make it part of the key; None
-            leaves the option unchanged. JAX reads and writes nothing there, and XLA only what it finds out on a GPU.
+        find_modules: called when a key is first not found; returns executables as serialised by XLA, by the name of
+            the module that JAX looks for, whatever its key. May be None.
+        named: the cache directory that JAX's options name within the block, as some versions make it part of the key;
+            None leaves the option unchanged. JAX reads and writes nothing there; XLA only its autotuning results on a
+            GPU.
 
     Yields:
         The cache, with attributes `programs` (by key) and `used` (the keys that were found).
@@ -440,7 +441,7 @@ def compilation_cache_in_memory(
 
 
 def shares_what_xla_finds() -> bool:
-    """Returns whether processes that compile with a GPU share what XLA finds out there if they share a cache directory.
+    """Returns whether processes that compile with a GPU share XLA's autotuning results if they share a cache directory.
 
     They do by JAX's default. Versions before 0.11 make the directory part of the key for a program.
     """
@@ -449,9 +450,9 @@ def shares_what_xla_finds() -> bool:
 
 
 def share_what_xla_finds(directory: str) -> None:
-    """Has XLA leave what it finds out on a GPU in a directory, and look for it there, whatever this process compiles.
+    """Makes XLA keep its autotuning results on a GPU in a directory, and look for them there at every compile.
 
-    JAX has this with its persistent compilation cache, in which it keeps no program here.
+    JAX offers this as part of its persistent compilation cache. The second option makes JAX keep no programs there.
     """
     jax.config.update(_CACHE_DIRECTORY, directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _LONGER_THAN_ANY_S)
@@ -491,7 +492,7 @@ def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
 
 
 def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-    """Returns the registration of `cls` as a pytree, or None if there is none.
+    """Returns the registration of `cls` as a pytree, or None.
 
     Private (`tree_util._registry`, and the closures of its functions) because JAX has no public way to read a
     registration back. A key function given to `register_pytree_node` is kept in C++ alone: for such a class the
@@ -501,7 +502,7 @@ def pytree_registration(cls: type) -> tuple[Callable[..., Any], tuple[Any, ...]]
         cls: any class.
 
     Returns:
-        JAX's function that registers such a class, and its arguments after the class, which can be pickled.
+        JAX's function that registers the class, and its arguments after the class, which can be pickled.
     """
     entry = tree_util._registry.get(cls)
     if entry is None:
@@ -519,8 +520,8 @@ def register_pytree(cls: type, registration: tuple[Callable[..., Any], tuple[Any
     """Registers `cls` as a pytree, unless it is registered already.
 
     Args:
-        cls: a class that was unpickled by value.
-        registration: what `pytree_registration` returned in the sending process.
+        cls: a class unpickled by value.
+        registration: the result of `pytree_registration` in the sending process.
     """
     if cls not in tree_util._registry:
         register, arguments = registration
@@ -528,11 +529,10 @@ def register_pytree(cls: type, registration: tuple[Callable[..., Any], tuple[Any
 
 
 def made_unregistered(make: Callable[[], type]) -> type:
-    """Makes a class that is no pytree, whatever it does when it is made; it may register other classes.
+    """Makes a class that is not a pytree, even if it registers itself while it is made; it may register other classes.
 
-    Private (`tree_util._all_registries`) because a class that registers itself while it is made, in its metaclass or
-    `__init_subclass__`, may use any of JAX's functions for this, and all of them use these registries, from which
-    nothing can be removed.
+    Private (`tree_util._all_registries`) because a class may register itself in its metaclass or `__init_subclass__`
+    with any of JAX's functions. All of them use these registries, and nothing can be removed from these.
 
     Args:
         make: makes the class.
@@ -545,7 +545,7 @@ def made_unregistered(make: Callable[[], type]) -> type:
     methods = ("register_node", "register_dataclass_node")
     stand_in = types.SimpleNamespace(**{method: noting(method) for method in methods})
     is_known = hasattr(tree_util, "_all_registries")
-    # Where another version of JAX has other registries, the registration stays.
+    # If another version of JAX has other registries, the registration stays.
     with _replaced(tree_util, _all_registries=(stand_in,)) if is_known else contextlib.nullcontext():
         cls = make()
     for method, nodetype, arguments in noted:

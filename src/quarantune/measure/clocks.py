@@ -1,4 +1,4 @@
-"""The clocks that time a run, the GPU's own where it can be read, else the wall clock."""
+"""Clocks that take samples of a run, and the clocks that use this machine's time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import jax
 from quarantune.host.waits import RunTime, Watch
 
 _SAMPLE_TARGET_S = 200e-6
-"""A wall-clock sample lasts at least this long: a thousand times the cost of reading the clock."""
+"""Least seconds of a wall-clock sample: a thousand times the cost of reading the clock."""
 _QUEUE_TARGET_S = 2e-3
-"""A queued sample lasts at least this long, so that launching the first run and waiting for the last do not count."""
+"""Least seconds of a queued sample, so that launching the first run and waiting for the last do not count."""
 _MAX_INNER = 1000
-"""Runs: the most within one sample."""
+"""Most runs within one sample."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Clock:
 
     Attributes:
         name: the name in `Trial.clock` and in `model.MARGINS`.
-        take: returns so many samples, in milliseconds.
+        take: takes a number of samples and returns them, in milliseconds.
     """
 
     name: str
@@ -37,11 +37,11 @@ class Clock:
 
 
 def wall_clock(run: Callable[[], object], prepare: Callable[[], None] | None, *, spins: bool = False) -> Clock:
-    """Returns a clock for the time from a call to the end of its work; short runs are repeated within a sample.
+    """Returns a clock for the time from a call to the end of its work; a sample repeats short runs.
 
     Args:
         run: runs once, to the end.
-        prepare: called, untimed, before every run, which is then a sample by itself; None where runs can follow one
+        prepare: called, untimed, before every run, so that each run is one sample; None if runs can follow one
             another.
         spins: whether threads may spin while others wait for a CPU.
     """

@@ -30,7 +30,7 @@ def device_clock(dispatch: Callable[[], object], flush: Flush | None) -> Clock:
     """
     run = _ProfiledRun(dispatch, None if flush is None else flush.dispatch)
     own = 0 if flush is None else flush.kernels
-    # The run that shows that there are kernels is a sample, too: profiling takes longer than most runs.
+    # The run that shows that there are kernels is also a sample: profiling takes longer than most runs.
     first = _kernels(run, 1)
     if len(first[0]) <= own:
         raise NoDeviceClockError("the profiler saw no kernel")
@@ -50,20 +50,20 @@ class Flush:
     def __init__(self, dispatch: Callable[[], object]) -> None:
         """Profiles one flush, which loads and attaches the profiler: half of a fresh worker's time.
 
-        Other threads may use the device meanwhile. The profiler then sees their kernels, too.
+        Other threads may use the device during this time. The profiler then also sees their kernels.
 
         Args:
             dispatch: queues the write and returns its output without waiting.
 
         Raises:
-            NoDeviceClockError: there is no profiler.
+            NoDeviceClockError: JAX has no profiler here.
         """
         self.dispatch = dispatch
         _kernels(_ProfiledRun(dispatch, None), 1)
 
     @functools.cached_property
     def kernels(self) -> int:
-        """How many kernels a flush launches; nothing else may run on the device when this is first asked."""
+        """How many kernels a flush launches; nothing else may run on the device when this is first read."""
         return len(_kernels(_ProfiledRun(self.dispatch, None), 1)[0])
 
     def detach(self) -> None:

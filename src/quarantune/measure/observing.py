@@ -1,4 +1,4 @@
-"""The interface of an observer, and the names of all."""
+"""The interface of an observer, and the names of all observers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Observer(Protocol):
         Args:
             dispatch: queues one run and returns its outputs without waiting; it may be called any number of times.
             ordinal: the number of the device in this process.
-            run_s: about the seconds that a run takes.
+            run_s: the approximate duration of a run, in seconds.
 
         Raises:
             RuntimeError: the observer could not measure.
@@ -45,6 +45,6 @@ class Observer(Protocol):
 
 
 def named(name: str) -> Observer:
-    """Returns an observer."""
+    """Returns the observer with a name."""
     found: Observer = importlib.import_module(f"{observers.__name__}.{name}")
     return found

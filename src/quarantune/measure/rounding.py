@@ -33,7 +33,7 @@ _LEAST_ROWS = 16
 CHUNK_ELEMENTS = 2**16
 """Number of elements that the host compares together: their temporaries of half a megabyte fit into a core's cache."""
 
-# Chosen on the programs of tests/check_corpus.py: honest ones stay below half of each bound, bugs exceed one of them.
+# Chosen on the programs of `tests/support/check_corpus.py`: honest ones stay below half of each bound, bugs exceed one.
 _MULTIPLE = 10.0
 """Multiple of an element's noise that rounding explains."""
 _FAR = 4.0

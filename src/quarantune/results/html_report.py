@@ -44,7 +44,7 @@ def render(results: Sequence[ResultData]) -> str:
         results: at least one problem.
 
     Raises:
-        ValueError: there is no problem.
+        ValueError: `results` is empty.
     """
     if not results:
         raise ValueError("there is no result to report on: give at least one")
@@ -66,7 +66,7 @@ def write(path: str | os.PathLike[str], results: Sequence[ResultData]) -> None:
     """Writes the report on some problems of one function into a file.
 
     Raises:
-        ValueError: there is no problem.
+        ValueError: `results` is empty.
         OSError: the file cannot be written; an earlier one is unchanged.
     """
     saved_files.write(path, render(results).encode())

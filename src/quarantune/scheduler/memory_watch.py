@@ -62,11 +62,11 @@ class MemoryWatch:
             worker.loaded(is_bare=reply.phase is Phase.LOAD)
 
     def over(self, now: float) -> list[tuple[Worker, WorkerVerdict]]:
-        """Returns the workers that hold too much, each with the verdict that it deserves.
+        """Returns the workers that hold too much, each with its verdict.
 
-        Workers that are active are looked at each time. Looking for their descendants and at the machine's free memory
-        costs a hundred times more, so it is done less often, and as soon as memory is being taken fast. Workers that
-        wait are looked at as they begin to, and then seldom: many may wait, and nothing runs in them.
+        This measures active workers each time. Looking for their descendants and at the machine's free memory costs a
+        hundred times more, so it happens less often, and as soon as workers take memory fast. Waiting workers are
+        measured when they begin to wait, and then seldom: many may wait, and nothing runs in them.
 
         Args:
             now: the time in seconds.
@@ -78,7 +78,7 @@ class MemoryWatch:
         is_fast = self._look(watched, now)
         over = [(worker, self._verdict(worker)) for worker in watched if worker.used_bytes > self._limit_bytes(worker)]
         if over or any(worker.verdict and worker.verdict.outcome is Outcome.OOM for worker in self._workers):
-            return over  # those that are dying have yet to return their memory
+            return over  # dying workers have yet to return their memory
         if not is_fast and now < self._next_free_look:
             return []
         self._next_free_look = now + _FREE_LOOK_S
@@ -91,7 +91,7 @@ class MemoryWatch:
         """Checks that the limit is not less than a worker holds before a config begins in it.
 
         Raises:
-            ValueError: it is, and the user has set it.
+            ValueError: the limit is less, and the user has set it.
         """
         self._plan.memory.check(self._bare_bytes)
 
@@ -102,7 +102,7 @@ class MemoryWatch:
         return max(watched, key=lambda worker: worker.used_bytes, default=None)
 
     def larger_than(self, dead: Worker) -> Worker | None:
-        """Returns a worker that holds much more than one that has died did; None where there is none.
+        """Returns a worker that holds much more than a dead worker did, or None.
 
         The kernel does not see which process holds memory that is shared and not mapped, and kills another.
         """
@@ -149,7 +149,7 @@ class MemoryWatch:
             worker.weigh(used_bytes)
 
     def _foreign_files(self) -> set[machine.FileId]:
-        """Returns the files in memory that no worker answers for."""
+        """Returns the files in memory that count toward no worker."""
         return {*map(machine.file_id, self._reference.fds)} | self._workforce.common_files()
 
     def _limit_bytes(self, worker: Worker) -> int:

@@ -153,7 +153,7 @@ class SharedMemoryLimits(MemoryLimits):
         return max(self.worker_bytes, int(MEMORY_SHARE * available_bytes))
 
     def bare_bytes(self, limit_bytes: int) -> int:
-        """Returns the same limit as for others."""
+        """Returns the limit unchanged."""
         return limit_bytes
 
     def check(self, bare_bytes: int) -> None:

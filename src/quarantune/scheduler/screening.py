@@ -1,7 +1,7 @@
 """Ranks configs by a cheap compile, and compiles fully those that may win: branch and bound on cheap times.
 
 XLA tries many kernels on the device while it compiles a product of matrices, and spends most of that time on programs
-that lose. Programs compiled without such trials rank nearly the same. The sweep measures how nearly: its ratios of full
+that lose. Programs compiled without trials rank nearly the same. The sweep measures how nearly: its ratios of full
 to cheap time give the bound.
 """
 

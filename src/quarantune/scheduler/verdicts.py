@@ -1,4 +1,4 @@
-"""Verdicts on workers: from a missed deadline, memory, an exit status, and replies that may be forged."""
+"""Verdicts on workers whose deadline passed, whose program is too large, or whose task raised."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quarantune.scheduler.workers import Job, Worker, WorkerVerdict
 from quarantune.values.trial import NO_FIGURES, Outcome, Phase
 
 _UNTOLD = "Pass pipeline failed"
-"""All that Mosaic's message may say; its diagnostic is in the log."""
+"""The end of a message from Mosaic whose diagnostic is only in the log."""
 _DIAGNOSTIC = re.compile(r"\berror: (\S.*)")
 
 
@@ -26,7 +26,7 @@ def overdue(worker: Worker, plan: Plan) -> WorkerVerdict:
 
 
 def too_large(job: Job, plan: Plan) -> WorkerVerdict | None:
-    """Returns the verdict on a config whose program needs more device memory than it may; None where it does not."""
+    """Returns the verdict on a config whose program needs more device memory than it may; None if it does not."""
     needed, most = (job.figures or NO_FIGURES).device_bytes, plan.memory.device_bytes
     if needed is None or most is None or needed <= most:
         return None
@@ -43,6 +43,6 @@ def raised(reply: Failed) -> WorkerVerdict:
 
 
 def with_diagnostic(message: str, log: str) -> str:
-    """Returns a compiler's message, with the diagnostic from the log where it says only that something failed."""
+    """Returns a compiler's message, with the diagnostic from the log if it says only that something failed."""
     found = _DIAGNOSTIC.search(log) if message.endswith(_UNTOLD) else None
     return f"{message}: {found[1]}" if found else message

@@ -72,10 +72,7 @@ class InWorkers:
         problem, options = self._problem, self._request.options
         if options.is_by_time:
             return []
-        from quarantune.measure import (
-            objective,  # few sweeps need them
-            observing,
-        )
+        from quarantune.measure import objective, observing  # few sweeps need them
 
         names = objective.needed_observers(options.objective, dict(possible[0]) if possible else {})
         jit = jax_functions.jit_options(problem.fn) if jax_functions.is_jitted(problem.fn) else None

@@ -175,7 +175,9 @@ class Routes:
             The configs that have yet to run. If a config had no rank, these are all configs, including those that the
             source has added.
         """
-        route = choosing.cheaply(self._given, count=len(configs), is_closed=source.is_closed) if configs else None
+        if not configs:
+            return configs
+        route = choosing.cheaply(self._given, self._unfit(), count=len(configs), is_closed=source.is_closed)
         if route is None:
             return configs
         cheap = CheapTrials(configs, self._finish, self._request.ledger.enter)

@@ -428,7 +428,7 @@ def objects_of(slot: Slot) -> Mapping[str, Any]:
             space = BoundCall(function, *arguments).configs
             space.whole()
             found = {**found, **originals(space.examples())}
-        except Exception as error:  # a user's function may raise anything for such arguments
+        except Exception as error:  # a user's function may raise anything for these arguments
             _logger.debug("%s: the objects in its configs are not known: %r", slot.name, error)
     return found
 

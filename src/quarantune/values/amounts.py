@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quarantune.values.texts import shown
-
-if TYPE_CHECKING:
-    pass
-
 
 LONGEST_S = 1e9
 """The longest accepted time in seconds: thirty years."""
@@ -24,7 +20,7 @@ def parse_memory(value: int | str, *, least: int = _LEAST_MEMORY) -> int:
     Args:
         value: a whole number of bytes, or a number with a unit: `"8GB"` is 8e9, `"8GiB"` is 8 * 2**30; the
             `B` may be left out, and case does not matter.
-        least: the least amount; else that without which no process starts.
+        least: the least amount; by default, the amount below which no process starts.
 
     Raises:
         ValueError: the value is not an amount of memory, or too little.
@@ -34,7 +30,7 @@ def parse_memory(value: int | str, *, least: int = _LEAST_MEMORY) -> int:
     amount = float(match[1]) * _UNITS[match[2] or ""] if match and not isinstance(value, bool) else 0
     if not 1 <= amount < 2**63:
         raise ValueError(
-            f"{shown(value)} is no amount of memory: give bytes, or a number with a unit, as in '8GB' or '512MiB'"
+            f"{shown(value)} is not an amount of memory: give bytes, or a number with a unit, as in '8GB' or '512MiB'"
         )
     if amount < least:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Blocks of code with settings of their own, and the settings in effect."""
+"""The settings in effect, and blocks of code that change them."""
 
 from __future__ import annotations
 
@@ -58,19 +58,27 @@ class settings:
 
     Attributes:
         values: the parsed overrides by name.
-        tuned: what was tuned in the block because its `always_tune` demands it, once each.
+        tuned: the calls that the block's `always_tune` need not tune again.
 
     Args:
         **overrides: the settings by the names of their variables, in lower case and without the prefix; as Python
             values, or as the strings that the variables would hold; None for the default.
 
     Raises:
-        TypeError: there is no such option.
-        ValueError: an option does not accept its value.
+        TypeError: a keyword names an unknown setting.
+        ValueError: a setting does not accept its value.
 
     Example:
-        >>> with settings(timeout=5, on_miss="default"):  # doctest: +SKIP
-        ...     y = kernel(x)
+        >>> import jax, quarantune
+        >>> @quarantune.autotune({"n": [1, 2]}, name="untuned")
+        ... @jax.jit(static_argnames=["n"])
+        ... def add(x, n: int = 1):
+        ...     return x + 1
+        >>> import warnings
+        >>> with warnings.catch_warnings(), settings(timeout=5, on_miss="default"):
+        ...     warnings.simplefilter("ignore")  # it says that the call runs with the function's defaults
+        ...     print(add(1.0))
+        2.0
     """
 
     def __init__(self, **overrides: Unpack[SettingKeywords]) -> None:
@@ -90,11 +98,11 @@ class settings:
 
 
 def left(entered: tuple[_T, ...], scope: _T) -> tuple[_T, ...]:
-    """Returns the scopes that were entered, outermost first, without one of them where it was entered last."""
+    """Returns the entered scopes, outermost first, without the last entry of one of them."""
     for place in reversed(range(len(entered))):
         if entered[place] is scope:
             return entered[:place] + entered[place + 1 :]
-    return entered  # a task of asyncio leaves what another one has entered
+    return entered  # a task of asyncio leaves a block that another task entered
 
 
 _blocks: contextvars.ContextVar[tuple[settings, ...]] = contextvars.ContextVar("_blocks", default=())
@@ -125,7 +133,7 @@ def current() -> Settings:
 
 
 def block_of(name: str) -> settings | None:
-    """Returns the innermost `settings` block of this thread that sets an option; None where none does."""
+    """Returns the innermost `settings` block of this thread that sets an option; None if none does."""
     return next((block for block in reversed(_blocks.get()) if name in block.values), None)
 
 

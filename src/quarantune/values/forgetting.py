@@ -1,26 +1,22 @@
-"""Choices that calls keep in memory, and what makes the calls forget them."""
+"""Makes calls forget the choices that they keep in memory."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    pass
-
+from typing import Any, TypeAlias
 
 Which: TypeAlias = Callable[[str, str, str], bool]
-"""Whether the result for a function's name, a kind of device and a key is meant."""
+"""Takes a function's name, a kind of device and a key; returns whether their result is meant."""
 _forgetting: weakref.WeakKeyDictionary[Any, Callable[[Any, Which | None], None]] = weakref.WeakKeyDictionary()
 """The functions of the registered methods, by their objects."""
 
 
 def on_forgetting(forget: Any) -> None:
-    """Registers a method, for as long as its object exists, that forgets choices for calls which it keeps in memory.
+    """Registers a method that forgets the choices its object keeps in memory, for as long as the object exists.
 
     Args:
-        forget: as `forget_choices`.
+        forget: the method; takes the argument of `forget_choices`.
     """
     _forgetting[forget.__self__] = forget.__func__
 
@@ -29,7 +25,7 @@ def forget_choices(of: Which | None = None) -> None:
     """Makes all calls ask for their choices again.
 
     Args:
-        of: accepts the results to forget too, because files have changed; None for none.
+        of: accepts results to forget as well, because files have changed; None accepts none.
     """
     for keeper, forget in list(_forgetting.items()):
         forget(keeper, of)

@@ -1,6 +1,6 @@
-"""The options that a function's author gives."""
+"""The options of a function's author, and the rules for their values."""
 
-# ruff: noqa: RUF009 - `_option` and `_setting` make fields
+# ruff: noqa: RUF009 - `_option` makes fields
 from __future__ import annotations
 
 import dataclasses
@@ -10,16 +10,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
+from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 from quarantune.values.codec import is_number, is_whole
 from quarantune.values.configs import Config
 from quarantune.values.texts import check_options, did_you_mean, shown
 from quarantune.values.trial import ENERGY, TIME, Trial
-
-if TYPE_CHECKING:
-    pass
-from quarantune.values.amounts import LONGEST_S, parse_memory, unwrapped
 
 DEFAULTS = "defaults"
 """The `ref_fn` that stands for the function with its own defaults."""
@@ -36,11 +33,11 @@ OPTUNA = "optuna:"
 SEARCHES = (AUTO, EXHAUSTIVE, RANDOM, SURROGATE)
 
 AUTO_EXHAUSTIVE_MOST = 300
-"""With `auto`, up to so many configs are all tried."""
+"""Size of the largest space that `auto` tries in full."""
 AUTO_MAX_TRIALS = 400
-"""The number of trials of `auto` in a larger space."""
+"""Most trials of `auto` in a larger space."""
 LEAST_GAIN = 0.005
-"""A new best counts as a gain if it is faster by this share."""
+"""Share by which a new best must be faster to count as a gain."""
 _TABLE = re.compile(r"(?P<package>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<directory>[\w-][\w.-]*(/[\w-][\w.-]*)*)")
 
 
@@ -61,13 +58,13 @@ class Tolerance:
 
 @runtime_checkable
 class Search(Protocol):
-    """Decides which configs are tried, and their order; it knows nothing of how they are run."""
+    """Decides which configs are tried, and their order; it knows nothing of how they run."""
 
     def ask(self, n: int) -> list[Config]:
         """Returns up to `n` configs to try next.
 
-        Fewer than `n`, or none, means to wait for the trials of configs that were returned earlier; where all of them
-        were told already, it means that the search has ended.
+        Fewer than `n`, or none, means to wait for the trials of configs that it returned earlier. If `tell` has
+        received them all, it means that the search has ended.
 
         Args:
             n: the most configs to return.
@@ -75,11 +72,11 @@ class Search(Protocol):
         ...
 
     def tell(self, config: Config, trial: Trial) -> None:
-        """Takes note of a trial, of a config that `ask` returned or of any other one of the space.
+        """Takes note of the trial of a config, whether `ask` returned it or not.
 
         Args:
             config: the config.
-            trial: its outcome, with its time where it has one.
+            trial: its outcome, with its time if it has one.
         """
         ...
 
@@ -91,13 +88,13 @@ def check_search(search: Any) -> None:
         search: a name, or an object with the methods of `Search`.
 
     Raises:
-        TypeError: it is neither a string nor such an object.
+        TypeError: `search` is neither a string nor an object with these methods.
         ValueError: no search has this name.
     """
     if not isinstance(search, str):
         if isinstance(search, type) or not all(callable(getattr(search, name, None)) for name in ("ask", "tell")):
             raise TypeError(
-                f"search={shown(search)} is no search: give {_choices()}, or an object with the methods "
+                f"search={shown(search)} is not a search: give {_choices()}, or an object with the methods "
                 "ask(n) -> list[Config] and tell(config, trial)"
             )
     elif search not in SEARCHES and not (search.startswith(OPTUNA) and len(search) > len(OPTUNA)):
@@ -112,13 +109,13 @@ def _choices() -> str:
 
 
 def table_directory(name: object) -> Path:
-    """Returns the directory of a table, whether or not it exists; the package is found, and not imported.
+    """Returns the directory of a table, whether or not it exists; finds the package without importing it.
 
     Args:
-        name: `package:directory`, as in `mykernels:tables`; the directory is relative to that of the package.
+        name: `package:directory`, for example `mykernels:tables`; the directory is relative to the package's.
 
     Raises:
-        TypeError: the name is no text.
+        TypeError: the name is not a string.
         ValueError: it does not have that form, or the package is not installed.
     """
     if not isinstance(name, str):
@@ -135,7 +132,7 @@ def table_directory(name: object) -> Path:
     except ValueError:  # a module without a specification, such as `__main__`
         found = None
     if found is None or not found.submodule_search_locations:
-        reason = "no package of that name is installed" if found is None else f"{top!r} is a module and no package"
+        reason = "no package of that name is installed" if found is None else f"{top!r} is a module, not a package"
         raise ValueError(f"tables={name!r} is not valid: {reason}; give a package that can be imported")
     places = [Path(root, *inner, match["directory"]) for root in found.submodule_search_locations]
     return next((place for place in places if place.is_dir()), places[0])
@@ -188,40 +185,41 @@ class Options:
         max_device_memory: the most device memory that the program of a config may take for its arguments, output and
             intermediate arrays, by the compiler's figures, in bytes or as "2GB". A config over it does not run
             (`device_oom`), and neither do the defaults.
-        objective: what the winner has least of: `time`; `energy`, that an NVIDIA GPU takes for a call, which needs the
+        objective: the quantity to minimise: `time`; `energy`, which an NVIDIA GPU takes for a call and which needs the
             extra `quarantune[energy]`; or a function that takes a `Trial` and returns a number, such as
-            `lambda t: t.time_ms * t.energy_mj`. Its units are those of the trial's fields, as milliseconds and
-            millijoules. A config for which it raises, or returns no finite number, ends as an `error`. Energy is
-            measured if it makes no number of a trial without: it is tried with a made-up one before the sweep.
-        supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
+            `lambda t: t.time_ms * t.energy_mj`, with the units of the trial's fields (milliseconds, millijoules). If
+            the function raises for a config, or returns no finite number, the config ends as an `error`. Energy is
+            measured if the function, tried before the sweep, returns no number for a made-up trial without energy.
+        supply: how to make arguments if a call has no concrete ones: `auto`, `integer`, `uniform`, `normal`,
             `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as `jax.ShapeDtypeStruct`,
             and returns them with arrays.
         ref_fn: takes the function's arguments without the tunables; the output of every config must agree with its
             output. With `"defaults"` they must agree with the output of the function's own defaults; with None they
             may differ.
-        check_fn: `(output, expected_or_None, *args) -> bool or None`; a config is wrong where it returns False or
+        check_fn: `(output, expected_or_None, *args) -> bool or None`; a config is wrong if it returns False or
             raises, whatever other checks say. Unless `ref_fn` is a function, nothing else is compared, and the expected
             output is None.
-        rtol: allowed difference of an element, relative to the expected one. Where this and the two below are all
-            None, outputs may differ by as much as rounding explains, which is measured; else None is 1e-2.
-        atol: allowed difference of an element, in addition to `rtol`; None as above.
-        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances; None as above, or 0.01.
-        check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
-        time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
+        rtol: allowed difference of an element, relative to the expected one. If this and the two below are all None,
+            outputs may differ by as much as rounding explains, which is measured. If only some are None, each of these
+            is 1e-2.
+        atol: allowed difference of an element, in addition to `rtol`; for None see `rtol`.
+        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances; for None see `rtol`.
+        check_grad: whether gradients must also agree with the gradients of `ref_fn` or of the defaults.
+        time_grad: whether to compile, check and time a config together with its gradient with respect to the
             floating arguments, so that the winner suits training.
-        fidelity: `auto` ranks configs whose products XLA tunes on an NVIDIA GPU by a cheap compile first, and compiles
-            only those fully that may win; `full` compiles, and times, all of them.
-        search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` until its model
+        fidelity: `auto` ranks configs whose products XLA tunes on an NVIDIA GPU by a cheap compile first, and fully
+            compiles only configs that may win; `full` compiles, and times, all of them.
+        search: which configs to try: `auto` (all of up to 300 configs, else `surrogate` until its model
             expects no gain, for at most 400 trials), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an
             object with the methods of `Search`, which serves one problem.
-        max_trials: at most this many configs are tried, those of an interrupted sweep included.
-        time_budget: seconds after which no further config is tried.
+        max_trials: the most configs to try, including an interrupted sweep's.
+        time_budget: seconds after which the search tries no further config.
         patience: the search ends after this many trials without a gain of 0.5%; errors while a config is traced or
             compiled do not count.
         seed: the same seed and the same trials give the same search.
         devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
             effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
-        tables: `package:directory`, results that a package ships; they are looked up after the user's cache.
+        tables: `package:directory`, results that a package ships; the user's cache comes first.
     """
 
     name: str | None = _option(None, lambda name: isinstance(name, str) and bool(name.strip()), _NAME)
@@ -269,7 +267,7 @@ class Options:
 
     @property
     def tolerance(self) -> Tolerance | None:
-        """How far outputs may differ; None for as far as rounding explains."""
+        """How far outputs may differ; None means as far as rounding explains."""
         given = {name: value for name in _TOLERANCES if (value := getattr(self, name)) is not None}
         return Tolerance(**given) if given else None
 
@@ -285,17 +283,17 @@ class Options:
 
     @property
     def compares_outputs(self) -> bool:
-        """Whether the outputs of configs are compared with that of the defaults, or with each other."""
+        """Whether the sweep compares the outputs of configs with the output of the defaults, or with each other."""
         return isinstance(self.ref_fn, str) and self.check_fn is None
 
     @property
     def calibrates(self) -> bool:
-        """Whether the defaults run for their noise alone, as `ref_fn` says what is right."""
+        """Whether the defaults run only to measure their noise, because `ref_fn` gives the right output."""
         return callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
 
     @property
     def judges_outputs(self) -> bool:
-        """Whether anything decides which outputs are right, so that whatever agrees may take the place of the rest."""
+        """Whether `ref_fn` or `check_fn` decides which outputs are right. Only then may the defaults win."""
         return self.ref_fn is not None or self.check_fn is not None
 
     def deciding(self) -> Mapping[str, Any]:
@@ -303,7 +301,7 @@ class Options:
         judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
         names = ("prune_fn", "objective", "supply", *judging, "devices_per_trial", "device_memory_bytes")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        # A callable is never compared, as its class may say anything of equality.
+        # A callable is never compared: its class may define equality in any way.
         return {name: value for name in names if callable(value := getattr(self, name)) or value != defaults.get(name)}
 
 
@@ -351,7 +349,7 @@ def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
         options: the options by name.
 
     Raises:
-        TypeError: there is no such option.
+        TypeError: `options` has the name of an unknown option.
         ValueError: an option does not accept its value.
     """
     check_options(caller, options, [field.name for field in dataclasses.fields(Options)])

@@ -1,6 +1,6 @@
-"""The options of a function's author, and the settings of an operator that override them."""
+"""The settings of an operator, which override the options of a function's author, and the rules for their values."""
 
-# ruff: noqa: RUF009 - `_option` and `_setting` make fields
+# ruff: noqa: RUF009 - `_setting` makes fields
 from __future__ import annotations
 
 import dataclasses
@@ -103,7 +103,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _paths(value: Any) -> tuple[Path, ...]:
-    if isinstance(value, str) and "://" in value:  # the colon of a URL separates no directories
+    if isinstance(value, str) and "://" in value:  # the colon of a URL does not separate directories
         raise ValueError
     items: Iterable[Any] = (
         value.split(os.pathsep) if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
@@ -120,7 +120,7 @@ def _setting(parse: Callable[[Any], Any], accepts: str, default: Any = None, *, 
     Args:
         parse: turns a string or a Python value into the field's value; raises ValueError or TypeError.
         accepts: the values that `parse` accepts, for the error message.
-        default: the value where nothing is set.
+        default: the value if nothing is set.
         unset: the word for the default.
     """
     accepts += f", or '{unset}'" if unset else ""
@@ -142,9 +142,9 @@ class Settings:
 
     Attributes:
         cache_dir: the directory of the results.
-        cache_path: directories that are asked after `cache_dir`, in order, and never written.
+        cache_path: directories to read after `cache_dir`, in order; they are never written.
         disable_cache: whether the cache on disk is neither read nor written.
-        always_tune: whether cached calls are tuned too, once per process and key.
+        always_tune: whether to tune cached calls also, once per process and key.
         on_miss: `tune`, `default`, `nearest` or `error`.
         version_check: whether an entry that was made under other versions is a miss.
         cpu_utilization: the share of the available cores that may compile.
@@ -153,18 +153,18 @@ class Settings:
         compile_timeout: seconds for compiling one config.
         timeout: seconds for checking and measuring one config.
         memory_limit: bytes of host memory for one worker and its children.
-        search: which configs are tried, as the option of that name.
-        max_trials: at most this many configs are tried.
-        time_budget: seconds after which no further config is tried.
-        devices: the indices or UUIDs of the devices that may be used; None means all.
+        search: which configs to try; see `Options`.
+        max_trials: the most configs to try.
+        time_budget: seconds after which the search tries no further config.
+        devices: the indices or UUIDs of the devices to use; None means all.
         configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
         start_method: `fork` or `spawn`; None means fork where that is safe.
         isolation: `process`, `compile` or `none`: which steps of a trial run in workers; `auto` chooses by platform.
         agree: whether the ranks of one `jax.distributed` program use one config.
-        progress: False shows no progress and no last line; None shows both, but without a terminal, a notebook or the
-            variable `CI` only the last line; True writes a line every 10 s there, too.
-        record: the directory where calls without a saved result are written down, or the function of a `recording`
-            block that is called for each; a miss is not tuned then.
+        progress: False shows neither progress nor the last line. None shows both, but only the last line without a
+            terminal, a notebook or the variable `CI`. True also writes a line every 10 s there.
+        record: the directory to record calls without a saved result in, or the function of a `recording` block
+            to call for each. A miss is not tuned then.
         log_dir: the directory where the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
         executor: the engine whose machines run sweeps; None for this machine. No variable can set it.
@@ -218,5 +218,5 @@ def parse_setting(name: str, label: str, value: Any) -> Any:
         return field.default_factory() if callable(field.default_factory) else field.default
     try:
         return field.metadata["parse"](unwrapped(value))
-    except (ValueError, TypeError, OverflowError, RuntimeError):  # the last where `~` names no user
+    except (ValueError, TypeError, OverflowError, RuntimeError):  # the last if `~` names no user
         raise ValueError(f"{label}={shown(value)} is not valid: it must be {field.metadata['accepts']}.") from None

@@ -42,7 +42,7 @@ def grid(**lists: Iterable[Any]) -> list[Config]:
 
     Raises:
         TypeError: an argument is not a list of config values.
-        ValueError: there are no names, or a name has no values.
+        ValueError: `lists` is empty, or a tunable has no values.
 
     Example:
         >>> grid(BM=[16, 32], fast=[True])

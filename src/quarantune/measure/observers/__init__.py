@@ -1,4 +1,5 @@
-"""Observers of a run measure figures other than its time, in a worker: once a config was timed, and in the final.
+"""Observers of a run measure figures other than its time, in a worker: after timing a config, and in the final.
 
-An observer is one file here, and one line in `OBSERVERS`. `measure/objective.py` decides which of them a sweep needs.
+An observer is one file here, and one name in `OBSERVERS` of `measure/observing.py`. `measure/objective.py` decides
+which observers a sweep needs.
 """

@@ -49,17 +49,19 @@ def without_device(given: Conditions, unfit: Collection[Route], *, is_closed: bo
     return None
 
 
-def cheaply(given: Conditions, *, count: int, is_closed: bool) -> TrialRoute | None:
+def cheaply(given: Conditions, unfit: Collection[Route], *, count: int, is_closed: bool) -> TrialRoute | None:
     """Returns the route that ranks configs whose products XLA would tune on the device; None if that cannot pay.
 
     Args:
         given: the conditions.
+        unfit: the routes that no config of the function could take in an earlier sweep of this process.
         count: how many configs there are.
         is_closed: whether no search adds configs.
     """
     is_apart = given.mode is Mode.IN_WORKERS and given.platform == "cuda" and given.target is not None
     is_worth = count >= _FEWEST_RANKED or not is_closed
-    can_rank = given.ranks and is_apart and given.can_hand_over and is_worth
+    can_leave = given.can_hand_over and Route.HANDED_OVER not in unfit
+    can_rank = given.ranks and is_apart and can_leave and is_worth
     return Cheaply.of(given, is_closed=is_closed) if can_rank else None
 
 

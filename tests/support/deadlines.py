@@ -1,0 +1,11 @@
+"""Deadlines for configs that hang, as short as a busy machine allows."""
+
+from __future__ import annotations
+
+from aftermath import eventually, left_of, nothing_is_left, quiet_place, running_templates  # noqa: F401
+from helpers import deadline_s
+
+
+def haste() -> dict[str, float]:
+    """Returns what a hanging config gets; a busy machine may take several times as long as usual for the others."""
+    return dict.fromkeys(("timeout", "compile_timeout"), deadline_s(1.5))
