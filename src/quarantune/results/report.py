@@ -24,6 +24,7 @@ from quarantune.values.texts import cut, printable, shown
 from quarantune.values.trial import (
     ENERGY,
     NO_FIGURES,
+    SAME_PROGRAM,
     TIME,
     Outcome,
     Trial,
@@ -178,17 +179,23 @@ def beside_time(trials: Sequence[Trial]) -> dict[str, tuple[str, str, list[float
 def _alike(trials: Iterable[Trial]) -> list[list[Trial]]:
     """Groups the trials that have a reason by it; messages that differ only in numbers are one reason."""
     groups: dict[tuple[object, ...], list[Trial]] = {}
+    trials = list(trials)
+    # A reason that configs share because their program is the same is told once, without the name of the other config.
+    own = {_reason(trial) for trial in trials if not trial.message.startswith(SAME_PROGRAM)} - {""}
     for trial in trials:
         if (message := _reason(trial)) and (trial.outcome is not Outcome.SLOW or trial.is_ruled_out):
+            if message.startswith(SAME_PROGRAM):
+                message = next((reason for reason in own if message.endswith(f": {reason}")), message)
             groups.setdefault((trial.outcome, trial.phase, _NUMBER.sub("#", message)), []).append(trial)
-    return list(groups.values())
+    return [sorted(group, key=lambda trial: trial.message.startswith(SAME_PROGRAM)) for group in groups.values()]
 
 
 def _note(number: int, alike: Sequence[Trial]) -> str:
     """Returns the note on trials with the same reason."""
     one = alike[0]
     how_many = f", {len(alike)} configs" if len(alike) > 1 else ""
-    first = f", for {format_config(one.config)}" if len(set(map(_reason, alike))) > 1 else ""
+    reasons = {_reason(trial) for trial in alike if not trial.message.startswith(SAME_PROGRAM)}
+    first = f", for {format_config(one.config)}" if len(reasons) > 1 else ""
     text = cut(_reason(one), _MOST_REASON_CHARS)
     return f"[{number}] {_ending(one)}{how_many}{first}: {text}{_place(one)}"
 

@@ -34,6 +34,8 @@ END, READY = "end", "ready"
 _LARGEST_NUMBER = 2**63
 ESTIMATED = "estimated"
 """Value of `Searched.stopped` if nothing was measured and a compiler estimated the configs."""
+SAME_PROGRAM = "the same program as "
+"""Begins the message of a config that lowered to another config's program, which ran for both."""
 _LONGEST_TEXT = 40
 _MOST_OBSERVED = 16
 SCORES = ("score", "default_score", "energy_mj")

@@ -74,6 +74,15 @@ def test_reasons_are_whole_below_the_table_and_cover_many_configs() -> None:
         assert "because another" not in table
 
 
+def test_a_reason_is_told_once_for_all_configs_of_one_program() -> None:
+    dump = "INTERNAL: " + "a long dump of the compiler " * 9
+    shared = [trial(n, "error", message=f"the same program as n=8: {dump}") for n in (5, 6)]
+    table = table_of([*shared, trial(8, "error", message=dump), trial(1, time_ms=2.0)], width=10**4, best_config={"n": 1})
+    assert table.count(dump.strip()) == 1
+    assert f"[1] error (compile), 3 configs: {dump.strip()}" in table
+    assert table.count("error [1]") == 3
+
+
 @pytest.mark.parametrize(
     ("best", "tie", "default", "expected"),
     [
