@@ -187,7 +187,9 @@ def _check_table(result: TuningResult) -> None:
 
 def _is_in(config: Config, words: set[str]) -> bool:
     """Returns whether the words of a row are the values of a config."""
-    return all({*format_value(value).split()} <= words or {*text_of(value).split()} <= words for value in config.values())
+    return all(
+        {*format_value(value).split()} <= words or {*text_of(value).split()} <= words for value in config.values()
+    )
 
 
 def _is_best(trial: Trial, result: PlainResult) -> bool:
@@ -363,7 +365,9 @@ def _tied_score(result: PlainResult, best: Trial, named: str, _: str, score: str
     _near(score, best.score)
 
 
-_BESIDE = r"(?:; (.*), stopped early, takes at least ([\d.]+)% longer|; (.*) was stopped early, before its time was known)?"
+_BESIDE = (
+    r"(?:; (.*), stopped early, takes at least ([\d.]+)% longer|; (.*) was stopped early, before its time was known)?"
+)
 _REASONS: dict[str, Callable[..., None]] = {
     r"has the least total time over the calls below": lambda result, best: _is_by(result, "total"),
     r"is never far behind the best for any of the calls below": lambda result, best: _is_by(result, "worst"),
@@ -510,7 +514,9 @@ def _check_gain(text: str, result: PlainResult) -> None:
 def _check_effects(problem: Any, trials: Sequence[Trial]) -> None:
     rng = random.Random(len(trials))
     timed = [(at, trial) for at, trial in enumerate(trials) if _least(trial) is not None]
-    for tunable, effect, values in zip(problem["tunables"], problem["effects"], problem["trials"]["config"], strict=True):
+    for tunable, effect, values in zip(
+        problem["tunables"], problem["effects"], problem["trials"]["config"], strict=True
+    ):
         least, most = effect["factor"][0], math.inf if effect["factor"][1] is None else effect["factor"][1]
         assert len(effect["best"]) == len(tunable["values"])
         for _ in range(_COMPLETIONS if timed else 0):
@@ -539,7 +545,13 @@ def _check_effect_text(text: str, least: float, most: float) -> None:
     if exact := re.fullmatch(r"([\d.e+]+)x as long", text):
         _near(exact[1], least, 2)
         assert math.isclose(least, most)
-    assert low or high or exact or (most < 1.0501 and text == "hardly matters") or (most == math.inf and text == "not known")
+    assert (
+        low
+        or high
+        or exact
+        or (most < 1.0501 and text == "hardly matters")
+        or (most == math.inf and text == "not known")
+    )
 
 
 def _check_best_so_far(places: Sequence[int], trials: Sequence[Trial]) -> None:
@@ -558,7 +570,10 @@ def _check_front(front: Sequence[Trial], trials: Sequence[Trial]) -> None:
     sized = [trial for trial in trials if trial.time_ms is not None and trial.device_memory_bytes is not None]
 
     def beats(other: Trial, trial: Trial) -> bool:
-        mine, theirs = (_least(trial) or 0.0, trial.device_memory_bytes or 0), (_most(other), other.device_memory_bytes or 0)
+        mine, theirs = (
+            (_least(trial) or 0.0, trial.device_memory_bytes or 0),
+            (_most(other), other.device_memory_bytes or 0),
+        )
         return theirs[0] <= mine[0] and theirs[1] <= mine[1] and theirs != mine
 
     assert not [trial for trial in front if any(beats(other, trial) for other in sized)]

@@ -359,7 +359,9 @@ def why_best(trials: Sequence[Trial], result: PlainResult) -> str:
         return f"{fastest}; the next, {other}, takes {longer} longer{_beside(best, unsettled)}"
     lower = "time" if what == TIME else what
     if not result.finalists and not result.from_cache:
-        return f"had the fastest run; {other} has the lower median" if what == TIME and _ran_fastest(best, trials) else ""
+        return (
+            f"had the fastest run; {other} has the lower median" if what == TIME and _ran_fastest(best, trials) else ""
+        )
     when = "with cold caches" if result.is_finalist(following) and best.clock == "device" else "before it"
     return f"won the final, in which the fastest are timed in turn; the lower {lower} of {other} was taken {when}"
 

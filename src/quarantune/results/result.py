@@ -29,7 +29,16 @@ from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultEr
 from quarantune.transport import pickling
 from quarantune.transport.executable import from_pickle
 from quarantune.values import blocks
-from quarantune.values.codec import IN_MEMORY, DamageError, JsonObject, as_json, decode_json, originals, restore, text_of
+from quarantune.values.codec import (
+    IN_MEMORY,
+    DamageError,
+    JsonObject,
+    as_json,
+    decode_json,
+    originals,
+    restore,
+    text_of,
+)
 from quarantune.values.configs import Config, format_config
 from quarantune.values.texts import printable
 from quarantune.values.trial import SCORES, Outcome, Trial, count_outcomes
@@ -181,9 +190,9 @@ class TuningResult(PlainResult):
     def to_dicts(self) -> list[Row]:
         """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
 
-        Further columns are `time_kind` (`final`, `median`, `mean` over several calls, or `at least` for a bound), `speedup`
-        (against the defaults), `is_best`, `is_tie` and `is_default`. A tunable with the
-        name of another column is under `config.<name>`. A result from the cache has one row, its winner.
+        Further columns are `time_kind`, `speedup` (against the defaults), `is_best`, `is_tie` and `is_default`. The kind
+        of a time is `final`, `median`, `mean` (over several calls) or `at least` (a bound). A tunable with the name of
+        another column is under `config.<name>`. A result from the cache has one row, its winner.
         """
         shown = self._shown
         if not shown.trials:

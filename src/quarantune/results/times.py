@@ -142,9 +142,9 @@ def best_so_far(trials: Sequence[Trial]) -> list[int]:
 
     A bound never counts: it says only that the config takes longer.
     """
-    order = range(len(trials))
+    order = list(range(len(trials)))
     if all(trial.ended_s is not None for trial in trials if trial.outcome is not Outcome.PRUNED):
-        order = sorted(order, key=lambda at: trials[at].ended_s or 0.0)  # type: ignore[assignment]
+        order.sort(key=lambda at: trials[at].ended_s or 0.0)
     found, least_ms = list[int](), math.inf
     for at in order:
         known = range_of(trials[at])

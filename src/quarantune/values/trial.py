@@ -253,8 +253,8 @@ class Trial(Record):
         config: the config tried.
         outcome: how it ended.
         phase: the phase it ended in; None if it never started.
-        time_ms: median time of one call in milliseconds; for a finalist, the median of the final. For a `slow` config it
-            is a bound: no sample that counts was shorter.
+        time_ms: median time of one call in milliseconds; for a finalist, the median of the final. The time of a `slow`
+            config is a bound: no sample was shorter.
         samples_ms: the samples behind the time, in milliseconds.
         own_ms: the time in milliseconds that ranks finalists: the fastest sample without its waits for a CPU, or the
             median of a device's own clock.

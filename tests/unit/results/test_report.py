@@ -36,7 +36,14 @@ def hostile() -> list[Trial]:
 
 
 SWEEP = [
-    trial(4, "slow", 30.0, "it was stopped early, because another config is clearly faster", own_ms=23.8, samples_ms=(23.8, 36.2)),
+    trial(
+        4,
+        "slow",
+        30.0,
+        "it was stopped early, because another config is clearly faster",
+        own_ms=23.8,
+        samples_ms=(23.8, 36.2),
+    ),
     trial(8, "error", message="ValueError: 300 KiB of 227 KiB"),
     trial(2, time_ms=7.75, samples_ms=(7.75,)),
     trial(1, time_ms=2.5, samples_ms=(2.5,)),
@@ -77,7 +84,9 @@ def test_reasons_are_whole_below_the_table_and_cover_many_configs() -> None:
 def test_a_reason_is_told_once_for_all_configs_of_one_program() -> None:
     dump = "INTERNAL: " + "a long dump of the compiler " * 9
     shared = [trial(n, "error", message=f"the same program as n=8: {dump}") for n in (5, 6)]
-    table = table_of([*shared, trial(8, "error", message=dump), trial(1, time_ms=2.0)], width=10**4, best_config={"n": 1})
+    table = table_of(
+        [*shared, trial(8, "error", message=dump), trial(1, time_ms=2.0)], width=10**4, best_config={"n": 1}
+    )
     assert table.count(dump.strip()) == 1
     assert f"[1] error (compile), 3 configs: {dump.strip()}" in table
     assert table.count("error [1]") == 3
@@ -96,7 +105,12 @@ def test_the_reason_for_the_winners_star_is_in_words(
     best: int, tie: tuple[int, ...], default: int, expected: str
 ) -> None:
     trials = [trial(n, time_ms=1 + n / 1000, samples_ms=(1.0,)) for n in (3, 2, 1)]
-    others = {"finalists": (trials[3 - best],), "tie": tuple({"n": n} for n in tie), "default_config": {"n": default}, "default_time_ms": 1.0}
+    others = {
+        "finalists": (trials[3 - best],),
+        "tie": tuple({"n": n} for n in tie),
+        "default_config": {"n": default},
+        "default_time_ms": 1.0,
+    }
     table = table_of(trials, width=300, best_config={"n": best}, **others)
     assert expected in table
     marks = dict(re.findall(r"^([*=]?) +(\d)  ok", table, re.MULTILINE))
@@ -183,7 +197,10 @@ def test_the_view_in_a_notebook_has_the_fastest_of_many_configs() -> None:
 
 
 def test_a_table_of_many_configs_is_short_unless_more_rows_are_asked_for() -> None:
-    trials = [*(trial(n, time_ms=float(n)) for n in range(1, 31)), *(trial(n, "error", message="no") for n in range(31, 51))]
+    trials = [
+        *(trial(n, time_ms=float(n)) for n in range(1, 31)),
+        *(trial(n, "error", message="no") for n in range(31, 51)),
+    ]
     result = result_of(*trials)
     lines = result.table(width=100).split("\n\n")
     assert len(lines[0].splitlines()) == 21

@@ -28,7 +28,11 @@ def made_up(seed: int) -> TuningResult:
     names = rng.sample(_NAMES, rng.randint(1, 5))
     configs: dict[tuple[Any, ...], None] = {}
     for _ in range(rng.choice([1, 2, 3, 8, 20, 45])):
-        configs[tuple(rng.choice(["row", "col", 8.5, True]) if name == "layout" else 2 ** rng.randint(0, 3) for name in names)] = None
+        configs[
+            tuple(
+                rng.choice(["row", "col", 8.5, True]) if name == "layout" else 2 ** rng.randint(0, 3) for name in names
+            )
+        ] = None
     is_dated = rng.random() < 0.8
     clock = rng.choice(["wall", "wall", "device", "queued"])
     trials = []
@@ -52,8 +56,14 @@ def made_up(seed: int) -> TuningResult:
                 phase=Phase.MEASURE,
                 compile_s=rng.uniform(0, 9) if rng.random() < 0.8 else None,
                 ended_s=1.7e9 + rng.uniform(0, 900) if is_dated else None,
-                figures=rng.choice([None, CompilerFigures(argument_bytes=8, output_bytes=8, temporary_bytes=1 << rng.randint(3, 22))]),
-                **(timed if outcome in (Outcome.OK, Outcome.SLOW) else {"message": f"it failed at {rng.randint(1, 99)}"}),  # type: ignore[arg-type]
+                figures=rng.choice(
+                    [None, CompilerFigures(argument_bytes=8, output_bytes=8, temporary_bytes=1 << rng.randint(3, 22))]
+                ),
+                **(
+                    timed
+                    if outcome in (Outcome.OK, Outcome.SLOW)
+                    else {"message": f"it failed at {rng.randint(1, 99)}"}
+                ),  # type: ignore[arg-type]
             )
         )
     return concluded(trials, rng)
@@ -66,7 +76,10 @@ def concluded(trials: list[Trial], rng: random.Random) -> TuningResult:
     chosen = finals.in_final(known, default) if rng.random() < 0.8 else []
     rounds = rng.choice([3, 10, 20])
     final = finals.Final(
-        {at: [(trials[at].time_ms or 0.0) * rng.lognormvariate(0, rng.choice([0.001, 0.1])) for _ in range(rounds)] for at in chosen}
+        {
+            at: [(trials[at].time_ms or 0.0) * rng.lognormvariate(0, rng.choice([0.001, 0.1])) for _ in range(rounds)]
+            for at in chosen
+        }
     )
     settled, (winner, *level) = finals.conclude(known, final, default=default)
     best, own = settled[winner], None if default is None else settled[default]
@@ -79,7 +92,9 @@ def concluded(trials: list[Trial], rng: random.Random) -> TuningResult:
         time_ms=best.time_ms or math.nan,
         default_config=None if own is None else own.config,
         default_time_ms=own.time_ms if is_timed and own is not None else None,
-        speedup_interval=finals.speedup_interval(best.samples_ms, own.samples_ms) if is_timed and own and len(chosen) > 1 else None,
+        speedup_interval=finals.speedup_interval(best.samples_ms, own.samples_ms)
+        if is_timed and own and len(chosen) > 1
+        else None,
         finalists=tuple(settled[at] for at in final.rounds_ms),
         tie=tuple(settled[at].config for at in level),
         trials=tuple(settled[at] for at in sorted(settled)),
@@ -89,7 +104,9 @@ def concluded(trials: list[Trial], rng: random.Random) -> TuningResult:
     )
 
 
-@pytest.mark.parametrize("first", [0, 50, *(pytest.param(first, marks=pytest.mark.slow) for first in range(100, 300, 50))])
+@pytest.mark.parametrize(
+    "first", [0, 50, *(pytest.param(first, marks=pytest.mark.slow) for first in range(100, 300, 50))]
+)
 def test_all_that_is_told_of_a_result_agrees_with_its_trials(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 50):
         result = made_up(seed)
@@ -148,7 +165,13 @@ def ended(n: int, outcome: str = "ok", time_ms: float | None = None, **rest: Any
 
 def of(*trials: Trial, **fields: Any) -> TuningResult:
     best = trials[0]
-    fields = {"best_config": best.config, "time_ms": best.time_ms, "trials": trials, "key": "", "device": "cpu"} | fields
+    fields = {
+        "best_config": best.config,
+        "time_ms": best.time_ms,
+        "trials": trials,
+        "key": "",
+        "device": "cpu",
+    } | fields
     return TuningResult(**fields)
 
 
@@ -170,7 +193,11 @@ def test_a_config_that_was_stopped_early_has_a_bound_that_is_true_of_all_its_sam
 
 
 def test_the_next_config_is_the_next_of_all_not_of_the_finalists() -> None:
-    best, far, near = ended(1, time_ms=1.0, samples_ms=(1.0,)), ended(2, time_ms=3.85, samples_ms=(3.85,)), ended(3, time_ms=1.74)
+    best, far, near = (
+        ended(1, time_ms=1.0, samples_ms=(1.0,)),
+        ended(2, time_ms=3.85, samples_ms=(3.85,)),
+        ended(3, time_ms=1.74),
+    )
     assert reason(best, far, near, finalists=(best, far)) == "1 is the fastest; the next, n=3, takes 74% longer"
     stopped = ended(4, "slow", 1.5, samples_ms=(1.5, 1.6))
     assert reason(best, far, near, stopped, finalists=(best, far)) == (
@@ -207,9 +234,15 @@ def test_the_best_so_far_follows_the_ends_of_trials_and_no_bound_counts() -> Non
 
 def test_a_stopped_config_beats_none_in_time_and_memory_but_may_be_worth_a_choice() -> None:
     def sized(trial: Trial, size: int) -> Trial:
-        return dataclasses.replace(trial, figures=CompilerFigures(argument_bytes=8, output_bytes=8, temporary_bytes=size))
+        return dataclasses.replace(
+            trial, figures=CompilerFigures(argument_bytes=8, output_bytes=8, temporary_bytes=size)
+        )
 
-    fast, stopped, small = sized(ended(1, time_ms=1.0), 900), sized(ended(2, "slow", 2.0), 100), sized(ended(3, time_ms=3.0), 200)
+    fast, stopped, small = (
+        sized(ended(1, time_ms=1.0), 900),
+        sized(ended(2, "slow", 2.0), 100),
+        sized(ended(3, time_ms=3.0), 200),
+    )
     assert of(fast, small, stopped).pareto() == (fast, stopped, small)
     behind = sized(ended(4, "slow", 4.0), 100)
     assert of(fast, small, stopped, behind).pareto() == (fast, stopped, small)
@@ -217,7 +250,14 @@ def test_a_stopped_config_beats_none_in_time_and_memory_but_may_be_worth_a_choic
 
 @pytest.mark.parametrize(
     ("times_ms", "unit"),
-    [([8e-3, 9e-3, 10.0], "µs"), ([5e-4], "ns"), ([None, math.nan], "ms"), ([3.0], "ms"), ([4000.0], "s"), ([math.inf], "ms")],
+    [
+        ([8e-3, 9e-3, 10.0], "µs"),
+        ([5e-4], "ns"),
+        ([None, math.nan], "ms"),
+        ([3.0], "ms"),
+        ([4000.0], "s"),
+        ([math.inf], "ms"),
+    ],
 )
 def test_one_unit_suits_all_times_of_a_page(times_ms: list[float | None], unit: str) -> None:
     assert times.unit_of(times_ms)[0] == unit

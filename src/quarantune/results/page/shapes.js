@@ -27,7 +27,7 @@ function drawPairs(all) {
         el("th", { scope: "row" }, el("button", { type: "button", class: "link", "aria-current": problem === shown ? "true" : null, text: call, onclick: () => show(all.indexOf(shown)) })),
         cell(before), cell(after), el("td", { class: "number", text: gainText(gains[row]) }), el("td", { class: "choice", text: choiceText(before, after) }));
     }))));
-  clear($("elsewhere"));
+  drawElsewhere(all);
 }
 const LEVEL = 1.005;
 const gainText = (gain) => (gain === null ? "not known" : gain > LEVEL ? `${times(gain)} faster` : gain < 1 / LEVEL ? `${times(1 / gain)} slower` : "as fast as before");
