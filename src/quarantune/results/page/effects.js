@@ -8,7 +8,7 @@ function drawEffects() {
   if ($("effects").hidden) return;
   const named = order.filter((at) => p.effects[at].notable).slice(0, 3).map((at, i) => `${i ? "with" : "With"} the worst ${p.tunables[at].name} ${i ? "" : "a call takes "}${p.effects[at].text}`);
   $("effects-finding").textContent = (named.length ? `${named.join(", ")}; all else is at its best. ` : "No single tunable surely matters: each of its values may be as fast as the best. ")
-    + "Dots are configs, and the line joins the best of each value.";
+    + `Dots are configs, and the line joins the best of each value${p.timed.some((trial) => trial.kind === "at least") ? "; a pale bar begins at a bound" : ""}.`;
   const shown = allEffects ? order : order.slice(0, MOST_EFFECTS);
   const width = tileWidth(host, shown.length);
   for (const at of shown) host.append(effectTile(p, at, width));
@@ -34,14 +34,14 @@ function effectTile(p, at, width) {
   const y = scale(p.low * 0.94, p.high * 1.06, bottom, top, { log: true, count: 4 });
   const band = (right - left) / n, x = (v) => left + (v + 0.5) * band;
   const best = p.effects[at].best.map((ends) => ends && { low: ends[0], high: ends[1] ?? Infinity });
-  const bests = range(n).filter((v) => best[v]), shownMs = (v) => (best[v].high === Infinity ? best[v].low : best[v].high);
+  const bests = range(n).filter((v) => best[v]);
   const svg = chart(width, height, `${tunable.name}: ${bests.map((v) => `${tunable.values[v]} best ${rangeText(p, best[v])} ${p.unit[1]}`).join(", ")}`);
   timeGrid(svg, p, y, left, right, 6);
   const spread = Math.min(band * 0.32, 14), points = [];
   by.forEach((group, v) => group.timed.forEach((trial, i) => points.push([x(v) + (((i * 0.618) % 1) - 0.5) * 2 * spread, y(trial.ms), trial])));
   timedDots(svg, points, points.length);
   // A best time that is not known is a bar from its bound upwards, to the least time that is known.
-  svg.append(draw("path", { d: bests.map((v, i) => `${i ? "L" : "M"}${x(v).toFixed(1)} ${y(shownMs(v)).toFixed(1)}`).join(""), class: "best-line thin" }),
+  svg.append(draw("path", { d: bests.map((v, i) => `${i ? "L" : "M"}${x(v).toFixed(1)} ${y(best[v].low).toFixed(1)}`).join(""), class: "best-line thin" }),
     draw("path", { d: bests.filter((v) => best[v].low !== best[v].high).map((v) => `M${x(v).toFixed(1)} ${y(best[v].low).toFixed(1)}V${(best[v].high === Infinity ? top : y(best[v].high)).toFixed(1)}`).join(""), class: "open-end" }),
     draw("path", { d: dots(bests.filter((v) => best[v].low === best[v].high).map((v) => [x(v), y(best[v].low)])), class: "dots best" }));
   const widest = Math.max(...tunable.values.map((text) => textWidth(short(text, 9)))) + 8, every = Math.max(1, Math.ceil(widest / band));

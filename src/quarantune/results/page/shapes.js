@@ -99,7 +99,7 @@ function drawElsewhere(all) {
   if (some.length < 2 || texts.length < 2) return;
   host.append(el("h3", { text: "Each winner on the other problems" }),
     el("p", { class: "finding", text: "Time of a config divided by that of the problem's own winner; blank where it was not measured." }),
-    el("div", { class: "card scroll" }, el("table", { class: "map regrets" },
+    el("div", { class: "card scroll", tabindex: "0", role: "region", "aria-label": "Each winner on the other problems" }, el("table", { class: "map regrets" },
       el("caption", { class: "visually-hidden", text: "Slowdown of each winning config on each problem" }),
       el("thead", {}, el("tr", {}, el("td", { class: "corner", text: "config ↓  problem →" }), some.map((p) => el("th", { scope: "col", text: p.label })))),
       el("tbody", {}, texts.map((text) => el("tr", {}, el("th", { scope: "row", class: "mono", text }), some.map((p) => {
